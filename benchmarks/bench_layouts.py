@@ -17,7 +17,6 @@ import argparse
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from inference.core.tree import chain_parents
 from inference.engines.choose import make_runtime
 from inference.engines.cpu.by_amx import has_amx
 from inference.engines.fused_layers import FusedLayer, fuse_layers, lay_out
-from inference.engines.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, can_code, can_halve, pack_linears
+from inference.engines.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, pack_linears
 from outrider.files import read_json, write_json
 from outrider.machine import describe_machine
 
@@ -84,7 +83,7 @@ def measure(target: OpenTarget, options: argparse.Namespace) -> dict[str, Any]:
     """Everything with the threads that torch has now."""
     dtype = getattr(torch, options.dtype)
     text = torch.arange(options.context) % target.config.vocab_size
-    stacks = {layout: laid_out(target, dtype, layout) for layout in (*able(LAYOUTS, dtype), BY_LAYER, CHOSEN, INT8)}
+    stacks = {layout: laid_out(target, dtype, layout) for layout in (*LAYOUTS, BY_LAYER, CHOSEN, INT8)}
     passes = {layout: Passes(stack, text) for layout, stack in stacks.items()}
     plain = load_causal_lm(options.target, dtype=dtype).eval()
     seconds: dict[tuple[str, int], list[float]] = {(layout, width): [] for layout in passes for width in WIDTHS}
@@ -118,11 +117,6 @@ def measure(target: OpenTarget, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def able(layouts: Iterable[str], dtype: torch.dtype) -> list[str]:
-    """Those of `layouts` that there are for a dtype."""
-    return [name for name in layouts if name != "halved" or can_halve(dtype)]
-
-
 def kinds_of(stack: LayerStack) -> dict[str, int]:
     """How many linear layers of a stack are laid out in which way; of a way around another the inner one counts."""
     kinds = (type(module).__name__ for module in stack.modules() if type(module) is not WidenedLinear)
@@ -141,10 +135,9 @@ def time_products(target: OpenTarget, dtype: torch.dtype, repeats: int) -> dict[
     stack = target.stack(dtype=dtype, device=CPU)
     fuse_layers(stack)
     linears = [module for module in stack.modules() if isinstance(module, nn.Linear)]
-    sides = {name: [LAYOUTS[name](linear) for linear in linears] for name in able(LAYOUTS, dtype)}
     codes = int8_linears(target, dtype)
-    coded = [name for name in able(INT8_LAYOUTS, dtype) if name != "coded" or all(map(can_code, codes))]
-    sides |= {f"int8 {name}": [INT8_LAYOUTS[name](linear) for linear in codes] for name in coded}
+    sides = {name: [make(linear) for linear in linears] for name, make in LAYOUTS.items()}
+    sides |= {f"int8 {name}": [make(linear) for linear in codes] for name, make in INT8_LAYOUTS.items()}
     inputs = {width: [torch.ones(width, linear.in_features, dtype=dtype) for linear in linears] for width in WIDTHS}
     seconds: dict[tuple[str, int], list[float]] = {(name, width): [] for name in sides for width in WIDTHS}
     for turn in range(1 + repeats):

@@ -34,7 +34,7 @@ from draft_models.targets.model_identity import deciding_config, model_identity
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.sampling import Sampler
 from inference.engines.cpu.by_amx import has_amx
-from inference.engines.packing import can_halve, can_pack, pack_linears
+from inference.engines.packing import can_pack, pack_linears
 from inference.loading.subject import end_tokens
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
@@ -285,7 +285,7 @@ def kernels_here(device: torch.device, dtype: torch.dtype) -> str:
     """
     if not can_pack(device, dtype):
         return "PyTorch's"
-    return ("halved" if can_halve(dtype) else "blocked") + (", steps by AMX" if has_amx() else "")
+    return "blocked" + (", steps by AMX" if has_amx() else "")
 
 
 def require_same_kernels(first: str, own: str) -> None:
@@ -299,8 +299,7 @@ def lay_out_for_batches(model: PreTrainedModel, device: torch.device, dtype: tor
     if not can_pack(device, dtype):
         return None
     steps = CompiledSteps.of(model)
-    layout = "halved" if can_halve(dtype) else "blocked"  # not by the clock: see `kernels_here`
-    pack_linears(model, lambda _: layout)
+    pack_linears(model)  # not by the clock: see `kernels_here`
     return steps
 
 

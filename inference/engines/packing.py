@@ -47,35 +47,6 @@ class PackedLinear(nn.Module):
     __call__ = forward  # as nothing hangs hooks on it, whose search takes as long as a small operation
 
 
-class HalvedLinear(nn.Module):
-    """A float32 linear layer without gradient whose weight is kept in float16, for one that `fits_half`.
-
-    The weights of a checkpoint in 16 bits are float32 only to be multiplied. FBGEMM widens them in registers. So the
-    product is that of float32, and half the bytes are read.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), linear.bias)
-        product = torch.ops.quantized.linear_dynamic_fp16.default
-        self._product = getattr(product, "_op", product)  # itself, without a search for subclasses: 5 µs a call
-
-    @property
-    def weight(self) -> Tensor:
-        """A plain copy [out, in], float32."""
-        return torch.ops.quantized.linear_unpack_fp16(self.packed)[0]
-
-    @property
-    def bias(self) -> Tensor | None:
-        return torch.ops.quantized.linear_unpack_fp16(self.packed)[1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]."""
-        return self._product(x, self.packed)
-
-    __call__ = forward
-
-
 class WidenedLinear(nn.Module):
     """An int8 layer whose codes another layout multiplies as floats, which hold them exactly: 2 or 4 bytes each."""
 
@@ -99,39 +70,14 @@ class WidenedLinear(nn.Module):
     __call__ = forward
 
 
-class CodedLinear(nn.Module):
-    """An int8 layer whose codes PyTorch widens in registers: a byte each is read."""
-
-    def __init__(self, linear: Int8Linear):
-        super().__init__()
-        self.codes, self.scale, self.bias = linear.codes, linear.scale, linear.bias
-        self._product = torch.ops.aten._weight_int8pack_mm.default
-
-    @property
-    def weight(self) -> Tensor:
-        """What the codes stand for [out, in]."""
-        return self.codes.to(self.scale.dtype) * self.scale[:, None]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]."""
-        out = self._product(x.reshape(-1, x.shape[-1]).contiguous(), self.codes, self.scale)
-        out = out if self.bias is None else out + self.bias
-        return out.view(*x.shape[:-1], -1)
-
-    __call__ = forward
-
-
 LAYOUTS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "plain": lambda linear: linear,
     "blocked": PackedLinear,
-    "halved": lambda linear: HalvedLinear(linear) if fits_half(linear.weight) else PackedLinear(linear),
     "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else PackedLinear(linear),
 }
 INT8_LAYOUTS: dict[str, Callable[[Int8Linear], nn.Module]] = {
     "plain": lambda linear: linear,
     "blocked": lambda linear: WidenedLinear(linear, PackedLinear),
-    "halved": lambda linear: WidenedLinear(linear, HalvedLinear),
-    "coded": CodedLinear,
     "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else WidenedLinear(linear, PackedLinear),
 }
 
@@ -147,35 +93,6 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
     return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-
-def can_halve(dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch multiplies float32 by weights that are kept in float16."""
-    has_it = hasattr(torch.ops.quantized, "linear_prepack_fp16") and torch.backends.quantized.engine in (
-        "x86",
-        "fbgemm",
-    )
-    return has_it and dtype == torch.float32 and torch.cpu._is_avx2_supported()
-
-
-def can_code(linear: Int8Linear) -> bool:
-    """Whether this build of PyTorch multiplies by the codes of `linear` as they are.
-
-    Its kernels for bfloat16 read whole vectors, and beyond the end of rows that are none. That for float32 is no
-    faster than a loop by hand, and some forty times slower than the other layouts.
-    """
-    whole = linear.in_features % 64 == 0 and linear.out_features % 16 == 0
-    return whole and linear.scale.dtype == torch.bfloat16 and hasattr(torch.ops.aten, "_weight_int8pack_mm")
-
-
-def fits_half(weight: Tensor) -> bool:
-    """Whether float16 holds a float32 weight [out, in]: no row is off by more than float32's own precision, 2⁻²³.
-
-    A bfloat16 has fewer digits than a float16 and fits, unless it is beyond 65504. Of one below 2⁻¹⁷ the last digits
-    are lost, which are nothing beside the rest of its row.
-    """
-    lost = torch.linalg.vector_norm(weight - weight.half().float(), dim=1)
-    return bool((lost <= 2**-23 * torch.linalg.vector_norm(weight, dim=1)).all())  # false for what is not finite
 
 
 def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> None:
@@ -204,33 +121,16 @@ def chosen_layout(linears: Sequence[Any], device: torch.device, *, panels: bool 
     """The `fastest_layout` of layers of one shape on `device`, or what is recorded of them (see `settle`)."""
     first = linears[0]
     dtype = _dtype_of(first)
-    able = layouts_here(linears, panels=panels) if can_pack(device, dtype) else ["plain"]
-    kind = "int8 " if isinstance(first, Int8Linear) else "float16 " if _all_fit_half(linears) else ""
+    able = layouts_here(first, panels=panels) if can_pack(device, dtype) else ["plain"]
+    kind = "int8 " if isinstance(first, Int8Linear) else ""
     question = f"{first.out_features}×{first.in_features} {kind}in {str(dtype).removeprefix('torch.')}"
     question += "" if panels else " (in layers)"
     return settle(question, able, lambda: able[0] if len(able) == 1 else fastest_layout(linears, panels=panels))
 
 
-def layouts_here(linears: Sequence[Any], *, panels: bool) -> list[str]:
-    """Which of `layouts_of` them this machine has for layers of one shape; panels: whether that one counts."""
-    first = linears[0]
-    coded = isinstance(first, Int8Linear)
-    left_out = set()
-    if not (can_halve(_dtype_of(first)) and (coded or _all_fit_half(linears))):
-        left_out.add("halved")
-    if coded and not can_code(first):
-        left_out.add("coded")
-    if not (panels and fits_panels(first)):
-        left_out.add("panels")
-    return [name for name in layouts_of(first) if name not in left_out]
-
-
-def _all_fit_half(linears: Sequence[Any]) -> bool:
-    """Whether float16 holds the weights of those that `fastest_layout` tries, in a float32 model."""
-    first = linears[0]
-    if isinstance(first, Int8Linear) or _dtype_of(first) != torch.float32:
-        return False
-    return all(fits_half(linear.weight) for linear in linears[: math.ceil(COLD / _bytes_of(first))])
+def layouts_here(linear: Any, *, panels: bool) -> list[str]:
+    """Which of `layouts_of` it this machine has for a layer; panels: whether that one counts."""
+    return [name for name in layouts_of(linear) if name != "panels" or (panels and fits_panels(linear))]
 
 
 def _dtype_of(linear: Any) -> torch.dtype:
@@ -264,7 +164,7 @@ def fastest_layout(
     sample = list(linears[:count])
     sample += [copy.deepcopy(sample[place % len(sample)]) for place in range(len(sample), min(count, FEWEST))]
     layouts = layouts_of(first)
-    tried = {name: [layouts[name](linear) for linear in sample] for name in layouts_here(linears, panels=panels)}
+    tried = {name: [layouts[name](linear) for linear in sample] for name in layouts_here(first, panels=panels)}
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
     for rows in TIMED_ROWS:
         x = torch.ones(rows, first.in_features, dtype=dtype)

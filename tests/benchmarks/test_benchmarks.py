@@ -178,9 +178,7 @@ def test_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) ->
     run(monkeypatch, bench_layouts, "--target", path, *given)
     (entry,) = json.loads(out.read_text())["entries"].values()
     (result,) = entry["results"]
-    layouts = {"plain", "blocked", "panels", "layer by layer", "chosen", "int8"}
-    halved = {"halved"} if dtype == "float32" else set()  # which keeps weights of float32 in fewer bytes
-    assert result["milliseconds"].keys() == layouts | halved
+    assert result["milliseconds"].keys() == {"plain", "blocked", "panels", "layer by layer", "chosen", "int8"}
     assert all(by_width.keys() == {"1", "3"} for by_width in result["milliseconds"].values())
     text = torch.arange(9)
     expected = None

@@ -9,20 +9,18 @@ from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from inference.engines import packing
+from inference.engines.cpu.at_once import PanelLinear
+from inference.engines.cpu.linear import PANEL
 from inference.engines.packing import (
     TIMED_ROWS,
-    HalvedLinear,
     PackedLinear,
-    can_halve,
     can_pack,
     fastest_layout,
-    fits_half,
     pack_linears,
 )
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
-needs_fbgemm = pytest.mark.skipif(not can_halve(torch.float32), reason="needs FBGEMM and AVX2")
 needs_bf16 = pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="needs oneDNN and AVX512-BF16")
 
 
@@ -39,45 +37,6 @@ def test_equals_linear(bias: bool, shape: tuple[int, ...], dtype: torch.dtype) -
     torch.testing.assert_close(out, linear(x))
     torch.testing.assert_close(packed(x), out, rtol=0, atol=0)
     assert torch.equal(packed.weight, linear.weight)
-
-
-@needs_fbgemm
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, 5, 40])
-def test_half_the_bytes_give_float32s_product(rows: int, bias: bool) -> None:
-    """The weights are bfloat16's; what is multiplied by them has digits that 16 bits would lose."""
-    linear = nn.Linear(264, 136, bias=bias).requires_grad_(False)
-    linear.weight.copy_(linear.weight.bfloat16())
-    x = torch.randn(1, rows, 264, generator=torch.Generator().manual_seed(0))
-    halved = HalvedLinear(linear)
-    exact = nn.functional.linear(x.double(), linear.weight.double(), None if not bias else linear.bias.double())
-    assert (halved(x) - exact).abs().max() < 20 * (linear(x) - exact).abs().max()
-    assert (linear(x.bfloat16().float()) - exact).abs().max() > 100 * (halved(x) - exact).abs().max()
-    assert (halved.weight - linear.weight).abs().max() <= 2**-25  # half of what float16 tells apart around 0
-    assert halved.bias is None if not bias else torch.equal(halved.bias, linear.bias)
-
-
-@pytest.mark.parametrize(
-    ("change", "fits"),
-    [
-        (lambda w: w.bfloat16().float(), True),
-        (lambda w: w.half().float(), True),
-        (lambda w: w, False),  # trained in float32: twelve digits more
-        (lambda w: w.bfloat16().float() * 2.0**20, False),  # beyond float16
-        (lambda w: w.bfloat16().float() * 2.0**-20, False),  # all of it below float16's smallest
-        (lambda w: torch.cat([w.bfloat16().float()[:, 1:], w.bfloat16().float()[:, :1] * 1e-6], 1), True),
-        (lambda w: torch.cat([w.bfloat16().float()[1:], w[:1]]), False),  # a single row that does not
-        (lambda w: w.bfloat16().float().index_fill(1, torch.tensor([3]), torch.nan), False),
-    ],
-)
-def test_what_fits_into_half_the_bytes(change: Callable[[torch.Tensor], torch.Tensor], fits: bool) -> None:
-    weight = change(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * 0.1)
-    assert fits_half(weight) == fits
-    if can_halve(torch.float32):
-        model = nn.Sequential(nn.Linear(64, 40, bias=False).requires_grad_(False))
-        model[0].weight.copy_(weight)
-        pack_linears(model, lambda _: "halved")
-        assert type(model[0]) is (HalvedLinear if fits else PackedLinear)
 
 
 def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,19 +90,15 @@ def machine(cost: Cost, monkeypatch: pytest.MonkeyPatch, ran: list[nn.Module] | 
 
     running("plain", nn.Linear)
     running("blocked", PackedLinear)
-    running("halved", HalvedLinear)
+    running("panels", PanelLinear)
     return lambda: now[0]
 
 
-def layers_of(count: int, *, fit: bool = True) -> Sequence[nn.Linear]:
-    layers = [nn.Linear(8, 8).requires_grad_(False) for _ in range(count)]
-    for layer in layers[: count if fit else -1]:
-        layer.weight.copy_(layer.weight.bfloat16())
-    return layers
+def layers_of(count: int, outputs: int = PANEL) -> Sequence[nn.Linear]:
+    return [nn.Linear(8, outputs).requires_grad_(False) for _ in range(count)]
 
 
 @needs_onednn
-@needs_fbgemm
 @pytest.mark.parametrize(
     ("cost", "fastest"),
     [
@@ -151,8 +106,8 @@ def layers_of(count: int, *, fit: bool = True) -> Sequence[nn.Linear]:
         (lambda layout, rows: 1 if layout == "plain" else 1.3, "plain"),  # where blocks are slower
         (lambda layout, rows: {1: 1.2, 4: 0.8, 16: 0.6}[rows] if layout == "blocked" else 1, "blocked"),  # by the mean
         (lambda layout, rows: {1: 1.5, 4: 1.0, 16: 0.9}[rows] if layout == "blocked" else 1, "plain"),
-        (lambda layout, rows: {1: 0.5, 4: 0.8, 16: 1.2}[rows] if layout == "halved" else 1, "halved"),
-        (lambda layout, rows: {1: 0.9, 4: 1.1, 16: 1.5}[rows] if layout == "halved" else 1, "plain"),
+        (lambda layout, rows: {1: 0.5, 4: 0.8, 16: 1.2}[rows] if layout == "panels" else 1, "panels"),
+        (lambda layout, rows: {1: 0.9, 4: 1.1, 16: 1.5}[rows] if layout == "panels" else 1, "plain"),
     ],
 )
 def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,12 +117,12 @@ def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pyt
 
 
 @needs_onednn
-@needs_fbgemm
-def test_halves_are_no_choice_for_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_are_no_choice_for_layers_that_do_not_fit_or_run_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALL", 0)
-    clock = machine(lambda layout, _: {"plain": 3, "blocked": 2, "halved": 1}[layout], monkeypatch)
-    assert fastest_layout(layers_of(3), clock) == "halved"
-    assert fastest_layout(layers_of(3, fit=False), clock) == "blocked"
+    clock = machine(lambda layout, _: {"plain": 3, "blocked": 2, "panels": 1}[layout], monkeypatch)
+    assert fastest_layout(layers_of(3), clock) == "panels"
+    assert fastest_layout(layers_of(3), clock, panels=False) == "blocked"
+    assert fastest_layout(layers_of(3, outputs=PANEL + 1), clock) == "blocked"
 
 
 @needs_onednn
@@ -191,7 +146,7 @@ def test_one_layer_is_timed_as_in_a_round_not_again_and_again(monkeypatch: pytes
 
     def cost(layout: str, rows: int) -> float:
         near = any(one is ran[-1] for one in ran[-4:-1])
-        return 1 if near and layout == "blocked" else {"plain": 2, "blocked": 4, "halved": 3}[layout]
+        return 1 if near and layout == "blocked" else {"plain": 2, "blocked": 4, "panels": 3}[layout]
 
     assert fastest_layout(layers_of(1), machine(cost, monkeypatch, ran)) == "plain"
 
@@ -217,5 +172,5 @@ def test_each_shape_is_chosen_for_itself() -> None:
 
 @needs_onednn
 def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "halved": 2}[layout], monkeypatch)
+    clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "panels": 2}[layout], monkeypatch)
     assert fastest_layout(layers_of(1), clock) == "blocked"

@@ -229,22 +229,18 @@ def test_a_clock_chooses_no_kernel_of_a_resumed_run(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not packing.can_halve(torch.float32), reason="needs FBGEMM")
+@pytest.mark.skipif(not packing.can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
 def test_a_kernel_that_is_not_here_is_refused(
-    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, models: Path, tmp_path: Path
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that multiplied by float16 weights, resumed where these cannot be multiplied by."""
-    target, stored = shutil.copytree(models / "target", tmp_path / "half"), "model.safetensors"
-    weights = {name: tensor.half().float() for name, tensor in load_file(target / stored).items()}
-    save_file(weights, target / stored, metadata={"format": "pt"})
-    methods = {"lookup": MethodConfig(source="prompt_lookup")}
-    made = config("halved", checkpoint=None, target=str(target), methods=methods)
-    monkeypatch.setattr(packing, "fastest_layout", lambda linears, panels: "halved")
+    """A run that multiplied by blocked weights, resumed where these cannot be multiplied by."""
+    made = config("blocked", checkpoint=None, methods={"lookup": MethodConfig(source="prompt_lookup")})
+    monkeypatch.setattr(packing, "fastest_layout", lambda linears, panels: "blocked")
     evaluate(made, QUESTIONS[:1])
     (results,) = Path(made.out_dir).glob("results-*.jsonl")
     results.unlink()
-    monkeypatch.setattr(packing, "can_halve", lambda dtype: False)
-    with pytest.raises(UserError, match=r"by the kernel 'halved', which this machine does not have"):
+    monkeypatch.setattr(packing, "can_pack", lambda *_: False)
+    with pytest.raises(UserError, match=r"by the kernel 'blocked', which this machine does not have"):
         evaluate(replace(made, resume=True), QUESTIONS[:1])
 
 
