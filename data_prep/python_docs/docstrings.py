@@ -63,19 +63,12 @@ def sentences(text: str) -> list[str]:
 
 def quoted(paragraphs: list[str], most: int) -> str:
     """As many whole paragraphs as `most` characters hold; of a first one that is longer, whole sentences."""
-    text = ""
-    for paragraph in paragraphs:
-        longer = f"{text}\n\n{paragraph}" if text else paragraph
-        if len(longer) > most:
-            break
-        text = longer
-    if not text and paragraphs:
-        for sentence in sentences(paragraphs[0]):
-            longer = f"{text} {sentence}" if text else sentence
-            if len(longer) > most:
-                break
-            text = longer
-    return text
+    for parts, between in ((paragraphs, "\n\n"), (sentences(paragraphs[0]) if paragraphs else [], " ")):
+        texts = (between.join(parts[:count]) for count in range(len(parts), 0, -1))
+        for text in texts:
+            if len(text) <= most:
+                return text
+    return ""
 
 
 def plain(block: str) -> str:

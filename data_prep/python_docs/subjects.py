@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import inspect
 import re
 import types
 import warnings
@@ -33,40 +32,27 @@ _ATTRIBUTES = (property, types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One parameter of a signature.
-
-    by_place, by_name: how it may be given. default: as Python writes it, where it is a plain value.
-    """
-
-    name: str
-    required: bool
-    by_place: bool
-    by_name: bool
-    default: str | None
-
-
-@dataclass(frozen=True)
 class Subject:
     """Something documented.
 
-    name: as a person writes it, like json.dumps, str.join. home: the module or class that it is in. summary: the first
-    sentence. text: the documentation, in whole sentences. parameters: None where they are not known, or where it takes
-    any. on_object: it is called on an object of `home`.
+    name: as a person writes it, like json.dumps, str.join. home: the module or class that it is in. text: the
+    documentation, in whole sentences.
     """
 
     name: str
     kind: Kind
     home: str
-    summary: str
     text: str
-    parameters: tuple[Parameter, ...] | None = None
-    on_object: bool = False
 
     @property
     def leaf(self) -> str:
         """The last part of the name."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def shown(self) -> str:
+        """The name as a prompt has it."""
+        return self.name if self.kind == "topic" else f"`{self.name}`"
 
 
 class Collector:
@@ -126,18 +112,9 @@ class Collector:
         wrapped = isinstance(value, classmethod | staticmethod)
         docstring = (value.__func__ if wrapped else value).__doc__
         if isinstance(docstring, str):
-            on_object = kind == "method" and not wrapped
-            yield from self._made(name, kind, home, prose(docstring), _parameters(value, kind), on_object)
+            yield from self._made(name, kind, home, prose(docstring))
 
-    def _made(
-        self,
-        name: str,
-        kind: Kind,
-        home: str,
-        paragraphs: list[str],
-        parameters: tuple[Parameter, ...] | None = None,
-        on_object: bool = False,
-    ) -> Iterator[Subject]:
+    def _made(self, name: str, kind: Kind, home: str, paragraphs: list[str]) -> Iterator[Subject]:
         summary = first_sentence(paragraphs)
         if len(summary.split()) < _SHORTEST or len(summary) > _LONGEST or _EMPTY.match(summary):
             return
@@ -145,7 +122,7 @@ class Collector:
         said = {name, text, f"{home}: {summary}"}
         if text and not said & self._said:
             self._said |= said
-            yield Subject(name, kind, home, summary, text, parameters, on_object)
+            yield Subject(name, kind, home, text)
 
 
 def _public(module: types.ModuleType) -> list[str]:
@@ -179,32 +156,4 @@ def _is_callable_value(value: Any) -> bool:
         and isinstance(getattr(value, "__name__", None), str)
         and not isinstance(value, type)
         and (value.__doc__ != type(value).__doc__)
-    )
-
-
-def _parameters(value: Any, kind: Kind) -> tuple[Parameter, ...] | None:
-    """The parameters of a function or method, without the object itself; None where they are not known."""
-    if kind not in ("function", "method") or isinstance(value, types.ClassMethodDescriptorType):
-        return None
-    try:
-        signature = inspect.signature(value.__func__ if isinstance(value, classmethod | staticmethod) else value)
-    except (TypeError, ValueError, AttributeError, NameError):
-        return None
-    given = list(signature.parameters.values())
-    if kind == "method" and not isinstance(value, staticmethod):
-        given = given[1:]
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.name.startswith("_") for p in given):
-        return None
-    return tuple(_parameter(p) for p in given)
-
-
-def _parameter(given: inspect.Parameter) -> Parameter:
-    value = given.default
-    plain_value = isinstance(value, bool | int | float | str | None) and len(repr(value)) <= 12
-    return Parameter(
-        given.name,
-        required=value is given.empty,
-        by_place=given.kind != given.KEYWORD_ONLY,
-        by_name=given.kind != given.POSITIONAL_ONLY,
-        default=repr(value) if plain_value else None,
     )
