@@ -16,7 +16,7 @@ directory that has `table.json` is complete: it got its name by a rename after t
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import numpy as np
 
 from draft_models.ngrams.kernels import (
     Grams,
-    Grouped,
     context_grams,
     context_key,
     count_grams,
@@ -214,19 +213,6 @@ def merged_facts(tables: Sequence[TrigramTable]) -> dict[str, Any]:
     """`TrigramTable.facts` of `tables`, merged."""
     facts: dict[str, Any] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
     return {**facts, "merged": [table.facts for table in tables]}
-
-
-def prune(table: TrigramTable, min_count: int, max_successors: int | None = None) -> TrigramTable:
-    """What `table` has of n-grams that occurred `min_count` times, of a context the `max_successors` most frequent.
-
-    It equals a table that was built so, if this one was built with less of both left out. Suffixes stay.
-    """
-    levels = {}
-    for order, level in table.levels.items():
-        grouped = Grouped(*group(*level.grams(), min_count, max_successors or table.vocabulary))
-        totals = level.totals[np.searchsorted(level.keys, grouped.keys)]  # what is left out counts too
-        levels[order] = make_level(order, table.vocabulary, grouped._replace(totals=totals))
-    return replace(table, levels=levels)
 
 
 # --------------------------------------------------------------------------------------------------------- layout

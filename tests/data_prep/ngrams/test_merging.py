@@ -10,10 +10,10 @@ import pytest
 from data_prep.ngrams import merging
 from data_prep.ngrams.building import _joined, _published
 from data_prep.ngrams.merging import kept_from
-from draft_models.ngrams.table import TrigramTable, merged_facts, prune
+from draft_models.ngrams.table import TrigramTable, merged_facts
 from outrider.errors import UserError
 from tests.data_prep.ngrams.corpora import require_same_counts
-from tests.draft_models.ngrams.in_memory import merge, prune_to
+from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
 
 ORDERS, VOCABULARY = (2, 3, 4), 300
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from draft_models.ngrams.kernels import Grams, Grouped, group, merge_grams
 from draft_models.ngrams.suffixes import sort_suffixes
-from draft_models.ngrams.table import Level, TrigramTable, make_level, merged_facts, prune
+from draft_models.ngrams.table import Level, TrigramTable, make_level, merged_facts
 from outrider.errors import require
 
 
@@ -20,6 +20,19 @@ def merge(tables: Sequence[TrigramTable]) -> TrigramTable:
     kept = [table.suffixes.tokens for table in tables if table.suffixes is not None]
     suffixes = sort_suffixes(np.concatenate(kept), vocabulary) if kept else None
     return TrigramTable(vocabulary, tables[0].tokenizer, levels, merged_facts(tables), suffixes)
+
+
+def prune(table: TrigramTable, min_count: int, max_successors: int | None = None) -> TrigramTable:
+    """What `table` has of n-grams that occurred `min_count` times, of a context the `max_successors` most frequent.
+
+    It equals a table that was built so, if this one was built with less of both left out. Suffixes stay.
+    """
+    levels = {}
+    for order, level in table.levels.items():
+        grouped = Grouped(*group(*level.grams(), min_count, max_successors or table.vocabulary))
+        totals = level.totals[np.searchsorted(level.keys, grouped.keys)]  # what is left out counts too
+        levels[order] = make_level(order, table.vocabulary, grouped._replace(totals=totals))
+    return replace(table, levels=levels)
 
 
 def prune_to(table: TrigramTable, megabytes: float) -> TrigramTable:

@@ -11,12 +11,12 @@ import pytest
 
 from draft_models.ngrams import table_files
 from draft_models.ngrams.kernels import Grams, merge_grams, mix
-from draft_models.ngrams.table import TrigramTable, prune
+from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import ARRAYS, MAX_VOCABULARY
 from draft_models.targets.vocabulary import vocabulary_digest
 from outrider.errors import UserError
 from outrider.files import sealed, unsealed
-from tests.draft_models.ngrams.in_memory import merge, prune_to
+from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
 
 ORDERS = (2, 3, 4)
 Context = tuple[int, ...]
