@@ -16,11 +16,12 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps, can_be_compiled
+from draft_models.targets.attention import grouped_attention
 from inference.engines.graphs.capture import GraphPool, can_capture
 from outrider.errors import UserError
 
 _ROOM = 256  # cache slots that are added at a time, at most; what is masked is computed as well
-_GROUPED = "outrider_grouped"  # transformers' name of `grouped_attention`
+_GROUPED = "outrider_grouped"  # transformers' name of `_attention`
 _FEW = 32  # rows of which a step takes about as long as of one
 
 
@@ -218,26 +219,14 @@ class _SlotLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
-) -> tuple[Tensor, None]:
-    """Attention of one query a row, [B, heads, 1, d], over keys [B, kv heads, slots, d]; returns [B, 1, heads, d].
+def _attention(module: nn.Module, *given: Tensor, **options: Any) -> tuple[Tensor, None]:
+    """`grouped_attention`, which copies no key for the heads of a group: they are a step of long texts' longest part.
 
-    The heads of a group are the queries of their key head. Otherwise every key would be copied for each of them, a step
-    of long texts' longest part. attention_mask: bool [B, 1, 1, slots]. What else a model asks for is left to
-    transformers' own function.
+    A bias of positions, which it does not know, is left to transformers' own function.
     """
-    if any(options.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        left: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, **options
-        )
-        return left
-    rows, heads, _, width = query.shape
-    grouped = query.reshape(rows, key.shape[1], -1, width)
-    found = nn.functional.scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
-    )
-    return found.reshape(rows, heads, 1, -1).transpose(1, 2).contiguous(), None
+    attend = grouped_attention if options.get("position_bias") is None else ALL_ATTENTION_FUNCTIONS["sdpa"]
+    mixed, _ = attend(module, *given, **options)
+    return mixed.contiguous(), None
 
 
-AttentionInterface.register(_GROUPED, grouped_attention)
+AttentionInterface.register(_GROUPED, _attention)
