@@ -35,15 +35,14 @@ class Stage(AbstractContextManager["Stage"]):
         first: float = 0,
         most: float | None = None,
         left: Callable[[], float | None] | None = None,
-        share: Callable[[], float] | None = None,
     ):
         """total: how many of `unit` there are, None where nobody knows; `first` of them were done before.
 
-        most: seconds after which it ends, however much is left to do. left, share: the properties of this name where
-        they do not follow from what is done.
+        most: seconds after which it ends, however much is left to do. left: the property of this name where it does
+        not follow from what is done.
         """
         self.what, self.total, self.unit, self.done = what, total, unit, first
-        self._first, self._most, self._left, self._share = first, most, left, share
+        self._first, self._most, self._left = first, most, left
         self.began = time.monotonic()
 
     def advance(self, count: float = 1) -> None:
@@ -70,8 +69,6 @@ class Stage(AbstractContextManager["Stage"]):
     @property
     def share(self) -> float | None:
         """Which part of it is done, None where nobody knows."""
-        if self._share is not None:
-            return self._share()
         return self.done / self.total if self.total else None
 
     def __str__(self) -> str:

@@ -12,8 +12,7 @@ from train.pipeline_settings import PipelineConfig
 
 @entry("pipeline", PipelineConfig)
 def main(config: PipelineConfig) -> None:
-    from train.pipeline_checks import check_steps
-    from train.pipeline_run import run_pipeline
+    from train.pipeline_run import check_steps, run_pipeline
 
     check_steps(config, config_for)
     run_pipeline(config)

@@ -1,4 +1,8 @@
-"""Running the pipeline: each step a process of its own, skipped where it is done; then a summary of all of them."""
+"""Running the pipeline: each step a process of its own, skipped where it is done; then a summary of all of them.
+
+It is no make or shell script, as those know neither the options that a product was made with, nor that a step cannot
+read what it will be given hours later.
+"""
 
 import os
 import shutil
@@ -6,19 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import outrider
-from outrider.errors import UserError, reason
-from outrider.files import read_json, require_writable, write_atomically, write_json
+from data_prep.text.given import read_some
+from outrider.errors import UserError
+from outrider.files import read_json, require_writable, write_json
+from outrider.progress import Stage
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
 from outrider.words import in_words
-from train.pipeline_bar import Pace, step_stage
-from train.pipeline_settings import ROOT, STEPS, PipelineConfig
+from train.pipeline_settings import HERE, ROOT, STEPS, PipelineConfig, key_of
 
 IMPORTED = Path(outrider.__file__).parents[1]  # where steps import this project from
 LOGS = "logs"  # <step>.log: what the step has said; .json: the record that it is done; .seconds.json: of cut runs of it
@@ -36,6 +41,29 @@ class Record:
     seconds: float
     finished: float
     made_from: dict[str, float]
+
+
+def check_steps(config: PipelineConfig, config_for: Callable[[str, Sequence[str]], Any]) -> None:
+    """Raise `UserError`, naming the step, for options that a command refuses and for what it cannot read.
+
+    That is a file, a target with its tokenizer, or a record, unless an earlier step leaves it. Steps that are done are
+    left out. config_for: the settings of a script, by its options.
+    """
+    for name in config.to_do:
+        if not config.debug and (Path(config.out_dir) / STEPS[name].product).exists():
+            continue
+        options = config.options(name)
+        left = {key_of(option) for option in options if HERE in option}
+
+        def wanted(key: str, left: set[str] = left) -> bool:
+            return key not in left
+
+        try:
+            settings = config_for(STEPS[name].script, config.placed(options))
+            settings.require_places(wanted)
+            read_some(settings, wanted)
+        except UserError as error:
+            raise UserError(f"step {name}, before any has run: {error}") from None
 
 
 def run_pipeline(config: PipelineConfig) -> None:
@@ -63,9 +91,6 @@ def run_pipeline(config: PipelineConfig) -> None:
             )
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = _records(config)
-        minutes = {name: None if config.debug else config.expected_minutes(name) for name in config.to_do}
-        given = {} if config.debug else {name: 60 * config.given_minutes(name) for name in config.to_do}
-        pace = Pace({name: expected and 60 * expected for name, expected in minutes.items()}, given=given)
         try:
             for name in config.to_do:
                 if _is_done(out_dir, name, records):
@@ -78,10 +103,7 @@ def run_pipeline(config: PipelineConfig) -> None:
                             shutil.rmtree(out_dir / name, ignore_errors=True)
                             (out_dir / LOGS / f"{name}.seconds.json").unlink(missing_ok=True)
                     records.pop(name, None)
-                    records[name] = _run_step(config, name, records, pace)
-                pace.done[name] = records[name].seconds
-                if name == "report" and config.own_report is not None:
-                    give_report(out_dir / STEPS[name].product, out_dir / "eesd", config.own_report)
+                    records[name] = _run_step(config, name, records)
         finally:
             done = summary(config, records)
             write_json(out_dir / SUMMARY, done)
@@ -116,21 +138,36 @@ def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:
     return {before: records[before].finished for before in STEPS[name].after if before in records}
 
 
-def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record], pace: Pace) -> Record:
+def step_stage(config: PipelineConfig, name: str, done: Collection[str], spent: float = 0.0) -> Stage:
+    """The stage that a step is, with the time left of all that are not `done`; spent: seconds of its earlier runs."""
+    expected = [config.expected_minutes(step) for step in config.to_do if step not in done]
+    known = not config.debug and None not in expected
+    seconds = 60 * sum(filter(None, expected)) - spent
+
+    def left() -> float | None:
+        return max(0.0, seconds - stage.spent) if known else None
+
+    stage = Stage(f"step {config.to_do.index(name) + 1}/{len(config.to_do)} {name}", left=left)
+    return stage
+
+
+def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) -> Record:
     """Run one step to its end, its output on the screen and in its log. Raises `UserError` if it fails."""
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
     command = [sys.executable, str(ROOT / step.script), *config.placed(options)]
     command += [f"out_dir={out_dir / name}", "resume=true"]
-    print(f"pipeline step={name} state=started log={log} left={pace.words()!r}", flush=True)
     began, cut = time.time(), out_dir / LOGS / f"{name}.seconds.json"
     spent = read_as(dict[str, float], cut, "seconds of a step that was cut", "remove it") if cut.exists() else {}
+    before = spent.get("seconds", 0.0)
     try:
-        with step_stage(pace, name, spent.get("seconds", 0.0)):
+        with step_stage(config, name, records, before) as stage:
+            left = "unknown" if stage.left is None else in_words(stage.left)
+            print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
             status = _tee(command, log)
     finally:  # also where it is interrupted: what it has trained is of all its runs, and so is the time that it took
-        seconds = spent.get("seconds", 0.0) + time.time() - began
+        seconds = before + time.time() - began
         write_json(cut, {"seconds": seconds})
     failed = status != 0 or not (out_dir / step.product).exists()
     print(f"pipeline step={name} seconds={seconds:.1f} state={'failed' if failed else 'done'}", flush=True)
@@ -171,8 +208,7 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
     """What the steps done cost and left, and per method of the comparison its `FIGURES`, JSON-able."""
     out_dir = Path(config.out_dir)
     steps: dict[str, dict[str, Any]] = {
-        name: {"seconds": record.seconds, "bytes": _bytes(out_dir / name), "options": record.options}
-        for name, record in records.items()
+        name: {"seconds": record.seconds, "options": record.options} for name, record in records.items()
     }
     for name in steps:
         if (seconds := _trained_seconds(out_dir, name)) is not None:
@@ -239,31 +275,8 @@ def _mapping(value: Any, path: Path, keys: Sequence[str] = ()) -> dict[str, Any]
     return value
 
 
-def give_report(path: Path, drafter: Path, method: str) -> None:
-    """Put the part of the comparison in `path` that is about `method` into `drafter`, as report.json and report.md.
-
-    Raises `UserError` if `method` was not compared.
-    """
-    from inference.report.report import markdown  # torch, which the steps before have no use for here
-
-    mine = [report for report in reports_in(path) if report["method"] == method]
-    if not mine:
-        raise UserError(f"own_report={method}: not among the methods compared in {path}")
-    try:
-        table = markdown(mine)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: damaged report ({reason(error)}); {_AGAIN}") from None
-    write_atomically(drafter / "report.md", table.encode())
-    write_json(drafter / "report.json", mine[0])
-
-
 def _seconds(records: Mapping[str, Record]) -> float:
     return sum(record.seconds for record in records.values())
-
-
-def _bytes(folder: Path) -> int:
-    """Size of the files in `folder` itself, so without checkpoints."""
-    return sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
 
 
 def _by_key(options: list[str]) -> dict[str, str]:

@@ -126,8 +126,6 @@ class PipelineConfig(RunConfig):
     steps: dict[str, StepConfig] = field(default_factory=dict)  # a missing one is left out (~steps.NAME)
     # model directory or Hub name; null: what step target or fetch leaves, which are passed over where this is given
     target: Model | None = None
-    # the method whose report the early-exit drafter's directory gets as well
-    own_report: str | None = free(None)
     out_dir: str = free("runs/pipeline")  # where everything goes
     # what all steps together may take on two CPU cores: it shortens or lengthens the minutes that the experiment gives
     # them, all in proportion; null: as the experiment says
@@ -141,8 +139,6 @@ class PipelineConfig(RunConfig):
             require_choice("steps", name, tuple(STEPS))
         both = set(MAKERS) <= set(self.steps)
         require(not both, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
-        both = {"eesd", "report"} <= set(self.steps)
-        require(self.own_report is None or both, "own_report", self.own_report, "null without steps eesd and report")
         if self.minutes is not None:
             self._check_minutes(self.minutes)
 
@@ -170,11 +166,7 @@ class PipelineConfig(RunConfig):
     def expected_minutes(self, name: str) -> float | None:
         """What step `name` will take on two CPU cores."""
         step = self.steps[name]
-        return step.expected_minutes and step.expected_minutes - step.minutes + self.given_minutes(name)
-
-    def given_minutes(self, name: str) -> float:
-        """What step `name` gets to work in, on any machine; 0 where it takes what it needs."""
-        return self._share * self.steps[name].minutes
+        return step.expected_minutes and step.expected_minutes - (1 - self._share) * step.minutes
 
     @property
     def to_do(self) -> list[str]:

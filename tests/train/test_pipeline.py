@@ -18,13 +18,12 @@ from filelock import FileLock
 from conf import config_for
 from draft_models.targets.settings import TARGET
 from outrider.errors import UserError
+from outrider.progress import Stage
 from outrider.run_dirs import only_run
 from tests.conf.test_configs import compose_and_build
 from tests.tiers import typical_where
 from tests.train.test_pipeline_options import EXPERIMENTS, steps_of
-from train import pipeline_run
-from train.pipeline_checks import check_steps
-from train.pipeline_run import give_report, run_pipeline
+from train.pipeline_run import check_steps, run_pipeline, step_stage
 from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +76,7 @@ def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.
         assert (out_dir / "logs" / f"{name}.log").read_text().startswith("$ ")
         assert said.count(f"pipeline step={name} ") == 2
     check_summary(out_dir, experiment)
-    check_own_report(out_dir, "eesd_survival" if experiment == "smollm2" else "eesd_beta")
+    check_cards(out_dir, "eesd_survival" if experiment == "smollm2" else "eesd_beta")
     before = {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")}
     again = run_here(*words, "resume=true")
     assert again.count("state=done-before") == len(made)
@@ -90,7 +89,7 @@ def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.
 def test_steps_are_processes(tmp_path: Path) -> None:
     """Started as from a shell, in a directory of the user's."""
     left_out = [f"~steps.{name}" for name in ("responses", "small_lm", "trigrams", "eesd", "calibrate", "report")]
-    command = [sys.executable, ROOT / "train/pipeline.py", "experiment=smollm2", "debug=true", "own_report=null"]
+    command = [sys.executable, ROOT / "train/pipeline.py", "experiment=smollm2", "debug=true"]
     done = subprocess.run([*command, *left_out], capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     made = json.loads((tmp_path / "runs/smollm2-debug/pipeline.json").read_text())
@@ -117,13 +116,7 @@ def check_summary(out_dir: Path, experiment: str) -> None:
         assert len(figures["speedup"]["ci95"]) == len(figures["speedup"]["vs_transformers_generate"]["ci95"]) == 2
 
 
-def check_own_report(out_dir: Path, method: str) -> None:
-    own = json.loads((out_dir / "eesd/report.json").read_text())
-    assert own in json.loads((out_dir / "report/report.json").read_text())["reports"]
-    assert own["method"] == method
-    table = (out_dir / "eesd/report.md").read_text()
-    assert f"| {method} |" in table
-    assert "| vanilla |" not in table
+def check_cards(out_dir: Path, method: str) -> None:
     for drafter in ("eesd", "small_lm"):
         _, _, measured = (out_dir / drafter / "README.md").read_text().partition("## Measured")
         assert f"| {method} |" in measured
@@ -146,7 +139,7 @@ def test_what_steps_leave_for_others_need_not_be_there(tmp_path: Path, experimen
         (['steps.eesd.more=["data=local","data.path=nowhere"]'], "eesd", "data.path='nowhere': expected"),
         (["target=nobody/nothing"], "responses", "target=nobody/nothing: "),
         (["target=BARE"], "responses", "has no chat template"),
-        (["target=BARE", "~steps.responses", "~steps.eesd", "~steps.small_lm", "~steps.calibrate", "own_report=null",
+        (["target=BARE", "~steps.responses", "~steps.eesd", "~steps.small_lm", "~steps.calibrate",
           'steps.trigrams.more=["tokenizer=BARE/config.json"]'], "trigrams", "not a SentencePiece model"),
     ],
 )  # fmt: skip
@@ -258,7 +251,6 @@ def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mis
     assert "no luck" in (mission.out_dir / "logs/eesd.log").read_text()  # which is kept
     summary = json.loads((mission.out_dir / "pipeline.json").read_text())
     assert (summary["complete"], list(summary["steps"])) == (True, list(mission.names))
-    assert summary["steps"]["eesd"]["bytes"] == len("made")
     (mission.out_dir / "eesd/product").unlink()
     (mission.out_dir.parent / "eesd.fails").touch()
     with pytest.raises(UserError, match="step eesd failed"):
@@ -282,18 +274,19 @@ def test_a_step_took_all_the_time_of_its_runs(mission):
     assert not spent.exists()
 
 
-def test_another_report_may_be_wanted_once_all_is_done(tmp_path, monkeypatch):
-    script, given = tmp_path / "stand_in.py", []
-    script.write_text(STAND_IN + '(out_dir / "report.md").write_text("")\n')
-    for name in ("eesd", "report"):
-        links = (f"calls={tmp_path / 'calls'}", f"fails={tmp_path / 'fails'}")
-        monkeypatch.setitem(STEPS, name, Step(str(script), f"{name}/product", (), links))
-    monkeypatch.setattr(pipeline_run, "give_report", lambda path, drafter, method: given.append(method))
-    monkeypatch.setattr(pipeline_run, "summary", lambda *_: {"steps": {}})
-    for wanted in ("eesd_beta", "eesd_cali", None):
-        steps = {"eesd": StepConfig(), "report": StepConfig()}
-        run_pipeline(PipelineConfig(steps=steps, out_dir=str(tmp_path / "out"), resume=True, own_report=wanted))
-    assert given == ["eesd_beta", "eesd_cali"]
+def test_the_time_left_is_that_of_all_steps_that_are_not_done(monkeypatch):
+    """Also of a step that was cut and goes on where it was; nobody knows it where one step does not say."""
+    steps = {
+        name: StepConfig(expected_minutes=minutes) for name, minutes in (("target", 5), ("eesd", 3), ("report", 2))
+    }
+    config = PipelineConfig(steps=steps)
+    monkeypatch.setattr(Stage, "spent", 50.0)
+    assert str(step_stage(config, "eesd", {"target"})) == "step 2/3 eesd (left: 4 min 10 s)"
+    assert step_stage(config, "eesd", {"target"}, spent=100.0).left == 150.0
+    assert step_stage(config, "report", {"target", "eesd"}, spent=1000.0).left == 0.0
+    assert step_stage(replace(config, debug=True), "eesd", {"target"}).left is None
+    unknown = PipelineConfig(steps={**steps, "report": StepConfig()})
+    assert step_stage(unknown, "eesd", {"target"}).left is None
 
 
 def test_a_step_that_leaves_nothing_has_failed(mission):
@@ -343,12 +336,6 @@ def test_one_pipeline_at_a_time(mission):
     with FileLock(mission.out_dir / ".lock"), pytest.raises(UserError, match="another run is writing the products"):
         mission.run()
     assert mission.run() == list(mission.names)
-
-
-def test_the_report_of_a_method_that_was_not_compared(tmp_path):
-    (tmp_path / "report.json").write_text(json.dumps({"reports": [{"method": "vanilla"}]}))
-    with pytest.raises(UserError, match="own_report=eesd_beta: not among the methods compared"):
-        give_report(tmp_path / "report.json", tmp_path, "eesd_beta")
 
 
 def test_one_process_is_enough(mission, monkeypatch):

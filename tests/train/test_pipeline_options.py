@@ -174,7 +174,6 @@ def test_a_later_option_replaces_an_earlier_one() -> None:
         ({"steps": {}}, "steps=.*expected at least one step"),
         ({"steps": {"target": StepConfig(), "fetch": StepConfig()}}, "steps=.*expected one of target, fetch"),
         ({"steps": {"evaluate": StepConfig()}}, "steps='evaluate': expected one of target"),
-        ({"steps": {"eesd": StepConfig()}, "own_report": "eesd_beta"}, "own_report='eesd_beta': expected null"),
     ],
 )
 def test_impossible_pipelines_name_the_key(changes, message) -> None:
