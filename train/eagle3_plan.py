@@ -1,4 +1,4 @@
-"""What an EAGLE-3 training would hold and compute, from configs alone: no weight is read."""
+"""What an EAGLE-3 training would hold, from configs alone: no weight is read."""
 
 from collections.abc import Iterable
 from math import prod
@@ -19,10 +19,7 @@ CHUNK_COPIES = 6  # of a chunk's logits, that a loss makes of them on the way
 
 
 def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> str:
-    """A greppable line, and one for each part of what a device holds.
-
-    A matrix costs 2 operations a parameter and token forward, 4 backward. Attention is left out.
-    """
+    """A greppable line, and one for each part of what a device holds."""
     model = empty_model(target)
     device = planned_device()
     width = frozen_dtype(config.frozen_dtype, device).itemsize
@@ -42,15 +39,9 @@ def describe_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConf
         * kept_bytes(config, reading),
         "logits, a chunk at a time": CHUNK_COPIES * logits,
     }
-    embedding = target.vocab_size * target.hidden_size
-    body = whole - embedding * (1 if target.tie_word_embeddings else 2)
-    fc = prod(shapes["fc.weight"])
-    layer = every - own - fc - matrix
-    seen = matrix if config.objective not in OVERLAPS else embedding  # rows of the target's head that its law takes
-    flops = 2 * body + 2 * seen + 6 * fc + config.draft_steps * (6 * layer + (6 if config.train_head else 4) * matrix)
     lines = [
         f"plan taps={','.join(map(str, reading.taps))} draft_steps={config.draft_steps} trained_parameters={trained} "
-        f"frozen_parameters={whole} device_gb={sum(memory.values()) / GB:.2f} gflops_per_token={flops / GB:.2f} "
+        f"frozen_parameters={whole} device_gb={sum(memory.values()) / GB:.2f} "
         f"device={device}"
     ]
     return "\n".join([*lines, *(f"  memory, {name}: {size / GB:.2f} GB" for name, size in memory.items())])

@@ -1,4 +1,7 @@
-"""What an EESD training would cost, from the target's config alone: no weight is read."""
+"""What an EESD training would hold, from the target's config alone: no weight is read.
+
+No library says it: what a device holds follows from which layers are read, which are trained, and what decodes beside.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,9 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from draft_models.early_exit.model import EarlyExitStudent, exit_layers
-from draft_models.losses import OVERLAPS
 from draft_models.targets.anatomy import context_limit
-from draft_models.targets.empty_models import decoder_layers, empty_layers, empty_model
+from draft_models.targets.empty_models import empty_layers
 from draft_models.targets.open_target import fast_dtype, pick_dtype
 from inference.engines.footprint import Place, cache_bytes, weight_bytes
 from inference.loading.memory_plan import GB, planned_device
@@ -34,18 +36,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in parameters and bytes, work in floating-point operations per token of text.
-
-    flops: of a training step on the drafter; full_flops: of the same step with the whole target in front of it.
-    """
+    """Sizes in parameters and bytes."""
 
     read: int
     read_bytes: int
     parts: tuple[Piece, ...]
     device_bytes: dict[str, int]
     device: str
-    flops: int
-    full_flops: int
 
     @property
     def trained(self) -> int:
@@ -60,9 +57,7 @@ def frozen_dtype(name: str, device: torch.device) -> torch.dtype:
 def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> Plan:
     """The plan of `config` for a target of this shape, for every process.
 
-    What is held is counted on the student itself, made without weights. Matrices cost 2 operations a parameter and
-    token forward and 4 backward, frozen ones 2; of a mixture's experts those that a token is sent to. Attention over
-    seq_len tokens costs 2 · 2 · seq_len/2 · d a token and layer forward, as keys and values are seen half on average.
+    What is held is counted on the student itself, made without weights.
     """
     model = empty_layers(target, range(target.num_hidden_layers) if config.online else exit_layers(target, exit_layer))
     head: Any = model.get_output_embeddings()
@@ -93,24 +88,7 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         dtype = pick_dtype("auto", target, device)
         served = Place(dtype.itemsize, context_limit(target))
         memory["the whole target, to decode with"] = weight_bytes(target, served) + cache_bytes(target, served)
-    attention = 2 * config.seq_len * target.hidden_size
-    forward = [2 * _met(layer, target) + attention for layer in decoder_layers(empty_model(target))]
-    head_work = _count(head.parameters())
-    own_work = _count(student.drafter.output_head.parameters())
-    step = (6 if config.train_head else 4) * own_work + (
-        3 * config.exit_depth * forward[-1] if config.train_layer else 0
-    )
-    rows_do = size is not None and config.loss not in OVERLAPS  # see `linear_divergence`
-    taught = 2 * (own_work if rows_do else head_work) if config.online else 0  # the target's own logits
-    return Plan(
-        read=read,
-        read_bytes=read * _stored_bytes(target),
-        parts=parts,
-        device_bytes=memory,
-        device=str(device),
-        flops=sum(forward if config.online else forward[:exit_layer]) + taught + step,
-        full_flops=sum(forward) + taught + step,
-    )
+    return Plan(read, read * _stored_bytes(target), parts, memory, str(device))
 
 
 def _stored(model: nn.Module) -> int:
@@ -147,25 +125,17 @@ def describe_plan(plan: Plan, exit_layer: int, layers: int) -> str:
     lines = [
         f"plan exit_layer={exit_layer}/{layers} read_parameters={plan.read} read_gb={plan.read_bytes / GB:.2f} "
         f"trained_parameters={plan.trained} device_gb={sum(plan.device_bytes.values()) / GB:.2f} "
-        f"gflops_per_token={plan.flops / GB:.2f} full_target_gflops_per_token={plan.full_flops / GB:.2f} "
         f"device={plan.device}"
     ]
     for part in plan.parts:
         state = "trained" if part.trained else "frozen"
         lines.append(f"  {part.name}: {part.parameters / GB:.3f} B parameters, {state}")
     lines += [f"  memory, {name}: {size / GB:.2f} GB" for name, size in plan.device_bytes.items()]
-    lines.append(f"  work against running the whole target: {plan.full_flops / plan.flops:.1f}× less")
     return "\n".join(lines)
 
 
 def _count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
-
-
-def _met(layer: nn.Module, target: PreTrainedConfig) -> int:
-    """The parameters of `layer` that a token meets. Tensors of three dimensions hold a matrix for each expert."""
-    chosen = getattr(target, "num_experts_per_tok", None) or 1
-    return sum(chosen * p[0].numel() if p.ndim == 3 else p.numel() for p in layer.parameters())
 
 
 def _stored_bytes(target: PreTrainedConfig) -> int:

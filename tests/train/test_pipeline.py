@@ -276,9 +276,8 @@ def test_a_step_took_all_the_time_of_its_runs(mission):
 
 def test_the_time_left_is_that_of_all_steps_that_are_not_done(monkeypatch):
     """Also of a step that was cut and goes on where it was; nobody knows it where one step does not say."""
-    steps = {
-        name: StepConfig(expected_minutes=minutes) for name, minutes in (("target", 5), ("eesd", 3), ("report", 2))
-    }
+    minutes = {"target": 5, "eesd": 3, "report": 2}
+    steps = {name: StepConfig(expected_minutes=expected) for name, expected in minutes.items()}
     config = PipelineConfig(steps=steps)
     monkeypatch.setattr(Stage, "spent", 50.0)
     assert str(step_stage(config, "eesd", {"target"})) == "step 2/3 eesd (left: 4 min 10 s)"

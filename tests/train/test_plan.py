@@ -14,7 +14,7 @@ from draft_models.targets.architectures import load_config
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
-from tests.families import FAMILIES, TYPICAL, family_config, save_family
+from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import random_prompt, save_target
 from train.early_exit import train_early_exit
@@ -41,7 +41,6 @@ def test_the_papers_own_arithmetic() -> None:
     assert plan.read / 1e9 == pytest.approx(5.6, abs=0.1)
     assert plan.trained / 1e9 == pytest.approx(1.12, abs=0.005)
     assert plan.read_bytes == 2 * plan.read
-    assert 6 < plan.full_flops / plan.flops < 15
     text = describe_plan(plan, 5, 80)
     assert text.startswith("plan exit_layer=5/80 read_parameters=5")
     assert "exit head: 0.262 B parameters, trained" in text
@@ -51,33 +50,27 @@ def test_the_papers_own_arithmetic() -> None:
 
 
 def test_exit_layers_are_counted_one_by_one() -> None:
-    """Of several every one is trained and worked through, and none where there is no layer at all."""
+    """Of several every one is trained, and none where there is no layer at all."""
     width, middle = 5120, 13824
     matrices = 4 * width * width + 3 * width * middle
     one, three = (make_plan(replace(CONFIG, exit_depth=depth), llama_2(13), 1) for depth in (1, 3))
     assert three.trained - one.trained == 2 * (matrices + 2 * width)
-    assert three.flops - one.flops >= 2 * 3 * 2 * matrices
     with pytest.raises(UserError, match="exit_depth=2: expected 1 with train_layer=false"):
         replace(CONFIG, train_layer=False, exit_depth=2)
 
 
 @pytest.mark.slow
-def test_the_work_and_the_memory_are_counted_part_by_part() -> None:
-    width, middle, keys, vocabulary, layers = 8192, 28672, 1024, 32000, 80
+def test_the_memory_is_counted_part_by_part() -> None:
+    width, middle, keys, vocabulary = 8192, 28672, 1024, 32000
     layer = 2 * width * width + 2 * width * keys + 3 * width * middle + 2 * width
     head = vocabulary * width
     plan = make_plan(CONFIG, llama_2(70), 5)
-    forward = 2 * layer + 2 * 2 * width * CONFIG.seq_len // 2  # of a layer; a token sees half of the text
-    step = 3 * (forward + 2 * head)  # a backward pass is twice a forward pass
-    assert (plan.flops, plan.full_flops) == (5 * forward + step, layers * forward + step)
     frozen, trained, hidden = plan.device_bytes.values()
     assert frozen == 2 * (head + 5 * layer)
     assert trained == 4 * (1 + 1 + 2) * (layer + width + head)
     assert hidden == 4 * CONFIG.fit.batch_rows * CONFIG.seq_len * width
     alone = make_plan(replace(CONFIG, train_layer=False, train_head=False), llama_2(70), 5)
-    assert (alone.trained, alone.flops) == (width, 5 * forward + 2 * 2 * head)  # no gradient of the head's own
-    distilled = make_plan(replace(CONFIG, objective="kl"), llama_2(70), 5)
-    assert distilled.flops == distilled.full_flops == layers * forward + 2 * head + step  # the target's logits too
+    assert alone.trained == width
     responses = DataConfig(source="local", path="responses-*.jsonl")
     cached = replace(CONFIG, objective="kl_tv", teacher="cached", data=responses)
     assert make_plan(cached, llama_2(70), 5) == plan  # what is known of the target needs no layer of it
@@ -168,21 +161,9 @@ def test_the_plan_of_a_small_head_is_what_happens(tmp_path: Path) -> None:
     target, all_tokens = load_config(str(path)), replace(config, draft_vocabulary=None)
     rows = target.vocab_size - 24
     assert make_plan(all_tokens, target, 2).trained - make_plan(config, target, 2).trained == rows * target.hidden_size
-    assert make_plan(all_tokens, target, 2).flops - make_plan(config, target, 2).flops == 6 * rows * target.hidden_size
     shared = replace(config, train_head=False)
     require_allocated(path, shared)
     require_allocated(path, replace(shared, objective="kl"))
-    for objective, saved in (("cross_entropy", 4), ("kl", 6), ("kl_tv", 4)):  # Σ min(p, q) needs all of p
-        of = replace(shared, objective=objective)
-        less = make_plan(replace(of, draft_vocabulary=None), target, 2).flops - make_plan(of, target, 2).flops
-        assert less == saved * rows * target.hidden_size
-
-
-def test_a_token_costs_the_experts_it_meets() -> None:
-    """Mixtral sends it to 2 of 4: a step costs what a mixture of 2 experts does, but for its router."""
-    every, two = (make_plan(CONFIG, family_config("mixtral", num_experts=n, num_local_experts=n), 2) for n in (4, 2))
-    assert every.trained > two.trained
-    assert every.flops - two.flops == 5 * 2 * 2 * 32  # twice forward, three times the exit layer: routers of width 32
 
 
 def test_the_command_plans_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
