@@ -22,6 +22,7 @@ from outrider.files import read_json, require_writable, write_json
 from outrider.progress import Stage
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
+from outrider.tables import Table
 from outrider.words import in_words
 from train.pipeline_settings import HERE, ROOT, STEPS, PipelineConfig, key_of
 
@@ -237,11 +238,11 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
 
 def steps_table(steps: Mapping[str, Mapping[str, Any]]) -> str:
     """`steps` of a `summary` for people, as Markdown: what each took, and what of it was training."""
-    lines = ["| step | took | trained |", "|---|---|---|"]
-    for name, step in steps.items():
-        trained = in_words(step["training_seconds"]) if "training_seconds" in step else ""
-        lines.append(f"| {name} | {in_words(step['seconds'])} | {trained} |")
-    return "\n".join(lines)
+    rows = [
+        (name, *(in_words(step[key]) if key in step else "" for key in ("seconds", "training_seconds")))
+        for name, step in steps.items()
+    ]
+    return "\n".join(Table({"step": "", "took": "", "trained": ""}, rows).markdown())
 
 
 def _trained_seconds(out_dir: Path, name: str) -> float | None:

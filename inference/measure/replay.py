@@ -49,6 +49,7 @@ from outrider.processes import join_processes
 from outrider.progress import counted
 from outrider.run_dirs import only_run
 from outrider.streams import Streams
+from outrider.tables import Table
 
 
 @dataclass(frozen=True)
@@ -305,19 +306,12 @@ def replay_report(turns: Sequence[Recording], generations: Sequence[Generation])
 def replay_markdown(reports: Sequence[Mapping[str, Any]], transcripts: str) -> str:
     """τ per method, in all and by category."""
     categories = list(reports[0]["by_category"])
-    lines = [
-        f"# Replay of {Path(transcripts).name}",
-        "",
-        f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy.",
-        "",
-        f"| method | τ | drafted/round | draft µs | {' | '.join(categories)} |",
-        "|" + "---|" * (4 + len(categories)),
-    ]
+    rows = []
     for report in reports:
-        by_category = " | ".join(f"{report['by_category'][name]['tau']:.2f}" for name in categories)
         drafting = "–" if report["draft_us"] is None else f"{report['draft_us']:.0f}"
-        lines.append(
-            f"| {report['method']} | {report['tau']:.3f} | {report['drafted_tokens_per_round']:.1f} | {drafting} | "
-            f"{by_category} |"
-        )
-    return "\n".join(lines) + "\n"
+        by_category = (f"{report['by_category'][name]['tau']:.2f}" for name in categories)
+        drafted = f"{report['drafted_tokens_per_round']:.1f}"
+        rows.append((report["method"], f"{report['tau']:.3f}", drafted, drafting, *by_category))
+    columns = dict.fromkeys(("method", "τ", "drafted/round", "draft µs", *categories), "")
+    said = f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy."
+    return "\n".join([f"# Replay of {Path(transcripts).name}", "", said, "", *Table(columns, rows).markdown(), ""])

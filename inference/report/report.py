@@ -38,18 +38,8 @@ from inference.measure.statistics import (
 )
 from inference.report.drafter_facts import drafter_lines
 from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section
-from inference.report.wording import (
-    busy_sentences,
-    conditions,
-    identical_text,
-    identical_with_ties,
-    interval_text,
-    method_sentence,
-    milliseconds_text,
-    number_text,
-    plain_sentence,
-    times_text,
-)
+from inference.report.tables import methods_table, whole_table
+from inference.report.wording import busy_sentences, conditions, method_sentence, plain_sentence
 from inference.sizing.policy import Tuning
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.machine import describe_machine
@@ -158,27 +148,18 @@ def relate_to_chain(reports: Sequence[Report]) -> None:
 
 
 def markdown(reports: Sequence[Report]) -> str:
-    """The table as Markdown: one row per method, baselines first."""
+    """The page people read: the tables of the methods, and what there is to say of each."""
     first = reports[0]
-    speeds = first["tokens_per_second"]
     lines = [
         f"# {first['drafter']} on {first['target']}",
         "",
         *(f"**{busy}**\n" for busy in busy_sentences(first)),
         conditions(reports),
         "",
-        "| method | identical | τ | v_d | r_d | HM | drafted/round | tokens/s | speed-up [95 %] | vs transformers |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        f"| autoregressive | {identical_text(first, 'autoregressive_identical')} | 1.00 | | | | | "
-        f"{number_text(speeds['autoregressive'])} | 1.00 | |",
+        *methods_table(reports).markdown(),
+        "",
+        *whole_table(reports).markdown(),
     ]
-    if speeds[TRANSFORMERS] is not None:
-        role = "sampled" if first["temperature"] else "reference"
-        lines.append(
-            f"| transformers generate | {role} | 1.00 | | | | | {number_text(speeds[TRANSFORMERS])} | | 1.00 |"
-        )
-    lines += [_row(report) for report in reports]
-    lines += ["", *_prefill_table(reports)]
     lines += ["", *plain_sentence(first), *(method_sentence(report) for report in reports), *judgement_lines(reports)]
     lines += drafter_lines(first)
     if first.get("skipped"):
@@ -256,42 +237,6 @@ def _verdict(report: Report) -> str:
     if not is_lossless(report):
         return "not lossless"
     return verdict(report["speedup"], (report.get("load") or {}).get("busy"))
-
-
-def _prefill_table(reports: Sequence[Report]) -> list[str]:
-    """The time of whole answers: the prefill, including the drafter's, and decoding."""
-    first = reports[0]
-    prefills = first["prefill_seconds"]
-    lines = [
-        "| from the prompt on | prefill ms [95 %] | decoding | prefill and decoding [95 %] | vs transformers |",
-        "|---|---|---|---|---|",
-        f"| autoregressive | {milliseconds_text(prefills['autoregressive'])} | 1.00 | 1.00 | |",
-    ]
-    if prefills[TRANSFORMERS] is not None:
-        speed, whole = first[TRANSFORMERS]["speedup"], first[TRANSFORMERS]["end_to_end"]
-        milliseconds = milliseconds_text(prefills[TRANSFORMERS])
-        lines.append(
-            f"| transformers generate | {milliseconds} | {times_text(speed)} | {interval_text(whole)} | 1.00 |"
-        )
-    for report in reports:
-        whole = report["end_to_end"]
-        lines.append(
-            f"| {report['method']} | {milliseconds_text(report['prefill_seconds']['speculative'])} | "
-            f"{times_text(report['speedup'])} | {interval_text(whole)} | "
-            f"{interval_text(whole.get('vs_transformers_generate'))} |"
-        )
-    return lines
-
-
-def _row(report: Report) -> str:
-    speedup = report["speedup"]
-    speed = report["tokens_per_second"]["speculative"]
-    return (
-        f"| {report['method']} | {identical_with_ties(report)} | {report['tau']:.2f} | "
-        f"{report['acceptance_rate']:.2f} | {report['draft_share']:.2f} | {100 * report['harmonic_mean']:.1f} | "
-        f"{report['drafted_tokens_per_round']:.2f} | {number_text(speed)} | "
-        f"{interval_text(speedup)} | {interval_text(speedup.get('vs_transformers_generate'))} |"
-    )
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -19,6 +19,7 @@ from outrider.files import read_json, require_writable, write_atomically, write_
 from outrider.run_dirs import only_run
 from outrider.settings import listed
 from outrider.streams import Streams
+from outrider.tables import Table
 
 COMPARISON = "compare.json"
 Value = Callable[[PromptResult, str], float]  # of a method on a prompt
@@ -172,17 +173,19 @@ def _tau(result: PromptResult, method: str) -> float:
 def comparison_table(found: Mapping[str, Any]) -> str:
     """The comparison as Markdown."""
     (first, second), (one, other, shared) = found["compare"], found["prompts"]
+    ratios = {"gain": "over plain decoding [95 %]", "seconds": "tokens/s as they were [95 %]", "tau": "τ [95 %]"}
+    columns = dict.fromkeys(("first", "second", *ratios.values(), "same text", ""), "")
+    rows = [
+        (*row["pair"], *(_ratio(row[key]) for key in ratios), f"{row['same_text']}/{shared}", row["verdict"])
+        for row in found["methods"]
+    ]
     lines = [
         f"# {second} over {first}",
         "",
         f"{shared} shared turns, of {one} and {other}. A ratio above 1 is in favour of {second}.",
         "",
-        "| first | second | over plain decoding [95 %] | tokens/s as they were [95 %] | τ [95 %] | same text | |",
-        "|---|---|---|---|---|---|---|",
+        *Table(columns, rows).markdown(),
     ]
-    for row in found["methods"]:
-        cells = [*row["pair"], *(_ratio(row[key]) for key in ("gain", "seconds", "tau"))]
-        lines.append(f"| {' | '.join(cells)} | {row['same_text']}/{shared} | {row['verdict']} |")
     lines += [f"\n**{folder}: {why} So no speed is judged.**" for folder, why in found["busy"].items()]
     if found["differences"]:
         lines += ["", f"Not the same in both: {listed(sorted(found['differences']))}."]

@@ -233,7 +233,7 @@ def test_what_each_step_took_and_trained_is_said(mission, monkeypatch, capsys):
     table = capsys.readouterr().out.partition("| step |")[2].splitlines()
     assert [line.split("|")[1].strip() for line in table[2:5]] == list(mission.names)
     assert table[3].endswith(" | 3 min 20 s |")
-    assert table[4].endswith(" |  |")
+    assert table[4].endswith(" | |")
 
 
 def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mission, capsys):

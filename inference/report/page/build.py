@@ -4,44 +4,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.measure.results import TRANSFORMERS, PromptResult
-from inference.measure.speed import MARGIN
+from inference.measure.results import PromptResult
 from inference.report.drafter_facts import drafter_lines
 from inference.report.overlap import overlap_sentence
-from inference.report.page.markup import Markup, tag
+from inference.report.page.markup import Markup, as_table, tag
 from inference.report.page.plots import acceptance, legend, speedups, time_split
 from inference.report.page.proof import proof_section
 from inference.report.page.texts import Decode, texts_section
+from inference.report.tables import methods_table, whole_table
 from inference.report.wording import (
     busy_sentences,
     conditions,
-    identical_text,
-    identical_with_ties,
     interval_text,
     method_sentence,
-    milliseconds_text,
     number_text,
     plain_sentence,
-    times_text,
 )
+from outrider.tables import Table
 
 HERE = Path(__file__).parent
-COLUMNS = {  # of the table: the tooltip of each
-    "method": "how drafts were made; autoregressive: by nobody",
-    "identical": "texts that equal, token for token, what transformers' generate says, of those compared",
-    "τ": "tokens that one pass of the target yields on average, its own included; 1 is decoding without a drafter",
-    "v_d": "share of the drafted tokens that the target accepted",
-    "r_d": "share of the text that was drafted",
-    "drafted/round": "tokens drafted before each pass of the target",
-    "tokens/s": "decoded tokens a second, the prefill left out",
-    "speed-up [95 %]": "how many times as fast as decoding without a drafter: the median over prompts, and where the "
-    "median of other such prompts lies with 95 % confidence",
-    "vs transformers": "the same over transformers' own generate",
-    "prefill ms": "milliseconds before the first token",
-    "whole answer": "the speed-up with the prefill counted",
-    "verdict": f"faster or slower where the whole interval says so by more than {MARGIN:.0%}",
-}
-
 Report = Mapping[str, Any]
 
 
@@ -62,7 +43,7 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
         tag("h1", title),
         *(tag("p", busy, class_="wrong") for busy in busy_sentences(first)),
         tag("p", conditions(reports)),
-        *_section("What each method gains", _table(reports), _columns(), _counted(reports)),
+        *_section("What each method gains", *_gains(reports), _counted(reports)),
         *_section("Plots", legend(reports), speedups(reports), acceptance(reports), time_split(reports)),
         *_section("The text itself", texts_section(results, decode)),
         *_section("By category", *_categories(reports)),
@@ -79,55 +60,12 @@ def _section(title: str, *content: Markup) -> tuple[Markup, ...]:
     return (tag("h2", title), *content)
 
 
-def _table(reports: Sequence[Report]) -> Markup:
-    """One row per method, baselines first."""
-    first = reports[0]
-    prefill, speeds = first["prefill_seconds"], first["tokens_per_second"]
-    plain: tuple[object, ...] = (
-        "autoregressive",
-        identical_text(first, "autoregressive_identical"),
-        "1.00",
-        "",
-        "",
-        "",
-    )
-    plain += (
-        number_text(speeds["autoregressive"]),
-        "1.00",
-        "",
-        milliseconds_text(prefill["autoregressive"]),
-        "1.00",
-        "",
-    )
-    rows: list[tuple[object, ...]] = [plain]
-    if speeds[TRANSFORMERS] is not None:
-        role = "sampled" if first["temperature"] else "reference"
-        baseline, speed = first[TRANSFORMERS], number_text(speeds[TRANSFORMERS])
-        spent, whole = milliseconds_text(prefill[TRANSFORMERS]), times_text(baseline["end_to_end"])
-        faster = interval_text(baseline["speedup"])
-        rows.append(("transformers generate", role, "1.00", "", "", "", speed, faster, "1.00", spent, whole, ""))
-    rows += [_row(report) for report in reports]
-    header = tag("tr", *(tag("th", tag("abbr", name, title=said, tabindex=0)) for name, said in COLUMNS.items()))
-    body = [tag("tr", *(tag("td", cell) for cell in row)) for row in rows]
-    return tag("div", tag("table", tag("thead", header), tag("tbody", *body)), class_="scroll")
-
-
-def _row(report: Report) -> tuple[object, ...]:
-    speedup, verdict = report["speedup"], report["verdict"]
-    shares = tuple(
-        f"{report[key]:.2f}" for key in ("tau", "acceptance_rate", "draft_share", "drafted_tokens_per_round")
-    )
-    return (
-        report["method"],
-        identical_with_ties(report),
-        *shares,
-        number_text(report["tokens_per_second"]["speculative"]),
-        interval_text(speedup),
-        interval_text(speedup.get("vs_transformers_generate")),
-        milliseconds_text(report["prefill_seconds"]["speculative"]),
-        times_text(report["end_to_end"]),
-        tag("span", verdict, class_=verdict if verdict != "not lossless" else "wrong"),
-    )
+def _gains(reports: Sequence[Report]) -> tuple[Markup, ...]:
+    """The tables of the methods, and their tooltips as text, for devices without hover."""
+    gained, whole = methods_table(reports), whole_table(reports)
+    columns = {**gained.columns, **whole.columns}
+    said = [part for name, text in columns.items() for part in (tag("dt", name), tag("dd", text))]
+    return as_table(gained), as_table(whole), tag("details", tag("summary", "What the columns say"), tag("dl", *said))
 
 
 def _counted(reports: Sequence[Report]) -> Markup:
@@ -142,37 +80,27 @@ def _counted(reports: Sequence[Report]) -> Markup:
         "whole answers, tokens/s": "all tokens over all time from the prompt on",
         **{f"depth {depth + 1}": "how often the draft is right here, where it was right before" for depth in depths},
     }
-    rows = [tag("tr", *(tag("th", tag("abbr", name, title=said, tabindex=0)) for name, said in heads.items()))]
+    rows = []
     for report in reports:
         keys = ("tau", "tau_of_requests", "accepted_per_round", "accepted_per_round_of_requests")
         given = [f"{row['accepted']:.2f}" for row in report["acceptance_given_previous"][: len(depths)]]
         whole = number_text(report["whole_answers_per_second"]["speculative"])
-        cells = (report["method"], *(f"{report[key]:.2f}" for key in keys), whole, *given)
-        rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
-    return tag("details", tag("summary", "Counted otherwise"), tag("div", tag("table", *rows), class_="scroll"))
-
-
-def _columns() -> Markup:
-    """The tooltips as text, for devices without hover."""
-    said = [part for name, text in COLUMNS.items() for part in (tag("dt", name), tag("dd", text))]
-    return tag("details", tag("summary", "What the columns say"), tag("dl", *said))
+        rows.append((report["method"], *(f"{report[key]:.2f}" for key in keys), whole, *given))
+    return tag("details", tag("summary", "Counted otherwise"), as_table(Table(heads, rows)))
 
 
 def _categories(reports: Sequence[Report]) -> list[Markup]:
     """One panel per category, the first one open."""
     panels: list[Markup] = []
+    columns = dict.fromkeys(("method", "τ", "v_d", "drafted/round", "speed-up [95 %]"), "")
     for name, mine in reports[0]["by_category"].items():
-        rows = [tag("tr", *(tag("th", head) for head in ("method", "τ", "v_d", "drafted/round", "speed-up [95 %]")))]
+        rows = []
         for report in reports:
             own = report["by_category"][name]
-            cells = [f"{own[key]:.2f}" for key in ("tau", "acceptance_rate", "drafted_tokens_per_round")]
-            rows.append(
-                tag("tr", *(tag("td", cell) for cell in (report["method"], *cells, interval_text(own["speedup"]))))
-            )
+            cells = (f"{own[key]:.2f}" for key in ("tau", "acceptance_rate", "drafted_tokens_per_round"))
+            rows.append((report["method"], *cells, interval_text(own["speedup"])))
         summary = tag("summary", f"{name}, {mine['prompts']} of the prompts")
-        panels.append(
-            tag("details", summary, tag("div", tag("table", *rows), class_="scroll"), open=not panels or None)
-        )
+        panels.append(tag("details", summary, as_table(Table(columns, rows)), open=not panels or None))
     return panels
 
 

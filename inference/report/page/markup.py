@@ -4,6 +4,9 @@ import html
 import json
 from typing import Any
 
+from outrider.tables import Table
+
+CLASSES = {"faster": "faster", "slower": "slower", "undecided": "undecided", "not lossless": "wrong"}  # of verdicts
 _VOID = ("input", "meta")  # elements without an end tag
 
 
@@ -26,6 +29,14 @@ def tag(name: str, /, *content: object, **attributes: object) -> Markup:
 def joined(*content: object) -> Markup:
     """The parts concatenated, escaped where they are not `Markup`."""
     return Markup("".join(one if isinstance(one, Markup) else html.escape(str(one)) for one in content))
+
+
+def as_table(table: Table) -> Markup:
+    """A table; what a column says is the tooltip of its name."""
+    names = (tag("abbr", name, title=said, tabindex=0) if said else name for name, said in table.columns.items())
+    header = tag("thead", tag("tr", *(tag("th", name) for name in names)))
+    rows = (tag("tr", *(tag("td", cell, class_=CLASSES.get(cell)) for cell in row)) for row in table.rows)
+    return tag("div", tag("table", header, tag("tbody", *rows)), class_="scroll")
 
 
 def embedded(value: Any, **attributes: object) -> Markup:

@@ -5,7 +5,8 @@ from typing import Any
 
 from inference.measure.lossless import BULK, GAP, PEAK
 from inference.report.lossless_report import is_lossless, resolution
-from inference.report.page.markup import Markup, tag
+from inference.report.page.markup import Markup, as_table, tag
+from outrider.tables import Table
 
 Report = Mapping[str, Any]
 
@@ -63,22 +64,23 @@ def _sampled() -> list[str]:
 
 
 def _judged(judged: Mapping[str, Mapping[str, Any]]) -> Markup:
-    heads = (
-        ("method", "which of the ways to decode"),
-        (f"worst row (at most {BULK})", "the keys, values or logits that are furthest off on average"),
-        (f"worst position (at most {PEAK:.0f})", "the same at one place of one text"),
-        (f"largest gap (at most {GAP:.0f})", "how much likelier the best token was than one chosen in its place"),
-        ("other choices", "positions at which another token would have been chosen; in brackets transformers' own"),
-        ("faults", "what is beyond its limit"),
-    )
-    rows = [tag("tr", *(tag("th", tag("abbr", name, title=said, tabindex=0)) for name, said in heads))]
-    for arm, one in judged.items():
-        cells: tuple[object, ...] = (
+    columns = {
+        "method": "which of the ways to decode",
+        f"worst row (at most {BULK})": "the keys, values or logits that are furthest off on average",
+        f"worst position (at most {PEAK:.0f})": "the same at one place of one text",
+        f"largest gap (at most {GAP:.0f})": "how much likelier the best token was than one chosen in its place",
+        "other choices": "positions at which another token would have been chosen; in brackets transformers' own",
+        "faults": "what is beyond its limit",
+    }
+    rows = [
+        (
             arm,
             f"{one['bulk']:.2f}: {one['bulk_at']}",
             f"{one['peak']:.1f}: {one['peak_at']}",
+            f"{one['largest_gap']:.1f}",
+            f"{one['ties']} of {one['positions']} ({one['own_ties']})",
+            "; ".join(one["faults"]) or "none above rounding",
         )
-        cells += (f"{one['largest_gap']:.1f}", f"{one['ties']} of {one['positions']} ({one['own_ties']})")
-        cells += ("; ".join(one["faults"]) or "none above rounding",)
-        rows.append(tag("tr", *(tag("td", cell) for cell in cells)))
-    return tag("div", tag("table", *rows), class_="scroll")
+        for arm, one in judged.items()
+    ]
+    return as_table(Table(columns, rows))

@@ -1,0 +1,84 @@
+"""The tables of a report, for all of its pages: one row a method, baselines first."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inference.measure.results import TRANSFORMERS
+from inference.measure.speed import MARGIN
+from inference.report.wording import (
+    identical_text,
+    identical_with_ties,
+    interval_text,
+    milliseconds_text,
+    number_text,
+    times_text,
+)
+from outrider.tables import Table
+
+Report = Mapping[str, Any]
+METHODS = {
+    "method": "how drafts were made; autoregressive: by nobody",
+    "identical": "texts that equal, token for token, what transformers' generate says, of those compared",
+    "τ": "tokens that one pass of the target yields on average, its own included; 1 is decoding without a drafter",
+    "v_d": "share of the drafted tokens that the target accepted",
+    "r_d": "share of the text that was drafted",
+    "HM": "the harmonic mean of the two, in percent",
+    "drafted/round": "tokens drafted before each pass of the target",
+    "tokens/s": "decoded tokens a second, the prefill left out",
+    "speed-up [95 %]": "how many times as fast as decoding without a drafter: the median over prompts, and where the "
+    "median of other such prompts lies with 95 % confidence",
+    "vs transformers": "the same over transformers' own generate",
+    "verdict": f"faster or slower where the whole interval says so by more than {MARGIN:.0%}",
+}
+WHOLE = {
+    "from the prompt on": "how drafts were made",
+    "prefill ms [95 %]": "milliseconds before the first token, a drafter's own among them",
+    "decoding": "the speed-up of what comes after",
+    "prefill and decoding [95 %]": "the speed-up with the prefill counted",
+    "vs transformers": "the same over transformers' own generate",
+}
+
+
+def methods_table(reports: Sequence[Report]) -> Table:
+    """What each method gains."""
+    first, nothing_drafted = reports[0], ("1.00", "", "", "", "")
+    speeds = {name: number_text(speed) for name, speed in first["tokens_per_second"].items()}
+    identical = identical_text(first, "autoregressive_identical")
+    rows: list[tuple[str, ...]] = [
+        ("autoregressive", identical, *nothing_drafted, speeds["autoregressive"], "1.00", "", "")
+    ]
+    if first["tokens_per_second"][TRANSFORMERS] is not None:
+        role, faster = "sampled" if first["temperature"] else "reference", interval_text(first[TRANSFORMERS]["speedup"])
+        rows.append(("transformers generate", role, *nothing_drafted, speeds[TRANSFORMERS], faster, "1.00", ""))
+    return Table(METHODS, [*rows, *map(_gained, reports)])
+
+
+def whole_table(reports: Sequence[Report]) -> Table:
+    """The time of whole answers: the prefill, including the drafter's, and decoding."""
+    first = reports[0]
+    prefills = first["prefill_seconds"]
+    rows = [("autoregressive", milliseconds_text(prefills["autoregressive"]), "1.00", "1.00", "")]
+    if prefills[TRANSFORMERS] is not None:
+        speed, whole = times_text(first[TRANSFORMERS]["speedup"]), interval_text(first[TRANSFORMERS]["end_to_end"])
+        rows.append(("transformers generate", milliseconds_text(prefills[TRANSFORMERS]), speed, whole, "1.00"))
+    for report in reports:
+        whole = report["end_to_end"]
+        against = interval_text(whole.get("vs_transformers_generate"))
+        prefill = milliseconds_text(report["prefill_seconds"]["speculative"])
+        rows.append((report["method"], prefill, times_text(report["speedup"]), interval_text(whole), against))
+    return Table(WHOLE, rows)
+
+
+def _gained(report: Report) -> tuple[str, ...]:
+    speedup = report["speedup"]
+    return (
+        report["method"],
+        identical_with_ties(report),
+        *(f"{report[key]:.2f}" for key in ("tau", "acceptance_rate", "draft_share")),
+        f"{100 * report['harmonic_mean']:.1f}",
+        f"{report['drafted_tokens_per_round']:.2f}",
+        number_text(report["tokens_per_second"]["speculative"]),
+        interval_text(speedup),
+        interval_text(speedup.get("vs_transformers_generate")),
+        report["verdict"],
+    )
