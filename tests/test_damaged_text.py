@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from conf import reported
-from data_prep.ngrams.token_shards import open_encoder, passages, tokenise
+from data_prep.ngrams.token_shards import passages, tokenise
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
 from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
+from draft_models.targets.encoder import open_encoder
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.settings import TARGET
 from inference.measure.replay import read_transcripts

@@ -13,12 +13,13 @@ import numpy as np
 from data_prep.ngrams.counting import count_order, write_level
 from data_prep.ngrams.merging import kept_from, merged_level
 from data_prep.ngrams.settings import TrigramConfig
-from data_prep.ngrams.token_shards import Encoder, Shards, open_encoder, passages, tokenise, whole_documents
+from data_prep.ngrams.token_shards import Shards, passages, tokenise, whole_documents
 from data_prep.text.rehearsal import rehearsable
 from data_prep.text.sources import read_records
 from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
 from draft_models.ngrams.table import TrigramTable, merged_facts, write_suffixes
 from draft_models.ngrams.table_files import TABLE_FILE, publish, read_header, require_no_table, require_vocabulary
+from draft_models.targets.encoder import Encoder, open_encoder
 from draft_models.targets.vocabulary import vocabulary_digest
 from outrider.errors import UserError, require, warn
 from outrider.files import require_writable

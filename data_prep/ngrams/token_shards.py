@@ -9,20 +9,20 @@ processes.
 import hashlib
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from data_prep.text.pieces import PIECE, batches, spans
 from data_prep.text.records import Record
-from draft_models.targets.sentencepiece_file import is_sentencepiece, open_sentencepiece
+from draft_models.targets.encoder import Encoder, open_encoder
 from outrider.errors import UserError
 from outrider.files import write_atomically
 from outrider.progress import Stage
@@ -30,21 +30,6 @@ from outrider.progress import Stage
 SHARD_CHARACTERS = 4_000_000  # about a million tokens
 _FORMAT = "1"  # part of every shard's name: raise it when the same text would give other bytes
 _WAITING = 2  # shards handed out per process, so that none is ever idle
-
-
-class Encoder(NamedTuple):
-    """A tokenizer: texts → ids without special tokens, its pieces and their ids, the EOS id if it has one, and a
-    digest of all that decides how it tokenises."""
-
-    encode: Callable[[list[str]], Sequence[Sequence[int]]]
-    pieces: dict[str, int]
-    eos: int | None
-    digest: str
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of ids: the highest one + 1."""
-        return max(self.pieces.values(), default=-1) + 1
 
 
 class Passage(NamedTuple):
@@ -71,29 +56,6 @@ class Shards(NamedTuple):
     tokens: int
     documents: int
     digest: str
-
-
-def open_encoder(source: str, revision: str | None) -> Encoder:
-    """A SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
-    if is_sentencepiece(source):
-        return _sentencepiece(source)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from draft_models.targets.fingerprint import tokenizer_digest
-    from draft_models.targets.open_target import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(source, revision, role="tokenizer")
-    except UserError as error:
-        raise UserError(
-            f"{error}; expected a SentencePiece .model file, a GGUF file, or the directory or Hub name of a Hugging "
-            "Face tokenizer"
-        ) from None
-
-    def encode(texts: list[str]) -> Any:
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        return tokenizer(texts, **options)["input_ids"]
-
-    return Encoder(encode, tokenizer.get_vocab(), tokenizer.eos_token_id, tokenizer_digest(tokenizer))
 
 
 def passages(records: Iterable[Record], text: str) -> Iterator[Passage]:
@@ -282,14 +244,3 @@ def _digest(identity: str, batch: list[Passage]) -> str:
         digest.update(f"{len(content)} {ends} {'continues ' if continues else ''}".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-def _sentencepiece(source: str) -> Encoder:
-    processor = open_sentencepiece(source)
-
-    def encode(texts: list[str]) -> Any:
-        return processor.encode(texts, out_type=int, num_threads=1)
-
-    pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
-    eos = processor.eos_id()
-    return Encoder(encode, pieces, eos if eos >= 0 else None, hashlib.sha256(Path(source).read_bytes()).hexdigest())

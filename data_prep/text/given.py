@@ -9,7 +9,7 @@ from data_prep.text.prompts import read_prompts
 from data_prep.text.records import Record
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
-from draft_models.targets.sentencepiece_file import is_sentencepiece, open_sentencepiece
+from draft_models.targets.encoder import is_sentencepiece, open_sentencepiece
 from outrider.errors import UserError
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sentencepiece import SentencePieceProcessor
 from torch import Tensor
 
 from data_prep.text.chat import VICUNA_SYSTEM
 from data_prep.text.prompts import Prompt
 from draft_models.early_exit.checkpoint import provenance
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.encoder import open_encoder
 from draft_models.targets.vocabulary import vocabulary_digest
 from inference.core.acceptance import Chooser
 from inference.core.decode import Round, cut, decode_rounds
@@ -144,25 +143,12 @@ def replay(
 
 
 def load_vocabulary(source: str) -> Vocabulary:
-    """A SentencePiece .model file, or a Hugging Face tokenizer. Raises `UserError`."""
-    if source.endswith(".model"):
-        if not Path(source).is_file():
-            raise UserError(f"tokenizer={source}: no such file; give a SentencePiece .model or a tokenizer directory")
-        try:
-            pieces = SentencePieceProcessor(model_file=source)
-        except (RuntimeError, OSError) as error:
-            raise UserError(f"tokenizer={source}: not a SentencePiece model ({error})") from None
-        found = {pieces.id_to_piece(i): i for i in range(pieces.get_piece_size())}
-        bos = pieces.bos_id() if pieces.bos_id() >= 0 else None
-        return Vocabulary(pieces.encode, bos, pieces.eos_id(), vocabulary_digest(found))
-    tokenizer = load_tokenizer(source)
-    if tokenizer.eos_token_id is None:
+    """The tokenizer in `source` (see `open_encoder`). Raises `UserError`."""
+    encoder = open_encoder(source)
+    if encoder.eos is None:
         raise UserError(f"tokenizer={source}: has no end token, which ends every recorded answer")
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    return Vocabulary(encode, tokenizer.bos_token_id, tokenizer.eos_token_id, vocabulary_digest(tokenizer.get_vocab()))
+    digest = vocabulary_digest(encoder.pieces)
+    return Vocabulary(lambda text: list(encoder.encode([text])[0]), encoder.bos, encoder.eos, digest)
 
 
 def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.ngrams import building, counting, token_shards
 from data_prep.ngrams.building import build_table
 from data_prep.ngrams.settings import TrigramConfig
-from data_prep.ngrams.token_shards import open_encoder
 from data_prep.text.settings import DataConfig
 from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import MAX_VOCABULARY
+from draft_models.targets.encoder import open_encoder
 from draft_models.targets.vocabulary import vocabulary_digest
 from outrider import files
 from outrider.errors import UserError

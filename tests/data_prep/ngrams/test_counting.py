@@ -12,6 +12,7 @@ from data_prep.ngrams.counting import count_order
 from data_prep.ngrams.token_shards import Passage, tokenise
 from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import MAX_VOCABULARY, publish
+from draft_models.targets.encoder import Encoder
 from tests.data_prep.ngrams.corpora import require_same_counts
 
 
@@ -25,7 +26,7 @@ def test_blocks_and_ranges_of_any_size_count_the_same(
     known = rng.choice(vocabulary, 12, replace=False)
     documents = [rng.choice(known, rng.integers(0, 30)) for _ in range(400)]
     texts = [Passage(str(number), ends=False) for number in range(400)]
-    encoder = token_shards.Encoder(lambda batch: [documents[int(text)].tolist() for text in batch], {}, None, "")
+    encoder = Encoder(lambda batch: [documents[int(text)].tolist() for text in batch], {}, None, "")
     encoder = encoder._replace(pieces={"last": vocabulary - 1})
     for folder in ("shards", "table", "runs"):
         (tmp_path / folder).mkdir()

@@ -14,12 +14,12 @@ from data_prep.ngrams import token_shards
 from data_prep.ngrams.token_shards import (
     Passage,
     Shards,
-    open_encoder,
     passages,
     read_shard,
     tokenise,
     whole_documents,
 )
+from draft_models.targets.encoder import Encoder, open_encoder
 from outrider.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +51,7 @@ def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: py
     parts = [rng.integers(0, 9, rng.integers(0, 4)).tolist() for _ in range(60)]
     continues = [bool(number and rng.random() < 0.7) for number in range(60)]
     texts = [Passage(f"{number:010d}", False, goes_on) for number, goes_on in enumerate(continues)]
-    encoder = token_shards.Encoder(lambda batch: [parts[int(text)] for text in batch], {"last": 8}, None, "")
+    encoder = Encoder(lambda batch: [parts[int(text)] for text in batch], {"last": 8}, None, "")
     shards = tokenise(texts, "", None, encoder, tmp_path, 1)
     assert len(shards.paths) > 10 < sum(shards.continued) + 5
     documents: list[list[int]] = []
@@ -83,7 +83,8 @@ def test_a_killed_process_is_reported(model: str) -> None:
 def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
     script = (
         "import sys, time, multiprocessing, pathlib, numpy\n"
-        "from data_prep.ngrams.token_shards import Passage, _Pool, open_encoder\n"
+        "from data_prep.ngrams.token_shards import Passage, _Pool\n"
+        "from draft_models.targets.encoder import open_encoder\n"
         "folder, model = sys.argv[1:]\n"
         "pool = _Pool(2, model, None, open_encoder(model, None), numpy.dtype('uint16'))\n"
         "list(pool.submit(pathlib.Path(folder, 'shard'), [Passage('you', True)])) + list(pool.drain())\n"

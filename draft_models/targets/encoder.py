@@ -1,0 +1,80 @@
+"""A tokenizer as what reads text sees it: of a target in any format, or in a SentencePiece file without a model."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from draft_models.targets.gguf_file import is_gguf
+from outrider.errors import UserError
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+_EXPECTED = "a SentencePiece .model file, a GGUF file, or the directory or Hub name of a Hugging Face tokenizer"
+
+
+class Encoder(NamedTuple):
+    """A tokenizer: texts → ids without special tokens, its pieces and their ids, the EOS id if it has one, a digest of
+    all that decides how it tokenises, and the BOS id if it has one."""
+
+    encode: Callable[[list[str]], Sequence[Sequence[int]]]
+    pieces: dict[str, int]
+    eos: int | None
+    digest: str
+    bos: int | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of ids: the highest one + 1."""
+        return max(self.pieces.values(), default=-1) + 1
+
+
+def open_encoder(source: str, revision: str | None = None) -> Encoder:
+    """A SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
+    if is_sentencepiece(source):
+        return _of_sentencepiece(source)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
+    from draft_models.targets.fingerprint import tokenizer_digest  # torch, which processes for a file have no use for
+    from draft_models.targets.open_target import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(source, revision, role="tokenizer")
+    except UserError as error:
+        raise UserError(f"{error}; expected {_EXPECTED}") from None
+
+    def encode(texts: list[str]) -> Any:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        return tokenizer(texts, **options)["input_ids"]
+
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    return Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
+
+
+def is_sentencepiece(source: str) -> bool:
+    """Whether the tokenizer in `source` is to be one: any file but a GGUF file."""
+    return Path(source).is_file() and not is_gguf(Path(source))
+
+
+def open_sentencepiece(source: str) -> "SentencePieceProcessor":
+    """The tokenizer in that file. Raises `UserError`."""
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.load(source)
+    except (OSError, RuntimeError):
+        raise UserError(f"tokenizer={source}: not a SentencePiece model; expected {_EXPECTED}") from None
+    return processor
+
+
+def _of_sentencepiece(source: str) -> Encoder:
+    processor = open_sentencepiece(source)
+
+    def encode(texts: list[str]) -> Any:
+        return processor.encode(texts, out_type=int, num_threads=1)
+
+    pieces = {processor.id_to_piece(i): i for i in range(processor.get_piece_size())}
+    eos, bos = (end if end >= 0 else None for end in (processor.eos_id(), processor.bos_id()))
+    return Encoder(encode, pieces, eos, hashlib.sha256(Path(source).read_bytes()).hexdigest(), bos)
