@@ -32,8 +32,8 @@ from inference.core.ops import largest
 from inference.core.tree import chain_parents
 from inference.engines.choose import make_runtime
 from inference.engines.cpu.by_amx import has_amx
-from inference.engines.fused_layers import FusedLayer, fuse_layers, lay_out
-from inference.engines.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, pack_linears
+from inference.engines.fused_layers import FusedLayer, fuse_layers
+from inference.engines.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, lay_out, pack_linears
 from outrider.files import read_json, write_json
 from outrider.machine import describe_machine
 

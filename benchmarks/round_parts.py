@@ -19,8 +19,9 @@ from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.whole_model import PlainLM
 from inference.core.acceptance import Chooser
-from inference.core.decode import Round, autoregressive, speculative
+from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
+from inference.core.generation import Round
 from inference.core.runtime import Runtime
 from inference.core.session import TargetSession
 from inference.core.stopwatch import Clock

@@ -33,8 +33,9 @@ from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.model_identity import deciding_config, model_identity
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.sampling import Sampler
+from inference.engines.blocked import can_pack
 from inference.engines.cpu.by_amx import has_amx
-from inference.engines.packing import can_pack, pack_linears
+from inference.engines.packing import pack_linears
 from inference.loading.subject import end_tokens
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError

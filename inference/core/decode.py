@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,33 +12,12 @@ from draft_models.targets.anatomy import context_limit
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter
+from inference.core.generation import Round
 from inference.core.runtime import Eager, Runtime
 from inference.core.session import TargetSession
 from inference.core.stopwatch import Clock, Stopwatch
 from inference.core.tree import ROOT, DraftTree
 from outrider.errors import UserError
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one pass of the target committed. The first round of a generation is the prefill.
-
-    tokens: committed ids, never beyond the first EOS or the budget.
-    drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
-    depth: the draft's, so how many could have.
-
-    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: everything else
-    that the drafter does. verify: the target's pass and its transfer; in plain decoding the pass alone.
-    """
-
-    tokens: tuple[int, ...]
-    drafted: int
-    accepted: int
-    depth: int
-    seconds: float
-    draft_seconds: float = 0.0
-    structure_seconds: float = 0.0
-    verify_seconds: float = 0.0
 
 
 def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from torch import Tensor
 from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.attention import Band
-from inference.doctor.recording import Recording, read
+from inference.doctor.patient import Recording
+from inference.doctor.recording import read
 
 STEPS = 2  # of a draft by a head: after true features, and after its own output for one
 

@@ -10,8 +10,8 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from inference.doctor.head_ways import patient_of_head
 from inference.doctor.lm_ways import patient_of_exit, patient_of_lm
-from inference.doctor.patient import Patient, Way
-from inference.doctor.recording import Recording, answer_of, record
+from inference.doctor.patient import Patient, Recording, Way
+from inference.doctor.recording import answer_of, record
 from inference.doctor.scores import Scores, is_apart, is_better, join, relabelled, score
 from inference.doctor.training_data import UNSEEN, training_facts
 from inference.loading.subject import Models, Subject

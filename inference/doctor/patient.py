@@ -8,7 +8,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from inference.doctor.recording import Recording
+
+@dataclass(frozen=True)
+class Recording:
+    """A prompt and the target's answer to it, read once by the target.
+
+    tokens: all of the text [n], on the target's device. places: the positions of the answer that are judged, of which
+    log_p [places, V] is the target's law and choices [places] its likeliest tokens. taps: its hidden states [1, n, d]
+    by boundary (see `LayerStack.run_tapped`). category: of the prompt.
+    """
+
+    tokens: Tensor
+    places: tuple[int, ...]
+    log_p: Tensor
+    choices: Tensor
+    taps: dict[int, Tensor]
+    category: str
+
 
 # Of a recording, the drafter's logits [steps, places, V] after the text before each place: step s has drafted s tokens
 # of it, which were right.

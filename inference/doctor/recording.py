@@ -1,7 +1,6 @@
 """What a target says and is inside, recorded in one pass over a text, for all readings of a drafter to be judged by."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,25 +9,9 @@ from torch import Tensor
 from inference.core.decode import autoregressive
 from inference.core.runtime import Eager
 from inference.core.tree import chain_parents
+from inference.doctor.patient import Recording
 
 FIRST = 3  # the first place of a text that a head can draft as its second token
-
-
-@dataclass(frozen=True)
-class Recording:
-    """A prompt and the target's answer to it, read once by the target.
-
-    tokens: all of the text [n], on the target's device. places: the positions of the answer that are judged, of which
-    log_p [places, V] is the target's law and choices [places] its likeliest tokens. taps: its hidden states [1, n, d]
-    by boundary (see `LayerStack.run_tapped`). category: of the prompt.
-    """
-
-    tokens: Tensor
-    places: tuple[int, ...]
-    log_p: Tensor
-    choices: Tensor
-    taps: dict[int, Tensor]
-    category: str
 
 
 @torch.inference_mode()

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_models.acceptance import acceptance
-from inference.doctor.recording import Recording
+from inference.doctor.patient import Recording
+from inference.doctor.table import BLOCK, FEWEST
 
-BLOCK = 8  # neighbouring places count as one observation, as they are alike
-FEWEST = 16  # observations that a verdict needs, or as many places as whole ones have
 FLIPS = 50_000
 DEALS = 5_000
 CHANCE = 1e-3  # probability that any way leads so far by chance, from which on none is called better

@@ -4,10 +4,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from inference.doctor.scores import BLOCK, FEWEST
 from outrider.errors import UserError
 
 Findings = Mapping[str, Any]
+BLOCK = 8  # neighbouring places count as one observation, as they are alike
+FEWEST = 16  # observations that a verdict needs, or as many places as whole ones have
 PLAIN, GOOD, BAD, DOUBTFUL = 0, 32, 31, 33  # colours of a terminal
 Line = tuple[str, int]
 STEPS = ("first", "second")  # of a head's draft

@@ -23,8 +23,8 @@ from inference.core.tree import chain_parents
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
 from inference.drafters.shaped import Shaped, allowance_of
 from inference.engines.footprint import Place
-from inference.engines.fused_layers import lay_out
 from inference.engines.graphs.fixed_shapes import WIDTHS
+from inference.engines.packing import lay_out
 from inference.settings.kinds import Maker, read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import make_structure

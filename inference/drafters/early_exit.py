@@ -16,7 +16,7 @@ from inference.core.session import TargetSession, View
 from inference.drafters.calibrated import Calibrated, head_asked, head_identity
 from inference.drafters.shaped import Shaped, allowance_of
 from inference.engines.footprint import Place, cache_bytes, count, pass_bytes
-from inference.engines.fused_layers import lay_out
+from inference.engines.packing import lay_out
 from inference.settings.kinds import Maker, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import make_structure

@@ -28,7 +28,7 @@ from inference.core.tree import chain_parents
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
 from inference.drafters.shaped import Shaped, allowance_of
 from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
-from inference.engines.fused_layers import lay_out
+from inference.engines.packing import lay_out
 from inference.settings.kinds import Maker, read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import make_structure

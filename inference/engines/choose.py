@@ -3,10 +3,12 @@
 import torch
 
 from inference.core.runtime import Eager, Runtime
-from inference.engines.graphs.cuda_graphs import Graphed
 
 
 def make_runtime(name: str, device: torch.device) -> Runtime:
     """The runtime called `name` (auto | eager | graphed); auto is graphed on CUDA and eager elsewhere."""
-    graphed = name == "graphed" or (name == "auto" and device.type == "cuda")
-    return Graphed() if graphed else Eager()
+    if name == "graphed" or (name == "auto" and device.type == "cuda"):
+        from inference.engines.graphs.cuda_graphs import Graphed  # an engine is loaded by whom it serves
+
+        return Graphed()
+    return Eager()

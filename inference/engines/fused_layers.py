@@ -1,4 +1,4 @@
-"""A model laid out for decoding: fewer and larger products, and on a CPU weights in the order that reads fastest."""
+"""Decoder layers for inference, in fewer and larger products."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,8 +12,7 @@ from draft_models.targets.attention import grouped_attention, triton_kernels
 from draft_models.targets.int8 import Int8Linear
 from draft_models.targets.stack import LayerCache, LayerStack
 from inference.core.cache import KVCache
-from inference.engines.cpu.at_once import ONE_BY_ONE, LayersAtOnce, PanelLinear, fits_panels
-from inference.engines.packing import chosen_layout, pack_linears
+from inference.engines.cpu.at_once import LayersAtOnce
 
 # Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -210,48 +209,6 @@ def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
     if bias is not None:
         joined.bias = nn.Parameter(bias, requires_grad=False)
     return joined
-
-
-def first_outputs(linear: nn.Linear, count: int) -> nn.Linear:
-    """A layer of the first `count` outputs of `linear`, whose weights are views of its own."""
-    cut = nn.Linear(linear.in_features, count, bias=linear.bias is not None, device="meta")
-    for name, whole in linear.named_parameters():
-        setattr(cut, name, nn.Parameter(whole.detach()[:count], requires_grad=False))
-    return cut
-
-
-def lay_out(model: nn.Module, like: LayerStack) -> None:
-    """Make `model` ready to decode where `like`, the target, is: its layers fused.
-
-    On a CPU they run at once, and weights are packed, where that is faster, or recorded (see `engines.cpu.recorded`).
-    """
-    fuse_layers(model)
-    if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
-        model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last one is never proposed
-    together = run_at_once(model)
-    if like.device.type != "cpu":
-        return
-    of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
-
-    def layout(linears: Sequence[Any]) -> str:
-        return chosen_layout(linears, like.device, panels=id(linears[0]) not in of_layers)
-
-    pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
-    _bind(model)
-    for holder, layers in together:
-        if holder.at_once.chosen(layers) == ONE_BY_ONE:  # its weights are given back
-            holder.at_once = None
-    # Where layers give a row the same bits whatever is beside it, the head is to do so, too.
-    if isinstance(model, LayerStack) and model.at_once is not None and fits_panels(model.head):
-        model.head = PanelLinear(model.head)
-    pack_linears(model, lambda linears: "plain" if id(linears[0]) in of_layers else layout(linears))
-    _bind(model)
-
-
-def _bind(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FusedLayer):
-            module.bind()
 
 
 def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:

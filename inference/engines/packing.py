@@ -1,4 +1,7 @@
-"""Linear layers laid out as a CPU reads them fastest; which layout that is, is measured where the model is loaded."""
+"""Models laid out for decoding: layers fused, and linear ones as a CPU reads them fastest.
+
+Which layout that is, is measured where the model is loaded.
+"""
 
 import copy
 import math
@@ -11,40 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from draft_models.targets.int8 import Int8Linear, scaled
-from inference.engines.cpu.at_once import COLD, REPEATS, PanelLinear, fits_panels
+from draft_models.targets.stack import LayerStack
+from inference.engines.blocked import PackedLinear, can_pack
+from inference.engines.cpu.at_once import COLD, ONE_BY_ONE, REPEATS, PanelLinear, fits_panels
 from inference.engines.cpu.recorded import settle
+from inference.engines.fused_layers import FusedLayer, fuse_layers, run_at_once
 
-ROWS = 8  # the row count the blocked layout is chosen for; it serves 1 to 32 rows nearly as well
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
 FEWEST = 16  # layers that are timed in turn, if need be copies, unless fewer exceed the caches
 SMALL = 2**17  # bytes of a layer that is blocked without measuring: its time is that of the call, whatever the layout
 
 Choose = Callable[[Sequence[Any]], str]  # of nn.Linears or of Int8Linears
-
-
-class PackedLinear(nn.Module):
-    """A linear layer without gradient whose weight is in oneDNN's blocked layout.
-
-    PyTorch's plain path hands few-row products to a BLAS. Many a BLAS reads a [out, in] weight at well under memory
-    speed and gets slower with every row. The blocked layout reads it once, whatever the number of rows.
-    """
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
-        self.bias = None if linear.bias is None else linear.bias.detach()
-        self._product = torch.ops.mkldnn._linear_pointwise.default
-
-    @property
-    def weight(self) -> Tensor:
-        """A plain copy [out, in]."""
-        return self.packed.to_dense()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]."""
-        return self._product(x, self.packed, self.bias, "none", [], "")
-
-    __call__ = forward  # as nothing hangs hooks on it, whose search takes as long as a small operation
 
 
 class WidenedLinear(nn.Module):
@@ -85,14 +65,6 @@ INT8_LAYOUTS: dict[str, Callable[[Int8Linear], nn.Module]] = {
 def layouts_of(linear: Any) -> dict[str, Callable[[Any], nn.Module]]:
     """By name what a layer may be laid out as."""
     return INT8_LAYOUTS if isinstance(linear, Int8Linear) else LAYOUTS
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch has layouts for weights of `dtype` on `device`, and a processor fast with them."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
-    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> None:
@@ -178,3 +150,48 @@ def fastest_layout(
         for name, taken in seconds.items():
             logarithms[name] += math.log(statistics.median(taken[1:]))
     return min(logarithms, key=lambda name: logarithms[name])
+
+
+# --------------------------------------------------------------------------------------------------- models
+
+
+def lay_out(model: nn.Module, like: LayerStack) -> None:
+    """Make `model` ready to decode where `like`, the target, is: its layers fused.
+
+    On a CPU they run at once, and weights are packed, where that is faster, or recorded (see `engines.cpu.recorded`).
+    """
+    fuse_layers(model)
+    if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
+        model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last one is never proposed
+    together = run_at_once(model)
+    if like.device.type != "cpu":
+        return
+    of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
+
+    def layout(linears: Sequence[Any]) -> str:
+        return chosen_layout(linears, like.device, panels=id(linears[0]) not in of_layers)
+
+    pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
+    _bind(model)
+    for holder, layers in together:
+        if holder.at_once.chosen(layers) == ONE_BY_ONE:  # its weights are given back
+            holder.at_once = None
+    # Where layers give a row the same bits whatever is beside it, the head is to do so, too.
+    if isinstance(model, LayerStack) and model.at_once is not None and fits_panels(model.head):
+        model.head = PanelLinear(model.head)
+    pack_linears(model, lambda linears: "plain" if id(linears[0]) in of_layers else layout(linears))
+    _bind(model)
+
+
+def _bind(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FusedLayer):
+            module.bind()
+
+
+def first_outputs(linear: nn.Linear, count: int) -> nn.Linear:
+    """A layer of the first `count` outputs of `linear`, whose weights are views of its own."""
+    cut = nn.Linear(linear.in_features, count, bias=linear.bias is not None, device="meta")
+    for name, whole in linear.named_parameters():
+        setattr(cut, name, nn.Parameter(whole.detach()[:count], requires_grad=False))
+    return cut

@@ -20,7 +20,6 @@ from accelerate.utils import gather_object
 from data_prep.text.prompts import Prompt
 from draft_models.card import add_report
 from inference.core.stopwatch import Clock
-from inference.doctor.examine import examine
 from inference.doctor.table import coloured, refuse, table
 from inference.engines.choose import make_runtime
 from inference.loading.subject import (
@@ -187,6 +186,8 @@ def see_doctor(
     config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
 ) -> dict[str, Any]:
     """What the doctor finds, printed. Raises `UserError` where a drafter is read wrongly and another way is here."""
+    from inference.doctor.examine import examine  # a tool, for who asks for it
+
     with Stage("examining drafters"):
         found = examine(config, subject, models, prompts, rendered)
     for kind, one in found.items():

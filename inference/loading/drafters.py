@@ -5,7 +5,6 @@ from typing import Any
 
 from draft_models.targets.stack import LayerStack
 from inference.core.drafter import Drafter
-from inference.engines.fused_layers import lay_out
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
 from inference.sizing.policy import Tuning
@@ -37,6 +36,8 @@ def new_drafter(
 
 def prepare(stack: LayerStack, drafters: Drafters) -> None:
     """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
+    from inference.engines.packing import lay_out  # the engines: loaded once something decodes
+
     with Stage("laying out weights, compiling what is new"):
         if isinstance(stack, LayerStack):  # else it runs as it is
             lay_out(stack, stack)

@@ -26,9 +26,9 @@ from draft_models.targets.stack import LayerStack
 from draft_models.targets.whole_model import PlainLM
 from inference.core.runtime import Runtime
 from inference.core.stop_strings import StopStrings
+from inference.engines.blocked import can_pack
 from inference.engines.choose import make_runtime
 from inference.engines.cpu.recorded import recorded
-from inference.engines.packing import can_pack
 from inference.loading.drafters import Drafters, prepare
 from inference.loading.generation_config import Inherited, inherit, read_generation_config
 from inference.loading.templates import chat_template, trained_templates

@@ -12,8 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
-from inference.core.decode import Round, autoregressive, cut, speculative, until
-from inference.core.generation import Generation, collect
+from inference.core.decode import autoregressive, cut, speculative, until
+from inference.core.generation import Generation, Round, collect
 from inference.core.runtime import Runtime
 from inference.core.sampling import Sampler
 from inference.core.stop_strings import StopStrings

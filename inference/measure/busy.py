@@ -15,7 +15,7 @@ import torch
 
 from inference.core.generation import Generation
 from inference.measure.results import Arm
-from inference.measure.threads import usable_cores
+from outrider.machine import usable_cores
 from outrider.streams import Streams
 
 LEAST_SHARE = 0.8  # of the CPU time of its threads; one other process on two cores leaves 0.67 to 0.75

@@ -14,8 +14,9 @@ from transformers import GenerationConfig
 from draft_models.targets.anatomy import context_limit
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
-from inference.core.decode import Round, autoregressive, speculative
+from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
+from inference.core.generation import Round
 from inference.core.runtime import Runtime
 from inference.core.stopwatch import Clock
 from inference.core.tree import DraftTree

@@ -27,9 +27,9 @@ from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.encoder import open_encoder
 from draft_models.targets.vocabulary import vocabulary_digest
 from inference.core.acceptance import Chooser
-from inference.core.decode import Round, cut, decode_rounds
+from inference.core.decode import cut, decode_rounds
 from inference.core.drafter import Drafter
-from inference.core.generation import Generation, collect
+from inference.core.generation import Generation, Round, collect
 from inference.core.session import TargetSession
 from inference.core.stopwatch import Clock
 from inference.core.tree import DraftTree, depths

@@ -4,29 +4,13 @@ Turns of one conversation are correlated, so the bootstrap resamples whole conve
 are measured like everything else, so that they can be checked.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from inference.core.generation import Generation
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.statistics import bootstrap_median
 from outrider.streams import Streams
-
-MIN_PROMPTS = 5  # conversations of any number of turns; fewer give no meaningful interval, so no verdict
-# Conditions common to all prompts of a run shift all its speed-ups together: memory placement, the kernels chosen at
-# load, the machine's temperature. An interval over prompts does not include them.
-MARGIN = 0.02
-
-
-def verdict(speedup: Mapping[str, Any], busy: str | None = None) -> str:
-    """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
-
-    speedup: its ci95 and number of prompts. busy: why speeds of that run are unreliable (see `busy_machine`).
-    """
-    if busy or speedup["ci95"] is None or speedup["prompts"] < MIN_PROMPTS:
-        return "undecided"
-    low, high = speedup["ci95"]
-    return "faster" if low > 1 + MARGIN else "slower" if high < 1 - MARGIN else "undecided"
 
 
 def decoding(generation: Generation) -> float:

@@ -6,7 +6,6 @@ chosen by measurement, at the start and again before every prompt.
 """
 
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,16 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from inference.engines.packing import PackedLinear, can_pack
+from inference.engines.blocked import PackedLinear, can_pack
+from outrider.machine import usable_cores
 
 ROWS, IN, OUT = 4, 1024, 4096  # of the product that is timed: a small model's, for a draft of a few tokens
 REPEATS = 24  # of each number of threads, in turn; about 50 ms in all on an idle machine
 LEAD = 0.9  # more threads are taken where they need less than this share of the time
-
-
-def usable_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_counts() -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from inference.core.stopwatch import Clock
-from inference.measure.speed import MIN_PROMPTS
+from inference.measure.verdict import MIN_PROMPTS
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from inference.measure.speed import (
     speedups_over_baselines,
     time_of_a_plain_token,
     tokens_per_second,
-    verdict,
 )
 from inference.measure.statistics import (
     acceptance_by_candidates,
@@ -36,6 +35,7 @@ from inference.measure.statistics import (
     request_statistics,
     structure_statistics,
 )
+from inference.measure.verdict import verdict
 from inference.report.drafter_facts import drafter_lines
 from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section
 from inference.report.tables import methods_table, whole_table

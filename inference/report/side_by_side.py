@@ -11,8 +11,9 @@ from typing import Any
 
 from inference.measure.prompt_results import REPORT_FILE, read_results
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
-from inference.measure.speed import decoding, timed, verdict
+from inference.measure.speed import decoding, timed
 from inference.measure.statistics import bootstrap_median
+from inference.measure.verdict import verdict
 from inference.settings.compare import CompareConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_atomically, write_json

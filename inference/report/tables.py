@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inference.measure.results import TRANSFORMERS
-from inference.measure.speed import MARGIN
+from inference.measure.verdict import MARGIN
 from inference.report.wording import (
     identical_text,
     identical_with_ties,

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.report.report import Report
 from inference.report.wording import identical_text
 from outrider.wandb_config import ID_FILE, WandbConfig
 
+Report = Mapping[str, Any]
 COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedup", "speedup_low", "speedup_high")
 
 

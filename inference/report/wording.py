@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inference.measure.speed import MIN_PROMPTS
+from inference.measure.verdict import MIN_PROMPTS
 from inference.settings.sampling import SamplingConfig
 
 Report = Mapping[str, Any]

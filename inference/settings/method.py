@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Final, Literal, get_args
 
 from inference.settings.kinds import KINDS, Kind
+from inference.settings.limits import LONGEST_CHAIN, MOST_NODES
 from outrider.errors import require, require_choice
 from outrider.settings import (
     Count,
@@ -26,9 +27,6 @@ from outrider.settings import (
 # speed.
 AUTO: Final = "auto"
 Size = Count | Literal["auto"]
-MOST_NODES = 63  # that "auto" considers: with the root 64 rows
-LONGEST_CHAIN = 15  # that "auto" and rule=survival consider
-CHAIN_TOKENS = 8  # a round, of a chain or of prompt lookup, where stop.max_draft is null
 
 
 def number(value: int | str) -> int:

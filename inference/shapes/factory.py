@@ -13,7 +13,8 @@ from torch import Tensor
 from draft_models.calibration.head import CalibrationHead
 from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from inference.core.tree import DraftTree, OptimalTree
-from inference.settings.method import AUTO, CHAIN_TOKENS, MOST_NODES, MethodConfig, StructureConfig, number
+from inference.settings.limits import CHAIN_TOKENS, MOST_NODES
+from inference.settings.method import AUTO, MethodConfig, StructureConfig, number
 from inference.shapes.opt_tree import opt_tree
 from inference.shapes.shapes import Extends, ToProbs, chain, find_shape, k_config, plain_probs, static
 from inference.shapes.token_graph import GraphTree, token_graph

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference.settings.method import MOST_NODES
+from inference.settings.limits import MOST_NODES
 
 WIDEST = MOST_NODES + 1  # rows of one pass: the root and the draft
 SHOWN = (1, 2, 4, 8, 16, 32, 64)  # the widths a report lists, and those that a padding runtime pads to

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from inference.settings.method import MOST_NODES
+from inference.settings.limits import MOST_NODES
 from inference.sizing.costs import WIDEST
 from inference.sizing.node_sizes import best_nodes, trials_of
 from inference.sizing.policy import BANDS as Q_BANDS

@@ -11,7 +11,7 @@ import numpy as np
 
 from draft_models.ngrams.kernels import lean
 from inference.core.drafter import CHOSEN
-from inference.settings.method import MOST_NODES
+from inference.settings.limits import MOST_NODES
 from inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
 
 ROOMS = (8, 16, 32, MOST_NODES)  # nodes that a search may look for

@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from inference.core.tree import ROOT, DraftTree, OptimalTree
-from inference.settings.method import LONGEST_CHAIN, MOST_NODES
+from inference.settings.limits import LONGEST_CHAIN, MOST_NODES
 from inference.sizing.costs import Costs
 
 DEEPEST = 16  # what "auto" considers, with MOST_NODES and LONGEST_CHAIN

@@ -1,6 +1,6 @@
 """max_draft=auto: the chain length with the best rate, chosen again before every round."""
 
-from inference.settings.method import LONGEST_CHAIN
+from inference.settings.limits import LONGEST_CHAIN
 from inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
 from inference.stopping.interface import Step
 

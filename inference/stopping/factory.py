@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from draft_models.calibration.head import CalibrationHead
-from inference.settings.method import AUTO, LONGEST_CHAIN, THRESHOLDS, StopConfig
+from inference.settings.limits import LONGEST_CHAIN
+from inference.settings.method import AUTO, THRESHOLDS, StopConfig
 from inference.sizing.policy import Tuning
 from inference.stopping.bandit import UCB
 from inference.stopping.best_length import BestLength

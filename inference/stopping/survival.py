@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from inference.settings.method import LONGEST_CHAIN
+from inference.settings.limits import LONGEST_CHAIN
 from inference.sizing.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
 from inference.stopping.interface import Step
 from inference.stopping.trust import Trust

@@ -27,7 +27,8 @@ from data_prep.text.settings import PromptTemplate
 from draft_models.targets.settings import DecodeDtype
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
-from inference.core.decode import Round, autoregressive, speculative, until
+from inference.core.decode import autoregressive, speculative, until
+from inference.core.generation import Round
 from inference.core.stop_strings import StopStrings
 from inference.core.stopwatch import synchronized_clock
 from inference.engines.choose import make_runtime

@@ -19,8 +19,9 @@ from draft_models.targets.narrowed import OwnTokens
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
-from inference.core.decode import Round, autoregressive, speculative
+from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter, DraftModel
+from inference.core.generation import Round
 from inference.core.sampling import Sampler
 from inference.core.tree import DraftTree
 from inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled

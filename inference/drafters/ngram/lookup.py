@@ -13,7 +13,8 @@ from inference.core.session import TargetSession
 from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree, chain_parents
 from inference.settings.kinds import Maker
-from inference.settings.method import AUTO, CHAIN_TOKENS, LONGEST_CHAIN, MethodConfig
+from inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN
+from inference.settings.method import AUTO, MethodConfig
 from inference.sizing.allowance import Allowance
 from inference.sizing.node_sizes import BestNodes
 from inference.sizing.policy import OWN, Tuning

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.targets.stack import LayerStack
-from inference.core.decode import Round, speculative
-from inference.core.generation import Generation, collect
+from inference.core.decode import speculative
+from inference.core.generation import Generation, Round, collect
 from inference.core.tree import ROOT, DraftTree, chain_parents
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup

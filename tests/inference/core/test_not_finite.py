@@ -20,7 +20,8 @@ from draft_models.eagle3.model import Eagle3
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.whole_model import PlainLM
 from inference.core.acceptance import Chooser
-from inference.core.decode import Round, autoregressive, speculative
+from inference.core.decode import autoregressive, speculative
+from inference.core.generation import Round
 from inference.core.ops import likeliest
 from inference.core.runtime import Eager, Runtime
 from inference.core.sampling import Sampler

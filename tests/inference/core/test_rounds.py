@@ -15,8 +15,9 @@ from draft_models.ngrams.table import TrigramTable
 from draft_models.targets.empty_models import layer_stack
 from inference.core.acceptance import Chooser
 from inference.core.cache import KVCache
-from inference.core.decode import Round, speculative
+from inference.core.decode import speculative
 from inference.core.drafter import Drafter
+from inference.core.generation import Round
 from inference.core.runtime import Eager, Runtime
 from inference.core.sampling import Sampler
 from inference.core.session import TargetSession

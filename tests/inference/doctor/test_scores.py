@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chance_of, is_apart, is_better, relabelled
+from inference.doctor.scores import CHANCE, Scores, chance_of, is_apart, is_better, relabelled
+from inference.doctor.table import BLOCK, FEWEST
 
 
 def scores_of(agree: np.ndarray, drafted: np.ndarray | None = None, said: np.ndarray | None = None) -> Scores:

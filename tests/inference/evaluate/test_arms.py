@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from inference.core.decode import Round
-from inference.core.generation import Generation, collect
+from inference.core.generation import Generation, Round, collect
 from inference.drafters.calibrated import Calibrated
 from inference.measure.arms import make_arms, measure, transformers_generate, without_captures
 from inference.measure.results import AUTOREGRESSIVE, Arm

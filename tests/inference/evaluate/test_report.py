@@ -15,13 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
-from inference.core.decode import Round
-from inference.core.generation import Generation
+from inference.core.generation import Generation, Round
 from inference.measure import busy
 from inference.measure.busy import CpuWatch, machine_load
 from inference.measure.lossless import WORST, Deviation
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
-from inference.measure.speed import verdict
 from inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
@@ -32,6 +30,7 @@ from inference.measure.statistics import (
     request_statistics,
     structure_statistics,
 )
+from inference.measure.verdict import verdict
 from inference.report.lossless_report import is_lossless
 from inference.report.page.build import make_page
 from inference.report.report import build_report, markdown, plot_acceptance, plot_speedups, relate_to_chain

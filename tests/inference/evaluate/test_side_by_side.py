@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from inference.core.decode import Round
-from inference.core.generation import Generation
+from inference.core.generation import Generation, Round
 from inference.measure.prompt_results import Measured, append_result
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.report.side_by_side import compare_reports

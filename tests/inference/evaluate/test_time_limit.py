@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from inference.core.stopwatch import Clock
 from inference.evaluate import compare
 from inference.measure.prompt_results import read_results
-from inference.measure.speed import MIN_PROMPTS
 from inference.measure.time_limit import TimeLimit, spread_order
+from inference.measure.verdict import MIN_PROMPTS
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from tests.inference.evaluate.evaluating import QUESTIONS

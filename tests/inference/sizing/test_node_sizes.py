@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.core.tree import OptimalTree
-from inference.settings.method import MOST_NODES
+from inference.settings.limits import MOST_NODES
 from inference.sizing.costs import Costs
 from inference.sizing.node_sizes import ROOMS, BestNodes, trials_of
 from inference.sizing.policy import BANDS, Tuning, band, best_count, trials_by_band

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from inference.core.tree import ROOT, DraftTree, OptimalTree
 from inference.core.verify import Rejection, verify_sampled
-from inference.settings.method import MOST_NODES
+from inference.settings.limits import MOST_NODES
 from inference.shapes.opt_tree import opt_tree
 from inference.shapes.shapes import full_shape
 from inference.sizing.costs import WIDEST, Costs, curve

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.calibration.head import CalibrationHead, log_odds
-from inference.settings.method import LONGEST_CHAIN, StopConfig
+from inference.settings.limits import LONGEST_CHAIN
+from inference.settings.method import StopConfig
 from inference.sizing.costs import WIDEST, Costs
 from inference.sizing.policy import KEEP, Tuning, best_length
 from inference.stopping.bandit import UCB

@@ -17,7 +17,8 @@ from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.narrowed import OwnTokens
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
-from inference.core.decode import Round, autoregressive, speculative
+from inference.core.decode import autoregressive, speculative
+from inference.core.generation import Round
 from inference.core.rows import Rows
 from inference.core.runtime import Eager, KernelChoice
 from inference.core.session import TargetSession

@@ -52,7 +52,7 @@ def test_it_decodes_to_the_same_tokens(
     prompt, count = random_prompt(20), 30
     expected = [t for r in autoregressive(plain, prompt, max_new_tokens=count) for t in r.tokens]
     monkeypatch.setattr(packing, "can_pack", lambda *_: False)  # weights stay as on a GPU
-    monkeypatch.setattr(fused_layers, "run_at_once", lambda model: [])
+    monkeypatch.setattr(packing, "run_at_once", lambda model: [])
     prepare(stack, {"early_exit": Calibrated(drafter)})
     record_graphs(monkeypatch)
     monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)

@@ -1,0 +1,39 @@
+"""Linear layers in oneDNN's blocked layout."""
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 8  # the row count the blocked layout is chosen for; it serves 1 to 32 rows nearly as well
+
+
+class PackedLinear(nn.Module):
+    """A linear layer without gradient whose weight is in oneDNN's blocked layout.
+
+    PyTorch's plain path hands few-row products to a BLAS. Many a BLAS reads a [out, in] weight at well under memory
+    speed and gets slower with every row. The blocked layout reads it once, whatever the number of rows.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out, in]."""
+        return self.packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]."""
+        return self._product(x, self.packed, self.bias, "none", [], "")
+
+    __call__ = forward  # as nothing hangs hooks on it, whose search takes as long as a small operation
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this build of PyTorch has layouts for weights of `dtype` on `device`, and a processor fast with them."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
+    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
