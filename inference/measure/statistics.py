@@ -78,23 +78,22 @@ def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
     return [count / totals[TRIED] for count in accepted]
 
 
-def acceptance_by_position(generations: Iterable[Generation]) -> list[dict[str, float]]:
+def acceptance_by_position(
+    generations: Iterable[Generation], *, given_previous: bool = False
+) -> list[dict[str, float]]:
     """For depth i = 1, 2, …: how many rounds drafted that deep, and in which share of them the accepted path got there.
 
-    In a chain depth i is the i-th token.
+    In a chain depth i is the i-th token. given_previous: the conditional acceptance, of those rounds alone whose path
+    got to i − 1. Depths without such rounds are left out.
     """
     rounds = [r for g in generations for r in g.rounds]
-    deepest = max((r.depth for r in rounds), default=0)
     table = []
-    for position in range(1, deepest + 1):
-        reached = [r for r in rounds if r.depth >= position]
-        table.append(
-            {
-                "position": position,
-                "rounds": len(reached),
-                "accepted": sum(r.accepted >= position for r in reached) / len(reached),
-            }
-        )
+    for position in range(1, max((r.depth for r in rounds), default=0) + 1):
+        least = position - 1 if given_previous else 0
+        reached = [r for r in rounds if r.depth >= position and r.accepted >= least]
+        if reached:
+            share = sum(r.accepted >= position for r in reached) / len(reached)
+            table.append({"position": position, "rounds": len(reached), "accepted": share})
     return table
 
 
@@ -117,19 +116,6 @@ def request_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     }
 
 
-def acceptance_given_previous(generations: Iterable[Generation]) -> list[dict[str, float]]:
-    """The conditional acceptance at depth i = 1, 2, …: in which share of the rounds the accepted path got there, of
-    those that drafted so deep and whose path got to i − 1. Depths without such rounds are left out."""
-    rounds = [r for g in generations for r in g.rounds]
-    table = []
-    for position in range(1, max((r.depth for r in rounds), default=0) + 1):
-        before = [r for r in rounds if r.depth >= position and r.accepted >= position - 1]
-        if before:
-            share = sum(r.accepted >= position for r in before) / len(before)
-            table.append({"position": position, "rounds": len(before), "accepted": share})
-    return table
-
-
 def bootstrap_median(
     values: Sequence[float],
     generator: np.random.Generator,
@@ -140,7 +126,7 @@ def bootstrap_median(
     """The median of `values` and the 95 % bootstrap interval of it, resampling with replacement.
 
     units: by value, what it is an observation of. All values of a unit are drawn together (a cluster bootstrap: Davison
-    and Hinkley 1997, §3.8). None: each is one of its own.
+    and Hinkley 1997, §3.8), which scipy.stats.bootstrap does not know. None: each is one of its own.
     """
     names = {name: place for place, name in enumerate(dict.fromkeys(units or range(len(values))))}
     owners = torch.tensor([names[name] for name in units or range(len(values))])

@@ -29,7 +29,6 @@ from inference.measure.speed import (
 from inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
-    acceptance_given_previous,
     chosen_sizes,
     decode_statistics,
     request_statistics,
@@ -90,7 +89,7 @@ def build_report(
         "break_even_acceptance": break_even(results, method),
         "seconds": parts_of_time(results, method),
         "acceptance_by_position": acceptance_by_position(mine),
-        "acceptance_given_previous": acceptance_given_previous(mine),
+        "acceptance_given_previous": acceptance_by_position(mine, given_previous=True),
         "by_prompt_tokens": by_prompt_tokens(results, method, streams),
         "by_category": {},
     }

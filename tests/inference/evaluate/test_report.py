@@ -23,7 +23,6 @@ from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
-    acceptance_given_previous,
     bootstrap_median,
     chosen_sizes,
     decode_statistics,
@@ -79,13 +78,13 @@ def test_requests_and_rounds_are_counted_by_hand() -> None:
 def test_conditional_acceptance_by_hand() -> None:
     """Its product along the depths is the acceptance by position, where all drafts are equally deep."""
     rounds = [generation([(3, 3), (3, 1), (1, 0), (1, 1)], 1.0)]
-    table = acceptance_given_previous(rounds)
+    table = acceptance_by_position(rounds, given_previous=True)
     assert [(row["position"], row["rounds"]) for row in table] == [(1, 4), (2, 2), (3, 1)]
     assert [row["accepted"] for row in table] == pytest.approx([3 / 4, 1 / 2, 1])
     even = [generation([(3, 3), (3, 2), (3, 1), (3, 0)], 1.0)]
-    given = [row["accepted"] for row in acceptance_given_previous(even)]
+    given = [row["accepted"] for row in acceptance_by_position(even, given_previous=True)]
     assert np.cumprod(given) == pytest.approx([row["accepted"] for row in acceptance_by_position(even)])
-    assert [row["position"] for row in acceptance_given_previous([generation([(3, 0)], 1.0)])] == [1]
+    assert [row["position"] for row in acceptance_by_position([generation([(3, 0)], 1.0)], given_previous=True)] == [1]
 
 
 def test_speed_at_given_lengths() -> None:
