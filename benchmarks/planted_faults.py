@@ -1,5 +1,6 @@
 """Faults planted into the runtime, and into nothing else: what a judgement of losslessness has to find."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from draft_models.targets.stack import LayerStack
 from inference.core.cache import KVCache
-from inference.core.rows import Layout, Rows
+from inference.core.rows import Layout, Masks, Rows
 
 
 @contextmanager
@@ -48,15 +49,16 @@ def noisy_logits(size: float, chance: random.Random) -> Iterator[None]:
 
 def _with_masks(change: Callable[[Layout, Tensor], None]) -> Any:
     """The masks of passes behind the prompt changed in place, [rows, keys]."""
-    mask = Layout._mask
+    masks = Layout.masks
 
-    def changed(layout: Layout, window: int | None, places: Tensor, dtype: torch.dtype) -> Tensor:
-        built = mask(layout, window, places, dtype)
-        if layout.base:
-            change(layout, built[0, 0])
+    def changed(layout: Layout, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
+        built = masks(layout, windows, places, dtype)
+        for mask in {id(mask): mask for mask in built.values()}.values():  # one may be that of several windows
+            if layout.base and isinstance(mask, Tensor):
+                change(layout, mask[0, 0])
         return built
 
-    return patch.object(Layout, "_mask", changed)
+    return patch.object(Layout, "masks", changed)
 
 
 @contextmanager
@@ -91,8 +93,9 @@ def wrong_row_kept() -> Iterator[None]:
     def keep_wrong(cache: KVCache, base: int, rows: Sequence[int]) -> None:
         before = cache.length
         keep(cache, base, rows)
-        if base and before > cache.length and cache._buffer is not None:
-            cache._buffer[..., cache.length - 1, :] = cache._buffer[..., cache.length, :]
+        if base and before > cache.length:
+            for kept in itertools.chain.from_iterable(cache.content(cache.length + 1)):
+                kept[:, :, -2] = kept[:, :, -1]
 
     with patch.object(KVCache, "keep", keep_wrong):
         yield
