@@ -23,7 +23,7 @@ from draft_models.early_exit.model import EarlyExit, exit_layers
 from draft_models.targets.open_target import open_target
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
-from inference.core.generation import Round
+from inference.core.stopwatch import Round
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup

@@ -21,10 +21,9 @@ from draft_models.targets.whole_model import PlainLM
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
-from inference.core.generation import Round
 from inference.core.runtime import Runtime
 from inference.core.session import TargetSession
-from inference.core.stopwatch import Clock
+from inference.core.stopwatch import Clock, Round
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.engines.graphs.cuda_graphs import GraphedSession

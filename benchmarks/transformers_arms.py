@@ -12,7 +12,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from draft_models.targets.model_files import load_causal_lm
 from inference.core.decode import cut
-from inference.core.generation import Generation, Round
+from inference.core.generation import Generation
+from inference.core.stopwatch import Round
 from inference.measure.arms import stock_attention
 from inference.measure.results import Arm
 from outrider.streams import Streams

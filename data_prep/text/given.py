@@ -9,7 +9,7 @@ from data_prep.text.prompts import read_prompts
 from data_prep.text.records import Record
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
-from draft_models.targets.encoder import is_sentencepiece, open_sentencepiece
+from draft_models.targets.encoder import open_encoder
 from outrider.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,12 +32,7 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
         tokenizer = target.tokenizer
     named = getattr(config, "tokenizer", None)
     if named is not None and wanted("tokenizer"):
-        if is_sentencepiece(named):
-            open_sentencepiece(named)
-        else:
-            from draft_models.targets.open_target import load_tokenizer
-
-            load_tokenizer(named, config.revision, role="tokenizer")
+        open_encoder(named, config.revision)
     for key, data in _sources(config):
         if wanted(f"{key}.path"):
             _read_record(key, data, tokenizer, asking=getattr(config, "asks", False))

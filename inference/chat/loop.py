@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
 from inference.chat.screen import DRAFTED, OWN, Screen
-from inference.core.generation import Round
-from inference.core.stopwatch import Clock
+from inference.core.stopwatch import Clock, Round
 from inference.settings.chat import ChatConfig
 from outrider.errors import UserError
 

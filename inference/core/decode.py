@@ -12,10 +12,9 @@ from draft_models.targets.anatomy import context_limit
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter
-from inference.core.generation import Round
 from inference.core.runtime import Eager, Runtime
 from inference.core.session import TargetSession
-from inference.core.stopwatch import Clock, Stopwatch
+from inference.core.stopwatch import Clock, Round, Stopwatch
 from inference.core.tree import ROOT, DraftTree
 from outrider.errors import UserError
 

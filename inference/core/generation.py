@@ -4,29 +4,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from inference.core.stopwatch import Clock
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one pass of the target committed. The first round of a generation is the prefill.
-
-    tokens: committed ids, never beyond the first EOS or the budget.
-    drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
-    depth: the draft's, so how many could have.
-
-    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: everything else
-    that the drafter does. verify: the target's pass and its transfer; in plain decoding the pass alone.
-    """
-
-    tokens: tuple[int, ...]
-    drafted: int
-    accepted: int
-    depth: int
-    seconds: float
-    draft_seconds: float = 0.0
-    structure_seconds: float = 0.0
-    verify_seconds: float = 0.0
+from inference.core.stopwatch import Clock, Round
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,35 @@
-"""Where the time of a round goes."""
+"""A round: what it committed, and where its time goes."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass of the target committed. The first round of a generation is the prefill.
+
+    tokens: committed ids, never beyond the first EOS or the budget.
+    drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
+    depth: the draft's, so how many could have.
+
+    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: everything else
+    that the drafter does. verify: the target's pass and its transfer; in plain decoding the pass alone.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    depth: int
+    seconds: float
+    draft_seconds: float = 0.0
+    structure_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
 
 class Stopwatch:

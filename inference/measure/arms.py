@@ -13,11 +13,11 @@ from draft_models.targets.attention import stock_attention
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, cut, speculative, until
-from inference.core.generation import Generation, Round, collect
+from inference.core.generation import Generation, collect
 from inference.core.runtime import Runtime
 from inference.core.sampling import Sampler
 from inference.core.stop_strings import StopStrings
-from inference.core.stopwatch import Clock
+from inference.core.stopwatch import Clock, Round
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.measure.lossless import Deviation, Forced, make_reference

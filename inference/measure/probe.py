@@ -16,9 +16,8 @@ from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
-from inference.core.generation import Round
 from inference.core.runtime import Runtime
-from inference.core.stopwatch import Clock
+from inference.core.stopwatch import Clock, Round
 from inference.core.tree import DraftTree
 from inference.drafters.shaped import Shaped
 from inference.loading.drafters import Drafters, new_drafter

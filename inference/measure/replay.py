@@ -29,9 +29,9 @@ from draft_models.targets.vocabulary import vocabulary_digest
 from inference.core.acceptance import Chooser
 from inference.core.decode import cut, decode_rounds
 from inference.core.drafter import Drafter
-from inference.core.generation import Generation, Round, collect
+from inference.core.generation import Generation, collect
 from inference.core.session import TargetSession
-from inference.core.stopwatch import Clock
+from inference.core.stopwatch import Clock, Round
 from inference.core.tree import DraftTree, depths
 from inference.core.verify import verify_greedy
 from inference.loading.drafters import Drafters, new_drafter

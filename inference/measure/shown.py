@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from inference.core.acceptance import Chooser
-from inference.core.generation import Round
+from inference.core.stopwatch import Round
 from inference.core.tree import DraftTree
 
 NODES_KEPT = 1000  # of a text's trees together: a page of some texts by ten methods stays below a megabyte

@@ -28,9 +28,8 @@ from draft_models.targets.settings import DecodeDtype
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative, until
-from inference.core.generation import Round
 from inference.core.stop_strings import StopStrings
-from inference.core.stopwatch import synchronized_clock
+from inference.core.stopwatch import Round, synchronized_clock
 from inference.engines.choose import make_runtime
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.loading.drafters import Drafters, new_drafter, prepare

@@ -18,7 +18,7 @@ from benchmarks.planted_faults import rope_scaled
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from inference.core.generation import Round
+from inference.core.stopwatch import Round
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.api.model import Model
 from outrider.errors import UserError

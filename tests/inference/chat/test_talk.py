@@ -25,7 +25,7 @@ from draft_models.targets.open_target import open_target
 from inference.chat.__main__ import main as chat_command
 from inference.chat.loop import Chat
 from inference.chat.screen import DRAFTED, Screen, Terminal, harmless, open_screen
-from inference.core.generation import Round
+from inference.core.stopwatch import Round
 from inference.drafters.ngram import ngram_memory
 from inference.settings.chat import ChatConfig
 from outrider.errors import UserError

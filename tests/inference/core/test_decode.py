@@ -16,8 +16,8 @@ from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, cut, speculative, until
-from inference.core.generation import Round
 from inference.core.stop_strings import StopStrings
+from inference.core.stopwatch import Round
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from inference.core.generation import Generation, Round, collect
+from inference.core.generation import Generation, collect
+from inference.core.stopwatch import Round
 from inference.drafters.calibrated import Calibrated
 from inference.measure.arms import make_arms, measure, transformers_generate, without_captures
 from inference.measure.results import AUTOREGRESSIVE, Arm

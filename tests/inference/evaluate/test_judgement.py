@@ -17,8 +17,8 @@ from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
-from inference.core.generation import Round
 from inference.core.sampling import Sampler
+from inference.core.stopwatch import Round
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from inference.core.generation import Generation, Round
+from inference.core.generation import Generation
+from inference.core.stopwatch import Round
 from inference.measure.prompt_results import Measured, append_result
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.report.side_by_side import compare_reports

@@ -17,7 +17,7 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive
-from inference.core.generation import Round
+from inference.core.stopwatch import Round
 from inference.core.tree import DraftTree
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource

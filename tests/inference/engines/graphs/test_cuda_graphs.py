@@ -18,10 +18,10 @@ from draft_models.targets.narrowed import OwnTokens
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
-from inference.core.generation import Round
 from inference.core.rows import Rows
 from inference.core.runtime import Eager, KernelChoice
 from inference.core.session import TargetSession
+from inference.core.stopwatch import Round
 from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
