@@ -4,13 +4,10 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from draft_models.targets.gguf_file import is_gguf
 from outrider.errors import UserError
-
-if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
 
 _EXPECTED = "a SentencePiece .model file, a GGUF file, or the directory or Hub name of a Hugging Face tokenizer"
 
@@ -33,7 +30,7 @@ class Encoder(NamedTuple):
 
 def open_encoder(source: str, revision: str | None = None) -> Encoder:
     """A SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
-    if is_sentencepiece(source):
+    if Path(source).is_file() and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     from draft_models.targets.fingerprint import tokenizer_digest  # torch, which processes for a file have no use for
@@ -52,12 +49,7 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     return Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
 
 
-def is_sentencepiece(source: str) -> bool:
-    """Whether the tokenizer in `source` is to be one: any file but a GGUF file."""
-    return Path(source).is_file() and not is_gguf(Path(source))
-
-
-def open_sentencepiece(source: str) -> "SentencePieceProcessor":
+def _of_sentencepiece(source: str) -> Encoder:
     """The tokenizer in that file. Raises `UserError`."""
     import sentencepiece
 
@@ -66,11 +58,6 @@ def open_sentencepiece(source: str) -> "SentencePieceProcessor":
         processor.load(source)
     except (OSError, RuntimeError):
         raise UserError(f"tokenizer={source}: not a SentencePiece model; expected {_EXPECTED}") from None
-    return processor
-
-
-def _of_sentencepiece(source: str) -> Encoder:
-    processor = open_sentencepiece(source)
 
     def encode(texts: list[str]) -> Any:
         return processor.encode(texts, out_type=int, num_threads=1)
