@@ -219,13 +219,15 @@ class _SlotLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def _attention(module: nn.Module, *given: Tensor, **options: Any) -> tuple[Tensor, None]:
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
+) -> tuple[Tensor, None]:
     """`grouped_attention`, which copies no key for the heads of a group: they are a step of long texts' longest part.
 
     A bias of positions, which it does not know, is left to transformers' own function.
     """
     attend = grouped_attention if options.get("position_bias") is None else ALL_ATTENTION_FUNCTIONS["sdpa"]
-    mixed, _ = attend(module, *given, **options)
+    mixed, _ = attend(module, query, key, value, attention_mask, **options)
     return mixed.contiguous(), None
 
 
