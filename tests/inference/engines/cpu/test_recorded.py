@@ -36,5 +36,5 @@ def test_a_question_has_one_answer() -> None:
     ],
 )
 def test_what_cannot_be_kept_is_refused(known: dict[str, str], message: str) -> None:
-    with recorded(known), pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message), recorded(known):
         asked("plain")
