@@ -1,11 +1,11 @@
 """The tables of a report, for all of its pages: one row a method, baselines first."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from inference.measure.results import TRANSFORMERS
 from inference.measure.verdict import MARGIN
 from inference.report.wording import (
+    Report,
     identical_text,
     identical_with_ties,
     interval_text,
@@ -15,7 +15,6 @@ from inference.report.wording import (
 )
 from outrider.tables import Table
 
-Report = Mapping[str, Any]
 METHODS = {
     "method": "how drafts were made; autoregressive: by nobody",
     "identical": "texts that equal, token for token, what transformers' generate says, of those compared",

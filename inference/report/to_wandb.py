@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.report.wording import identical_text
+from inference.report.wording import Report, identical_text
 from outrider.wandb_config import ID_FILE, WandbConfig
 
-Report = Mapping[str, Any]
 COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedup", "speedup_low", "speedup_high")
 
 

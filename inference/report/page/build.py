@@ -1,8 +1,7 @@
 """report.html: one self-contained file with its styles and script; it loads nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from inference.measure.results import PromptResult
 from inference.report.drafter_facts import drafter_lines
@@ -13,6 +12,7 @@ from inference.report.page.proof import proof_section
 from inference.report.page.texts import Decode, texts_section
 from inference.report.tables import methods_table, whole_table
 from inference.report.wording import (
+    Report,
     busy_sentences,
     conditions,
     interval_text,
@@ -23,7 +23,6 @@ from inference.report.wording import (
 from outrider.tables import Table
 
 HERE = Path(__file__).parent
-Report = Mapping[str, Any]
 
 
 def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode: Decode) -> str:
