@@ -231,10 +231,11 @@ def test_a_clock_chooses_no_kernel_of_a_resumed_run(
 @pytest.mark.slow
 @pytest.mark.skipif(not packing.can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
 def test_a_kernel_that_is_not_here_is_refused(
-    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch, models: Path
 ) -> None:
     """A run that multiplied by blocked weights, resumed where these cannot be multiplied by."""
-    made = config("blocked", checkpoint=None, methods={"lookup": MethodConfig(source="prompt_lookup")})
+    methods = {"lookup": MethodConfig(source="prompt_lookup")}
+    made = config("blocked", checkpoint=None, target=str(models / "target"), methods=methods)
     monkeypatch.setattr(packing, "fastest_layout", lambda linears, panels: "blocked")
     evaluate(made, QUESTIONS[:1])
     (results,) = Path(made.out_dir).glob("results-*.jsonl")
