@@ -16,13 +16,13 @@ from outrider.versions import PACKAGES
 ROOT = Path(__file__).parent.parent
 # At most. Lower one whenever it is beaten; raise one only with the reason in the commit's message.
 MOST = {
-    "source lines": 40_110,
+    "source lines": 40_107,
     "modules on the longest chain of imports": 14,
     "modules below the decode loop": 22,
     "lines below the decode loop": 3_179,
     "modules below the drafter's interface": 18,
     "lines below the drafter's interface": 2_745,
-    "lines with Any": 684,
+    "lines with Any": 681,
     "lines with type: ignore": 114,
     "presets of methods": 46,
 }
