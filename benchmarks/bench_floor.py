@@ -31,10 +31,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from draft_models.targets.open_target import pick_device
-from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
 from inference.core.runtime import Runtime
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.tree import ROOT, chain_parents
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
@@ -68,7 +67,7 @@ class Steps:
         self.context = len(prompt)
         self.tokens = prompt[:SPARE]
         positions = self.context + 8 * repeats + SPARE
-        self.session = runtime.session(target.stack, 0, positions + SPARE, positions)
+        self.session = runtime.session(target.stack, 0, positions + SPARE, positions).layered()
         prefill(self.session, prompt)
         self.session.commit(range(self.context))
         self.source = EarlyExitSource(target.drafter)
@@ -100,7 +99,7 @@ class Steps:
         return seconds
 
 
-def prefill(session: TargetSession, prompt: Tensor) -> None:
+def prefill(session: Session, prompt: Tensor) -> None:
     session.feed(prompt, chain_parents(0, len(prompt)))
     session.finish(last_only=True)
 
@@ -124,8 +123,8 @@ class Watched:
     def captures(self) -> int:
         return self.runtime.captures
 
-    def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
-        session: Any = self.runtime.session(stack, split, capacity, context)
+    def session(self, target: Any, split: int | None, capacity: int, context: int | None = None) -> Any:
+        session: Any = self.runtime.session(target, split, capacity, context)
         for name in ("_run", "_step"):
             if hasattr(session, name):
                 setattr(session, name, self._watch(getattr(type(session), name), weakref.ref(session)))

@@ -67,7 +67,7 @@ def laid_out(target: OpenTarget, dtype: torch.dtype, layout: str) -> LayerStack:
     """The target with all linear layers in `layout`, or as evaluate-checkpoint has it, also with `dtype=int8`."""
     stack = target.stack(dtype=dtype, device=CPU, int8=layout == INT8)
     if layout in (CHOSEN, BY_LAYER, INT8):
-        lay_out(stack, stack)
+        lay_out(stack, stack.device)
         stack.at_once = None if layout == BY_LAYER else stack.at_once
         return stack
     fuse_layers(stack)

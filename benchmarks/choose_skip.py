@@ -24,7 +24,7 @@ from data_prep.text.prompts import read_prompts
 from draft_models.targets.open_target import open_target, pick_device, pick_dtype
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive
-from inference.core.session import TargetSession
+from inference.core.target_session import TargetSession
 from outrider.files import write_json
 
 LONGEST = 10  # tokens of a draft

@@ -22,8 +22,8 @@ from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
 from inference.core.runtime import Runtime
-from inference.core.session import TargetSession
 from inference.core.stopwatch import Clock, Round
+from inference.core.target_session import TargetSession
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
 from inference.engines.graphs.cuda_graphs import GraphedSession

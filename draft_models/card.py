@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from outrider.files import write_atomically
 
@@ -11,7 +10,7 @@ TITLE = "# A draft model for "  # and the target
 REPORT_HEADING = "## Measured"
 
 
-def write_card(path: Path, use: str, target: str, facts: Mapping[str, Any]) -> None:
+def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -> None:
     """Write the model card of the drafter in directory `path`; a report that an earlier one had is dropped with it.
 
     use: how a drafter of its kind is used, with {path} and {target} to fill in; target: name or directory of what it

@@ -7,7 +7,6 @@ vocabulary is hardly ever said. Verification stays exact: the drafter's probabil
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -67,8 +66,9 @@ def narrow(model: PreTrainedModel, own: OwnTokens) -> None:
     The row for any other token is the mean of the others'.
     """
     tokens = own.tokens
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    assert isinstance(head, nn.Linear)
     tied = head.weight is embedding.weight
     size = embedding.weight.shape[0]
     others = torch.ones(size, dtype=torch.bool).index_fill_(0, tokens, False)

@@ -9,7 +9,7 @@ from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
 from draft_models.targets.stack import LayerStack
-from inference.core.session import TargetSession
+from inference.core.target_session import TargetSession
 from inference.core.tree import ROOT
 from inference.drafters.eagle3 import Eagle3Source
 

@@ -5,7 +5,7 @@ hundred microseconds, so that laws can be tested on tens of thousands of draws.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference.core.sampling import successors
-from inference.core.session import TargetSession
+from inference.core.session import Session
 
 CPU = torch.device("cpu")
 
@@ -33,6 +33,10 @@ class TableModel:
         self.law = torch.tensor(rows, dtype=torch.float64)
         self.table = self.law.log().float()
         self.config = SimpleNamespace(vocab_size=len(self.law), max_position_embeddings=10**9)
+
+    @property
+    def predicted(self) -> Tensor | None:
+        return None if self.own_tokens is None else self.own_tokens.tokens
 
     def run(self, hidden: Tensor, *_: Any) -> Tensor:
         return hidden
@@ -71,48 +75,39 @@ class Length:
         self.length = base + len(rows)
 
 
-@dataclass
-class TableSession:
-    """As much of a `TargetSession` as decoding and sources use of it. A hidden state [1] is the token's id."""
+class TableSession(Session):
+    """A session of a table. A hidden state [1] is the token's id."""
 
-    stack: TableModel
-    split: int
-    capacity: int
-    context: int
-    base: int = 0
-    rows: int = 0
-    taps: tuple[int, ...] = ()
-    successors: int = 0
-    first: Length = field(default_factory=Length)
-    rest: Length = field(default_factory=Length)
-    _fed: list[Tensor] = field(default_factory=list)
-    _last: Tensor = field(init=False)  # the last committed token
+    device, dtype = CPU, torch.float32
+
+    def __init__(self, model: TableModel, capacity: int, context: int):
+        self.model, self.capacity, self.context = model, capacity, context
+        self.base = 0
+        self.first, self.rest = Length(), Length()
+        self.start_round()
+
+    @property
+    def stack(self) -> TableModel:
+        return self.model
 
     @property
     def vocabulary(self) -> int:
-        return len(self.stack.table)
-
-    @property
-    def tokens(self) -> Tensor:
-        if len(self._fed) > 1:
-            self._fed = [torch.cat(self._fed)]
-        return self._fed[0]
+        return len(self.model.table)
 
     @property
     def hidden(self) -> Tensor:
         return self.tokens[None, :, None]
 
-    @property
-    def target_hidden(self) -> Tensor:
-        return self._last[:, None]
+    def layered(self) -> "TableSession":
+        return self
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        self._fed.append(tokens)
-        self.rows += len(parents)
+        self.round.add(parents)
+        self.fed.append(tokens)
         return tokens[None, :, None]
 
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        return self.feed(tokens, parents)[0], self.stack.own_logits(tokens[-wanted:, None])
+        return self.feed(tokens, parents)[0], self.model.own_logits(tokens[-wanted:, None])
 
     def run_rows(self, name: str, pass_: Any, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
         self.feed(x[0, :, 0], parents)
@@ -122,23 +117,22 @@ class TableSession:
         return self.hidden[:, list(rows)]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
-        tokens = self.tokens if rows is None else self.tokens[list(rows)]
-        self._finished = range(self.rows) if rows is None else rows
-        logits = self.stack.table[tokens[-1:] if last_only else tokens]
+        self.finished = range(self.rows) if rows is None else rows
+        tokens = self.tokens[list(self.finished)]
+        logits = self.model.table[tokens[-1:] if last_only else tokens]
         if self.successors:
-            self._beside_logits = [successors(logits, self.successors)[None]]
+            self.beside_logits = [successors(logits, self.successors)[None]]
         return logits
 
     def commit(self, rows: Sequence[int]) -> None:
-        self._last = self.tokens[rows[-1] : rows[-1] + 1]
+        self.target_hidden = self.tokens[rows[-1] : rows[-1] + 1, None]
         self.base += len(rows)
-        self.rows, self._fed = 0, []
+        self.start_round()
 
     def beside(self, model: TableModel) -> "TableSession":
-        return TableSession(model, 1, self.capacity, self.context)
+        return TableSession(model, self.capacity, self.context)
 
-    prefill, run_tree, path = TargetSession.prefill, TargetSession.run_tree, TargetSession.path
-    recycled = TargetSession.recycled
+    layers_beside = beside
 
     def cache_beside(self, owner: object, layers: range) -> Length:
         return Length()
@@ -148,14 +142,11 @@ class TableSession:
         cache.length += x.shape[1]
         return pass_(x, view)
 
-    def close(self) -> None:
-        pass
-
 
 class TableRuntime:
     """A `Runtime` of such sessions."""
 
     name, captures = "table", 0
 
-    def session(self, stack: Any, split: int, capacity: int, context: int | None = None) -> TableSession:
-        return TableSession(stack, split, capacity, context or capacity)
+    def session(self, target: Any, split: int | None, capacity: int, context: int | None = None) -> TableSession:
+        return TableSession(target, capacity, context or capacity)

@@ -22,7 +22,7 @@ from draft_models.calibration.checkpoint import save_calibration
 from draft_models.early_exit.checkpoint import open_target_of
 from draft_models.targets.anatomy import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from inference.core.decode import speculative
 from inference.core.drafter import DraftModel
 from inference.drafters.shaped import Shaped
@@ -106,7 +106,7 @@ def _calibrate(config: CalibrateConfig, kind: Kind, digest: str, state: PartialS
     model = maker.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
     @functools.cache
-    def stack() -> LayerStack:  # only where something is left to capture
+    def stack() -> Target:  # only where something is left to capture
         whole = load_stack(target, None, dtype, state.device, by_layers=kind.layers)
         prepare(whole, {kind.name: model})
         return whole
@@ -190,7 +190,7 @@ def capture_shards(
     config: CalibrateConfig,
     folder: Path,
     prompts: Sequence[list[int]],
-    stack: Callable[[], LayerStack],
+    stack: Callable[[], Target],
     draft_model: Callable[[], DraftModel],
     state: PartialState,
     limit: TimeLimit,
@@ -264,7 +264,7 @@ class Recorder:
 
 
 def capture(
-    stack: LayerStack,
+    stack: Target,
     draft_model: Callable[[], DraftModel],
     prompts: Sequence[list[int]],
     new_tokens: int,

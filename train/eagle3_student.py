@@ -14,7 +14,8 @@ from draft_models.eagle3.model import Eagle3, Mask
 from draft_models.eagle3.reading import Reading
 from draft_models.eagle3.step_attention import Steps
 from draft_models.losses import IGNORE, OVERLAPS, head_product, rows_cross_entropy, rows_divergence
-from draft_models.targets.attention import Band, packed_mask
+from draft_models.targets.attention import packed_mask
+from draft_models.targets.band import Band
 from draft_models.targets.stack import LayerStack
 
 LOGITS_AT_ONCE = 2**25  # 134 MB in float32

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from inference.core.acceptance import Chooser
 from inference.core.decode import decode_rounds, speculative
 from inference.core.drafter import Drafter
 from inference.core.generation import Generation, collect
 from inference.core.runtime import Eager, Runtime
-from inference.core.session import TargetSession
+from inference.core.session import Session
+from inference.core.target_session import eager_session
 from inference.drafters.shaped import Shaped
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
@@ -55,7 +56,7 @@ class Bench:
     others: further models, by where they lie (see `Row.other`). session: all prompts, in the order of the command.
     """
 
-    stack: LayerStack | None
+    stack: Target | None
     drafters: Drafters
     vocabulary: int
     tokens: int
@@ -81,14 +82,13 @@ class TextSession(RecordedSession):
 
     def __init__(self, bench: Bench, asked: Asked, spare: int):
         assert asked.answer is not None
-        super().__init__(asked.ids, asked.answer)
-        self.vocabulary = bench.vocabulary
+        super().__init__(asked.ids, asked.answer, bench.vocabulary)
         self.context = len(asked.ids) + bench.budget(asked)
         self.capacity = self.context + spare + 1
 
-    def beside(self, stack: LayerStack) -> TargetSession:
-        """As of a `TargetSession`."""
-        return TargetSession(stack, len(stack.layers), self.capacity, self.context)
+    def beside(self, model: Target) -> Session:
+        """As of a target's session."""
+        return eager_session(model, None, self.capacity, self.context)
 
 
 def replays(row: Row) -> bool:
@@ -122,7 +122,7 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
 
 def replayed(bench: Bench, drafter: Drafter, asked: Asked) -> Generation:
     """The recorded answer as the target would have decoded it with `drafter`, which sees nothing else of the target."""
-    session: Any = TextSession(bench, asked, drafter.max_rows)
+    session = TextSession(bench, asked, drafter.max_rows)
     eos = bench.eos if bench.stack is not None else {asked.answer[-1]} if asked.answer else ()
     chooser, budget = RecordedChooser(), bench.budget(asked)
     with torch.inference_mode():

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Shards of token ids → their n-grams, a block of bounded size at a time."""
 
 from collections.abc import Iterator
@@ -54,7 +55,7 @@ def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Itera
 
 
 @njit(cache=True, nogil=True)
-def _fill(ids, lengths, order, bits, narrow, keys, tokens):  # type: ignore[no-untyped-def]
+def _fill(ids, lengths, order, bits, narrow, keys, tokens):
     key_bits = (order - 1) * bits
     mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)
     begin, out = 0, 0

@@ -125,7 +125,7 @@ def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) ->
 
 
 @njit(cache=True, nogil=True)
-def _run_lengths(values):  # type: ignore[no-untyped-def]
+def _run_lengths(values: np.ndarray) -> tuple[int, np.ndarray]:
     """Move the distinct values of a sorted array to its front; (their number, uint32 counts)."""
     size = 0
     for i in range(len(values)):

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +19,7 @@ WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
 FORMAT = 2  # 1, which says nothing of it: heads that see no probability
 
 
-def drafter_digest(files: TensorFiles, reading: Mapping[str, Any] | None = None) -> str:
+def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = None) -> str:
     """What a head is bound to where a drafter's weights carry no digest: config and a sample of every tensor.
 
     reading: what is changed of how an EAGLE-3 head is read, as it then drafts otherwise. Raises `UserError` where the
@@ -30,7 +29,7 @@ def drafter_digest(files: TensorFiles, reading: Mapping[str, Any] | None = None)
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, Any]) -> None:
+def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, object]) -> None:
     """Store `head` in the directory `path`, the drafter's or one in it, bound to weights of digest `drafter_sha256`.
 
     facts: how it was made and how good it is; kept as it is. A crash leaves the previous head or none.
@@ -50,7 +49,7 @@ def load_calibration(
     path: Path | str,
     drafter_sha256: str,
     device: torch.device | str = "cpu",
-    target: Mapping[str, Any] | None = None,
+    target: Mapping[str, object] | None = None,
     *,
     hidden_size: int | None = None,
     folder: str = "",
@@ -100,6 +99,6 @@ def load_calibration(
     return head.to(device).requires_grad_(False)
 
 
-def _is_identity(value: Any) -> bool:
+def _is_identity(value: object) -> bool:
     """Whether `value`, from JSON, has the form of a `model_identity`."""
     return isinstance(value, dict) and all(isinstance(value.get(part), dict) for part in ("config", "tensors"))

@@ -35,7 +35,7 @@ class ReadingChanges(Settings):
         return " ".join(f"reading.{name}={_shown(value)}" for name, value in self.stated().items())
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

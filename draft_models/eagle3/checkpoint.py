@@ -229,7 +229,7 @@ def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: 
         )
 
 
-def head_shapes(reading: Reading) -> dict[str, Any]:
+def head_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
     """The shape of every weight of a head that is read so, by its name here."""
     weights = Eagle3(reading, all_tokens=True).state_dict()
     return {name: tuple(weight.shape) for name, weight in weights.items()}

@@ -133,7 +133,7 @@ class _Switches:
             raise UserError(f"eagle_config={inner!r}: expected a mapping")
         self._places = [config, inner]
 
-    def get(self, name: str, default: Any) -> Any:
+    def get(self, name: str, default: object) -> Any:
         """The value of one; `default` where there is none. Raises `UserError` where two differ."""
         names = (name, _FORMER_SWITCH.get(name, name))
         found = [place[key] for place in self._places for key in dict.fromkeys(names) if place.get(key) is not None]
@@ -148,7 +148,7 @@ def _count_layers(shapes: Shapes) -> int:
     return max(found, default=0) + 1
 
 
-def _layer_config(described: Any, layers: int) -> PreTrainedConfig:
+def _layer_config(described: object, layers: int) -> PreTrainedConfig:
     """transformers' config of a model of such layers, with its defaults: trainers leave out what is at them."""
     if not isinstance(described, dict):
         raise UserError(f"transformer_layer_config={described!r}: expected a mapping")

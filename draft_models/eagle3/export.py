@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -35,7 +34,7 @@ _KNOWN: dict[Dialect, tuple[str, ...]] = {
     ),
     "modelopt": ("joint_norm", "final_norm", "embedding_norm", "layers", "attention_bias", "mlp_bias"),
 }  # fmt: skip
-_PLAIN: dict[str, Any] = {  # what a field is where a dialect does not know it
+_PLAIN: dict[str, object] = {  # what a field is where a dialect does not know it
     "tap_norms": False, "joint_norm": False, "norm_output": False, "norm_before_residual": False, "final_norm": True,
     "embedding_norm": True, "fc_bias": False, "head_norms": False, "attention_bias": False, "mlp_bias": False,
     "layers": 1,
@@ -88,10 +87,10 @@ def _tensors(head: Eagle3, dialect: Dialect) -> dict[str, Tensor]:
 
 def _config(
     reading: Reading, dialect: Dialect, target: PreTrainedConfig, target_name: str, drafted: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     switches = {_WORDS[name]: getattr(reading, name) for name in _KNOWN[dialect] if name in _WORDS}
     outputs = [boundary - 1 for boundary in reading.taps]
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "architectures": [_ARCHITECTURES[dialect]],
         "draft_vocab_size": reading.draft_vocabulary,
     }
@@ -125,7 +124,7 @@ def _config(
     return config
 
 
-def _layer(reading: Reading, target: PreTrainedConfig) -> dict[str, Any]:
+def _layer(reading: Reading, target: PreTrainedConfig) -> dict[str, object]:
     """The layer in the words of transformers, rope as versions before 5 spell it, which later ones read as well."""
     rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     special = {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -153,7 +152,7 @@ def _layer(reading: Reading, target: PreTrainedConfig) -> dict[str, Any]:
     return layer
 
 
-def _windows(reading: Reading) -> dict[str, Any]:
+def _windows(reading: Reading) -> dict[str, object]:
     sizes = {window for window in reading.windows if window is not None}
     if not sizes:
         return {}

@@ -16,12 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from draft_models.eagle3.reading import Reading
 from draft_models.eagle3.step_attention import Steps
-from draft_models.targets.attention import Band, grouped_attention
+from draft_models.targets.attention import grouped_attention
 from draft_models.targets.narrowed import spread
-from draft_models.targets.stack import LayerCache, Rotary
+from draft_models.targets.target import LayerCache, Mask, Masks, Rotary
 from outrider.errors import UserError, reason
 
-Mask = Tensor | Band | None
 Cache = LayerCache | Steps | None
 
 
@@ -162,6 +161,8 @@ class Eagle3(nn.Module):
         head.load_state_dict(dict(weights), strict=True, assign=True)
         return head.requires_grad_(False).eval()
 
+    layered = None  # see `draft_models.targets.target.Layers`
+
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
@@ -220,7 +221,7 @@ class Eagle3(nn.Module):
         self,
         tokens: Tensor,
         features: Tensor,
-        masks: Mapping[int | None, Mask],
+        masks: Masks,
         rotary: Rotary,
         cache: Cache = None,
     ) -> Tensor:
@@ -235,7 +236,7 @@ class Eagle3(nn.Module):
         self,
         embedding: Tensor,
         features: Tensor,
-        masks: Mapping[int | None, Mask],
+        masks: Masks,
         rotary: Rotary,
         cache: Cache = None,
     ) -> Tensor:

@@ -1,7 +1,5 @@
 """EAGLE-3 heads to begin a training with: their sizes from the target's, their weights random but for the logits'."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -86,6 +84,5 @@ def _scale_of(norm: nn.Module, width: int, stack: LayerStack) -> Tensor:
 
 def _theta(target: PreTrainedConfig) -> float:
     """The base of the target's rotary embedding, where it has one of the plain kind; else the usual one."""
-    rope: Any = getattr(target, "rope_parameters", None) or {}
-    plain = isinstance(rope.get("rope_theta"), int | float)
-    return float(rope["rope_theta"]) if plain else 10000.0
+    theta = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")
+    return float(theta) if isinstance(theta, int | float) else 10000.0

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_models.targets.attention import Band, grouped_attention
+from draft_models.targets.attention import grouped_attention
+from draft_models.targets.band import Band
 
 Entry = tuple[Tensor, Tensor]  # keys and values [B, Hk, T, D] of a step
 EXTRA = 8  # columns that `_joined` adds; fused kernels want widths that are multiples of this

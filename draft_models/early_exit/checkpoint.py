@@ -69,7 +69,7 @@ def save_pretrained(
     path: Path,
     drafter: EarlyExit,
     fingerprint: Fingerprint,
-    training: Mapping[str, Any],
+    training: Mapping[str, object],
     dtype: torch.dtype,
     trained_on: Mapping[str, str] | None = None,
 ) -> None:
@@ -178,8 +178,10 @@ def from_pretrained(
 
 def empty_drafter(meta: DrafterMeta, config: PreTrainedConfig) -> EarlyExit:
     """The drafter that `meta` describes, for a target of `config`, without weights."""
-    shape: dict[str, Any] = {"own_head": meta.own_head, "own_layer": meta.own_layer, "depth": meta.exit_depth}
-    return EarlyExit.empty(config, meta.exit_layer, **shape, draft_vocabulary=meta.draft_vocabulary)
+    return EarlyExit.empty(
+        config, meta.exit_layer, own_head=meta.own_head, own_layer=meta.own_layer, depth=meta.exit_depth,
+        draft_vocabulary=meta.draft_vocabulary,
+    )  # fmt: skip
 
 
 def read_draft_tokens(path: Path | str) -> list[int] | None:

@@ -14,7 +14,7 @@ from draft_models.acceptance import Law, judge, placed, top_k_law, whole_law
 from draft_models.draft_vocabulary import places
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.targets.anatomy import LayerCall, LogitRule
-from draft_models.targets.attention import Band
+from draft_models.targets.band import Band
 from draft_models.targets.empty_models import (
     anatomy_of,
     decoder_layers,
@@ -24,7 +24,8 @@ from draft_models.targets.empty_models import (
     number_layer,
 )
 from draft_models.targets.narrowed import spread
-from draft_models.targets.stack import LayerCache, Rotary, call_layer, normed_product
+from draft_models.targets.stack import call_layer, normed_product
+from draft_models.targets.target import LayerCache, Rotary
 from outrider.errors import UserError
 
 
@@ -108,7 +109,8 @@ class EarlyExit(nn.Module):
             number_layer(layer, number)
         parts = anatomy_of(model)
         call = parts.calls[-1]
-        head: Any = model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
         drafter = cls(
             layers[0],
             copy.deepcopy(final_norm(model)),
@@ -142,8 +144,8 @@ class EarlyExit(nn.Module):
         """
         model = empty_layers(config, exit_layers(config, exit_layer))
         tokens = None if draft_vocabulary is None else torch.empty(draft_vocabulary, dtype=torch.long, device="meta")
-        shape: dict[str, Any] = {"own_head": own_head, "own_layer": own_layer, "depth": depth}
-        return cls.from_model(model, exit_layer, **shape, draft_tokens=tokens)
+        own = {"own_head": own_head, "own_layer": own_layer}
+        return cls.from_model(model, exit_layer, **own, depth=depth, draft_tokens=tokens)
 
     def use_head(self, head: nn.Linear) -> None:
         """Share the target's `head`, where the drafter has none of its own; of some tokens, a copy of its rows."""
@@ -188,7 +190,7 @@ class EarlyExit(nn.Module):
         return self
 
 
-def _rows_of(head: Any, tokens: Tensor | None) -> Any:
+def _rows_of(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
     """A copy of `head`, or of its rows for `tokens` alone."""
     if tokens is None:
         return copy.deepcopy(head)
@@ -235,7 +237,8 @@ class EarlyExitStudent(nn.Module):
             model, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
         ).float()
         if not train_head:
-            head: Any = model.get_output_embeddings()
+            head = model.get_output_embeddings()
+            assert isinstance(head, nn.Linear)
             self.drafter.use_head(head)
         self.head_rows = self.drafter.output_head if not train_head and draft_tokens is not None else None
         self.stack = layer_stack(model, rotary_dtype=torch.float32)
@@ -293,8 +296,8 @@ class EarlyExitStudent(nn.Module):
             known = (ids, top_k["top_logprobs"], top_k["tail"])
             return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=rule)}
         sides = (*mine, *head_product(self.stack.head, target))
-        options: dict[str, Any] = {"rule": rule, "target_rule": rule, "tokens": tokens}
-        return {"loss_sum": linear_divergence(*sides, labels, self.objective, **options)}
+        total = linear_divergence(*sides, labels, self.objective, rule=rule, target_rule=rule, tokens=tokens)
+        return {"loss_sum": total}
 
     @torch.no_grad()
     def judged(

@@ -106,7 +106,7 @@ def _chosen(contexts: Contexts, places: np.ndarray) -> Contexts:
 
 
 @lean
-def _walk(known, used, found):  # type: ignore[no-untyped-def]
+def _walk(known: ContextMap, used: np.ndarray, found: Contexts) -> None:
     at = 0
     for i in range(len(used)):
         entry = known.slots[used[i]].head
@@ -118,7 +118,7 @@ def _walk(known, used, found):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _link(known, contexts):  # type: ignore[no-untyped-def]
+def _link(known: ContextMap, contexts: Contexts) -> None:
     at = 0
     for i in range(len(contexts.keys)):
         slot = slot_of(known, contexts.keys[i])

@@ -1,28 +1,39 @@
+# mypy: allow-untyped-defs
 """Compiled parts of the n-gram table: packing, mixing and finding contexts; grouping and merging counts.
 
-A context of n−1 tokens is an integer of (n−1)·bits bits, the latest token lowest; its key is `mix` of it.
+A context of n−1 tokens is an integer of (n−1)·bits bits, the latest token lowest; its key is `mix` of it. In the
+signature of a compiled function `int` is an int64, `float` a float64.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numba import njit, typeof
+from numba.core.dispatcher import Dispatcher
 
 _LARGEST = np.uint64(2**32 - 1)  # counts saturate here
 
-# For what runs every round: compiled without counting references to arrays, which would take 40 % of its time. It can
-# make no array.
-lean = njit(cache=True, nogil=True, _nrt=False)  # type: ignore[call-overload]
+Function = TypeVar("Function", bound=Callable[..., object])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def compiled_for(function: Any, arguments: Sequence[Any]) -> Callable[..., Any]:
+def lean(function: Function) -> Function:
+    """`function`, compiled without counting references to arrays, which would take 40 % of the time of what runs every
+    round. It can make no array."""
+    compiled: Function = njit(cache=True, nogil=True, _nrt=False)(function)  # type: ignore[call-overload]
+    return compiled
+
+
+def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Callable[P, R]:
     """`function`, which numba compiles, for arguments of the types of these.
 
     It does not look at their types again. That takes 15 µs a call where there are many arrays. So it may be called with
     no others.
     """
-    compiled: Callable[..., Any] = function.compile(tuple(map(typeof, arguments)))
+    assert isinstance(function, Dispatcher)
+    compiled: Callable[P, R] = function.compile(tuple(map(typeof, arguments)))
     return compiled
 
 
@@ -52,7 +63,7 @@ class Grouped(NamedTuple):
 
 
 @lean
-def mix(packed, width):  # type: ignore[no-untyped-def]
+def mix(packed: np.uint64, width: int) -> np.uint64:
     """A bijection on integers of `width` bits (1 to 63), uint64 → uint64, whose top bits depend on all of `packed`.
 
     x ^= x >> h; x = x·A mod 2^width; twice; x ^= x >> h, with h = ⌈width/2⌉ and odd A.
@@ -71,7 +82,7 @@ def mix(packed, width):  # type: ignore[no-untyped-def]
 
 
 @lean
-def context_key(ids, end, size, bits):  # type: ignore[no-untyped-def]
+def context_key(ids: np.ndarray, end: int, size: int, bits: int) -> np.uint64:
     """Key of the context ids[end − size : end], all below the vocabulary; `bits` a token."""
     packed = np.uint64(0)
     for i in range(end - size, end):
@@ -80,7 +91,7 @@ def context_key(ids, end, size, bits):  # type: ignore[no-untyped-def]
 
 
 @lean
-def find(buckets, shift, keys, key):  # type: ignore[no-untyped-def]
+def find(buckets, shift, keys, key):
     """Index of `key` in `keys`, or −1."""
     bucket = np.int64(key >> np.uint64(shift))
     for i in range(np.int64(buckets[bucket]), min(np.int64(buckets[bucket + 1]), len(keys))):
@@ -90,7 +101,7 @@ def find(buckets, shift, keys, key):  # type: ignore[no-untyped-def]
 
 
 @lean
-def successors_of(starts, tokens, index):  # type: ignore[no-untyped-def]
+def successors_of(starts, tokens, index):
     """First and end of the successors of context `index`, within `tokens` even where its file changed meanwhile."""
     end = min(np.int64(starts[index + 1]), len(tokens))
     return min(np.int64(starts[index]), end), end
@@ -111,7 +122,7 @@ FAULTS = (  # what `fault_of` finds; the first is none
 
 
 @njit(cache=True, nogil=True)
-def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):  # type: ignore[no-untyped-def]
+def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
     """The first thing, by its place in `FAULTS`, for which the arrays of a level are not what `group` makes.
 
     Compiled look-up checks no index: this is what it relies on. Arrays have the lengths that belong together.
@@ -150,7 +161,7 @@ def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabu
 
 
 @njit(cache=True, nogil=True)
-def context_grams(ids, order, bits):  # type: ignore[no-untyped-def]
+def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """(keys uint64, tokens uint32) of all n-grams of one document, in order of place."""
     size = max(0, len(ids) - order + 1)
     keys, tokens = np.empty(size, np.uint64), np.empty(size, np.uint32)
@@ -161,7 +172,9 @@ def context_grams(ids, order, bits):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def group(keys, tokens, counts, min_count, max_successors):  # type: ignore[no-untyped-def]
+def group(
+    keys: np.ndarray, tokens: np.ndarray, counts: np.ndarray, min_count: int, max_successors: int
+) -> tuple[np.ndarray, ...]:
     """`Grams` → the fields of `Grouped`: rare successors left out, contexts without any left out too."""
     size = len(keys)
     out_keys, lengths, totals = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
@@ -190,7 +203,7 @@ def group(keys, tokens, counts, min_count, max_successors):  # type: ignore[no-u
 
 
 @njit(cache=True, nogil=True)
-def _sort(values, begin, end):  # type: ignore[no-untyped-def]
+def _sort(values: np.ndarray, begin: int, end: int) -> None:
     if end - begin > 24:
         values[begin:end].sort()
         return
@@ -203,7 +216,7 @@ def _sort(values, begin, end):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def merge_grams(first, second):  # type: ignore[no-untyped-def]
+def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
     """The fields of two `Grams` → those of their sum; counts saturate at 2^32 − 1."""
     keys_a, tokens_a, counts_a = first
     keys_b, tokens_b, counts_b = second

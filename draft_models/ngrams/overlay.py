@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """What is learnt while decoding, beside a read-only n-gram table: raised probabilities, and an index of the text.
 
 Both are a `ContextMap`: contexts with weighted successors, in flat arrays that compiled code walks. In an `Overlay` a
@@ -49,6 +50,9 @@ class LevelArrays(NamedTuple):
     counts: np.ndarray
 
 
+Levels = tuple[LevelArrays, LevelArrays, LevelArrays]  # of the orders 2, 3 and 4
+
+
 def flat(level: Level) -> LevelArrays:
     """The arrays of `level`, read-only so that compiled code sees one type however the table came about."""
     arrays = []
@@ -90,7 +94,7 @@ def _successors(known: ContextMap, key: np.uint64) -> dict[int, float]:
 
 
 @lean
-def slot_of(known, key):  # type: ignore[no-untyped-def]
+def slot_of(known, key):
     """The slot of context `key`: its own, or the free one (head −1) where it would go."""
     slots = len(known.slots)
     slot = np.int64((key * _GOLDEN) >> np.uint64(32)) & (slots - 1)
@@ -100,14 +104,14 @@ def slot_of(known, key):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _copy_contexts(known, larger):  # type: ignore[no-untyped-def]
+def _copy_contexts(known: ContextMap, larger: ContextMap) -> None:
     for slot in range(len(known.slots)):
         if known.slots[slot].head >= 0:
             larger.slots[slot_of(larger, known.slots[slot].key)] = known.slots[slot]
 
 
 @lean
-def _take(known, slot, token):  # type: ignore[no-untyped-def]
+def _take(known: ContextMap, slot: int, token: int) -> int:
     """Unlink the entry of `token` at `slot`; −1 if there is none."""
     before, entry = -1, known.slots[slot].head
     while entry >= 0 and known.entries[entry].token != token:
@@ -121,7 +125,7 @@ def _take(known, slot, token):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _put(known, slot, entry):  # type: ignore[no-untyped-def]
+def _put(known: ContextMap, slot: int, entry: int) -> None:
     """Link `entry` in by its weight, in front of its equals: the newest first."""
     weight = known.entries[entry].weight
     before, after = -1, known.slots[slot].head
@@ -135,7 +139,7 @@ def _put(known, slot, entry):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _new_entry(known, slot, key, token, weight):  # type: ignore[no-untyped-def]
+def _new_entry(known: ContextMap, slot: int, key: np.uint64, token: int, weight: float) -> int:
     if known.slots[slot].head < 0 and known.slots[slot].seen == 0:
         known.slots[slot].key = key
         known.used[0] += 1
@@ -149,7 +153,7 @@ def _new_entry(known, slot, key, token, weight):  # type: ignore[no-untyped-def]
 
 
 @lean
-def table_probability(level, key, token):  # type: ignore[no-untyped-def]
+def table_probability(level: LevelArrays, key: np.uint64, token: int) -> float:
     """P(token | context `key`) by the table; 0 where it has none."""
     index = find(level.buckets, level.shift, level.keys, key)
     if index >= 0:
@@ -161,7 +165,7 @@ def table_probability(level, key, token):  # type: ignore[no-untyped-def]
 
 
 @lean
-def adapt(known, level, ids, start, stop, vocabulary, increment, highest):  # type: ignore[no-untyped-def]
+def adapt(known, level, ids, start, stop, vocabulary, increment, highest):
     """Algorithm 2 over the n-grams that end at ids[start : stop]; those with an id beyond the table are passed over."""
     size = level.order - 1
     for end in range(max(start, size), stop):
@@ -219,7 +223,7 @@ class Overlay:
 
 
 @lean
-def longer_key(key, token):  # type: ignore[no-untyped-def]
+def longer_key(key: np.uint64, token: int) -> np.uint64:
     """Key of a context with `token` put in front; of the empty one it is 0. A 64-bit hash (splitmix64's finaliser)."""
     x = (key + np.uint64(token) + np.uint64(1)) * _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -228,7 +232,7 @@ def longer_key(key, token):  # type: ignore[no-untyped-def]
 
 
 @lean
-def index_text(known, ids, start, stop, longest, decay):  # type: ignore[no-untyped-def]
+def index_text(known: ContextMap, ids: np.ndarray, start: int, stop: int, longest: int, decay: float) -> None:
     """Count ids[start : stop] as successors of the up to `longest` contexts before each, decaying earlier counts."""
     for end in range(max(start, 1), stop):
         key = np.uint64(0)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Recycled logits: what the target said might follow, in every row that it verified, accepted or not.
 
 Of a row the k likeliest tokens and their probabilities are kept, under the row's last token and under its last two. The
@@ -37,13 +38,13 @@ def new_recycled(longest: int, width: int, slots: int = _SLOTS) -> Recycled:
 
 
 @lean
-def place_of(recycled, key):  # type: ignore[no-untyped-def]
+def place_of(recycled, key):
     """Where the context `key` is, or would be."""
     return np.int64(key >> np.uint64(40)) & (len(recycled.keys) - 1)
 
 
 @lean
-def recycled_rows(recycled, recent, length, places):  # type: ignore[no-untyped-def]
+def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, places: np.ndarray) -> int:
     """`places` of the contexts of 1, 2, … tokens before what comes next, −1 where unknown; recent[0] is the latest."""
     size, key = 0, np.uint64(0)
     while size < min(recycled.longest, length):
@@ -56,7 +57,7 @@ def recycled_rows(recycled, recent, length, places):  # type: ignore[no-untyped-
 
 
 @lean
-def recycle(recycled, ids, stop, tokens, parents, rows, found):  # type: ignore[no-untyped-def]
+def recycle(recycled, ids, stop, tokens, parents, rows, found):
     """Keep what the target said after the root, ids[stop − 1], and after the nodes of its draft.
 
     tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.

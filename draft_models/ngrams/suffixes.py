@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The corpus by longest suffix: a suffix array over its tokens, in which contexts of up to 12 tokens are found.
 
 n-gram levels know contexts of at most three tokens, and only what followed them often enough. A suffix array has every
@@ -119,13 +120,13 @@ def fault_of_suffixes(suffixes: Suffixes) -> str:
 
 
 @lean
-def _token_at(suffixes, place):  # type: ignore[no-untyped-def]
+def _token_at(suffixes, place):
     """The corpus's token at `place`; beyond it, what separates documents."""
     return np.int64(suffixes.tokens[place]) if place < len(suffixes.tokens) else len(suffixes.starts) - 1
 
 
 @lean
-def _after(suffixes, place, recent, skip, size):  # type: ignore[no-untyped-def]
+def _after(suffixes, place, recent, skip, size):
     """Whether the corpus from `place` on comes after the context (1), before it (−1), or begins so (0)."""
     for i in range(1, size):
         wanted = recent[skip + size - 1 - i]
@@ -136,7 +137,7 @@ def _after(suffixes, place, recent, skip, size):  # type: ignore[no-untyped-def]
 
 
 @lean
-def places_of(suffixes, recent, skip, size):  # type: ignore[no-untyped-def]
+def places_of(suffixes, recent, skip, size):
     """First and end, in `order`, of the places where the last `size` tokens stand, once `skip` are taken away.
 
     recent[0] is the latest.
@@ -166,7 +167,7 @@ def places_of(suffixes, recent, skip, size):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _bound(suffixes, low, high, ahead, token):  # type: ignore[no-untyped-def]
+def _bound(suffixes, low, high, ahead, token):
     """The first place in order[low : high] that has `token` or a larger one `ahead` tokens on; they ascend by that."""
     while low < high:
         middle = (low + high) // 2
@@ -178,7 +179,7 @@ def _bound(suffixes, low, high, ahead, token):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _least_places(suffixes, recent, places):  # type: ignore[no-untyped-def]
+def _least_places(suffixes, recent, places):
     """`places_of` the last `LEAST` tokens, found among the places of all of them but the latest."""
     ahead, key = LEAST - 1, np.int64(0)
     for i in range(ahead, 0, -1):
@@ -200,7 +201,7 @@ def _least_places(suffixes, recent, places):  # type: ignore[no-untyped-def]
 
 
 @lean
-def known_suffixes(suffixes, recent, length, places):  # type: ignore[no-untyped-def]
+def known_suffixes(suffixes, recent, length, places):
     """(the most tokens that end the text and stand in the corpus, `LEAST` to `REACH`, or `LEAST` − 1 for no such;
     from how many tokens on `places.near` has all there is).
 
@@ -224,7 +225,7 @@ def known_suffixes(suffixes, recent, length, places):  # type: ignore[no-untyped
 
 
 @lean
-def _look_closer(suffixes, recent, reach, first, end, size, places):  # type: ignore[no-untyped-def]
+def _look_closer(suffixes, recent, reach, first, end, size, places):
     """Fill `places.near` with order[first : end], of a context of `size` tokens; the most tokens that agree there."""
     places.number[size + 1 :] = 0
     longest = size
@@ -241,7 +242,7 @@ def _look_closer(suffixes, recent, reach, first, end, size, places):  # type: ig
 
 
 @lean
-def successors_at(suffixes, size, narrow, places):  # type: ignore[no-untyped-def]
+def successors_at(suffixes, size, narrow, places):
     """What follows a context of `size` tokens that `known_suffixes` has found, with its second answer as `narrow`.
 
     `places.followers` gets what follows each place that is looked at, `places.tokens` and `places.counts` the distinct

@@ -209,9 +209,9 @@ class TrigramTable:
         return sum(getattr(level, name).nbytes for level in self.levels.values() for name in ARRAYS)
 
 
-def merged_facts(tables: Sequence[TrigramTable]) -> dict[str, Any]:
+def merged_facts(tables: Sequence[TrigramTable]) -> dict[str, object]:
     """`TrigramTable.facts` of `tables`, merged."""
-    facts: dict[str, Any] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
+    facts: dict[str, object] = {key: sum(table.facts[key] for table in tables) for key in ("tokens", "documents")}
     return {**facts, "merged": [table.facts for table in tables]}
 
 

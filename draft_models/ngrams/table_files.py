@@ -136,7 +136,7 @@ def publish(
     vocabulary: int,
     tokenizer: str,
     arrays: Mapping[int, Mapping[str, Described]],
-    facts: Mapping[str, Any],
+    facts: Mapping[str, object],
     suffixes: Mapping[str, Described] | None = None,
 ) -> None:
     """Turn a directory with all array files into the table `path`: sync, describe, rename. Raises `OSError`."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ class Table:
     """A rotary table: the module that computes it, and what that takes besides hidden states and positions."""
 
     module: str
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Which targets this toolkit can run layer by layer, and what their configs say of them."""
 
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -104,7 +103,7 @@ def runs_dequantised(config: PreTrainedConfig) -> bool:
     return settings.get("quant_method") == "fp8" and bool(settings.get("weight_block_size"))
 
 
-def _quantisation_settings(config: PreTrainedConfig) -> dict[str, Any]:
+def _quantisation_settings(config: PreTrainedConfig) -> dict[str, object]:
     settings = getattr(config, "quantization_config", None) or {}
     return dict(settings if isinstance(settings, dict) else settings.to_dict())
 

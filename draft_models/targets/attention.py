@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from draft_models.targets.band import Band
 from outrider.errors import UserError, reason
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
@@ -23,47 +23,6 @@ ATTENTION = "outrider"  # the name under which transformers' layers find `groupe
 KERNELS = ("fused", "products")
 SPLIT = "split"  # a third one where there is Triton: the keys of a head are split among a GPU's processors
 _kernel = "fused"
-
-
-@dataclass(frozen=True)
-class Band:
-    """A causal mask that is never made as a whole: query i of row b sees keys first[b, i] to i and no others.
-
-    first: int64 [B or 1, T], ascending. starts: for every block of `BLOCK` queries the first key that any row's see.
-    front: so many keys more, ahead of all these, which every query sees.
-    """
-
-    BLOCK: ClassVar[int] = 512  # queries whose mask is made at a time; a text that is no longer has its mask made whole
-    first: Tensor
-    starts: tuple[int, ...]
-    front: int = 0
-
-    @classmethod
-    def packed(cls, documents: Tensor, window: int | None = None) -> "Band":
-        """Of packed rows, as `packed_mask`, where the positions of a document stand side by side. One transfer."""
-        places = torch.arange(documents.shape[1], device=documents.device)
-        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-        first = torch.where(begins, places, 0).cummax(1).values
-        if window is not None:
-            first = torch.maximum(first, places - (window - 1))
-        return cls(first, tuple(first[:, :: cls.BLOCK].amin(0).tolist()))
-
-    @classmethod
-    def sliding(cls, places: Tensor, window: int) -> "Band":
-        """Of one text at `places` 0, 1, …, T − 1 [T], where a token sees `window` tokens, itself included."""
-        starts = tuple(max(0, begin - window + 1) for begin in range(0, len(places), cls.BLOCK))
-        return cls((places - (window - 1)).clamp(min=0)[None], starts)
-
-    def block(self, begin: int, end: int, start: int) -> Tensor:
-        """bool [B or 1, 1, end − begin, front + end − start]: what of `part` queries begin … end − 1 see."""
-        keys = torch.arange(start, end, device=self.first.device)
-        seen = keys >= self.first[:, begin:end, None]
-        return F.pad((seen & (keys <= keys[begin - start :, None]))[:, None], (self.front, 0), value=True)
-
-    def part(self, keys: Tensor, start: int, end: int) -> Tensor:
-        """Of keys or values [B, Hk, front + T, D] those in front and start … end − 1."""
-        own = keys[:, :, self.front + start : self.front + end]
-        return own if not self.front else torch.cat([keys[:, :, : self.front], own], 2)
 
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
@@ -100,7 +59,7 @@ def use_kernel(name: str) -> Iterator[None]:
 
 
 def grouped_attention(
-    module: nn.Module,
+    module: object,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -161,7 +120,7 @@ def grouped_attention(
     return out.reshape(batch, heads, queries, -1).transpose(1, 2), None
 
 
-def _by_blocks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
+def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
     """`grouped_attention` under a `Band`, a block of queries after the other: [B, T, H, D].
 
     Keeps no block's mask for the backward pass, which makes it again.
@@ -178,7 +137,7 @@ def _by_blocks(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, ban
 
 
 def _attend_block(
-    module: nn.Module,
+    module: object,
     band: Band,
     place: tuple[int, int, int],
     options: dict[str, Any],
@@ -283,6 +242,12 @@ def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator
     finally:
         if ours == ATTENTION:
             model.set_attn_implementation(ours)
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask [1, 1, Q, K] to add to scores, of which rows see which keys, bool [Q, K]."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
 def packed_mask(documents: Tensor) -> Tensor:

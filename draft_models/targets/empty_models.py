@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -13,7 +12,7 @@ from transformers.initialization import no_init_weights
 from draft_models.targets.anatomy import Anatomy
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.model_files import CONFIG_FILE
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.stack import LayerStack, module_list
 from draft_models.targets.watching import observe
 from outrider.errors import UserError, reason
 
@@ -39,9 +38,9 @@ def layer_stack(model: PreTrainedModel, rotary_dtype: torch.dtype | None = None)
     return LayerStack(model, anatomy_of(model), rotary_dtype)
 
 
-def decoder_layers(model: PreTrainedModel) -> Any:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The module list of its decoder layers."""
-    return model.get_submodule(anatomy_of(model).layers)
+    return module_list(model, anatomy_of(model).layers)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
@@ -70,7 +69,7 @@ def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedM
     return pick_layers(empty_model(config), layers, {})
 
 
-def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int, Any]) -> PreTrainedModel:
+def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int, object]) -> PreTrainedModel:
     """A copy of `model` with the given ones of its layers only, in that order.
 
     copied: what stands in the place of a part's copy, by the part's id (as in `copy.deepcopy`). It grows.
@@ -82,7 +81,7 @@ def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int,
     chosen = [copy.deepcopy(every[index], dict(copied)) for index in layers]
     for place, layer in enumerate(chosen):
         number_layer(layer, place)
-    picked.get_submodule(parts.layers).extend(chosen)  # type: ignore[operator]  # a module list
+    module_list(picked, parts.layers).extend(chosen)
     for name, values in settings_by_layer(model.config).items():
         setattr(picked.config, name, [values[index] for index in layers])
     picked.config.num_hidden_layers = len(layers)
@@ -90,7 +89,7 @@ def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int,
     return picked
 
 
-def settings_by_layer(config: PreTrainedConfig) -> dict[str, Sequence[Any]]:
+def settings_by_layer(config: PreTrainedConfig) -> dict[str, Sequence[object]]:
     """The lists in `config` that have an entry for each layer, by name."""
     lists = {name: values for name, values in vars(config).items() if isinstance(values, list | tuple)}
     return {name: values for name, values in lists.items() if len(values) == config.num_hidden_layers}

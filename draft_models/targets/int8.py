@@ -52,6 +52,9 @@ class Int8Linear(nn.Module):
         return scaled(summed, self.scale.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
+Linear = nn.Linear | Int8Linear  # a layer as a model is loaded with it
+
+
 def scaled(summed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """What a layer gives [..., out] whose codes gave `summed`, which is overwritten."""
     return summed.mul_(scale) if bias is None else torch.addcmul(bias, summed, scale)

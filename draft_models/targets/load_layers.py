@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.targets.attention import ATTENTION
@@ -43,7 +44,7 @@ def load_layers(
     if config.tie_word_embeddings or alone:
         source_of = {name: source for name, source in source_of.items() if source != head}
     if missing - {head} or (missing and head in source_of.values()):
-        return _load_converted(files, model, layers, dtype).to(device)  # type: ignore[arg-type]
+        return nn.Module.to(_load_converted(files, model, layers, dtype), device)
     stored = files.read(source_of.values(), dtype, device)
     weights = {name: stored[source] for name, source in source_of.items()}
     try:
@@ -54,7 +55,7 @@ def load_layers(
     if not {head, OLD_HEAD} & set(source_of.values()):
         model.get_submodule(parts.head).weight = model.get_submodule(parts.embed).weight
     model.requires_grad_(False).eval()
-    return model.to(device)  # type: ignore[arg-type]  # the rope buffers; its stub is a decorator's
+    return nn.Module.to(model, device)  # the rope buffers; PreTrainedModel's own has no type
 
 
 def _load_converted(

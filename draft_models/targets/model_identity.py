@@ -30,7 +30,7 @@ def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
     return {"config": config, "tensors": files.digests(files.file_of, fetch=fetch)}
 
 
-def deciding_config(source: str, revision: str | None) -> dict[str, Any]:
+def deciding_config(source: str, revision: str | None) -> dict[str, object]:
     """What config.json says, less `NOT_DECIDING`: as it stands there, not as this version of transformers has it.
 
     Of a GGUF file it is the config that is made of its metadata, as `save_pretrained` would write it.

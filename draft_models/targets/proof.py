@@ -1,19 +1,18 @@
 """A target, or a drafter, proves itself: run as this toolkit runs it, it gives what its own forward does."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from draft_models.targets.anatomy import context_limit
+from draft_models.targets.anatomy import LayerCall, context_limit
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.empty_models import anatomy_of, decoder_layers, layer_stack, pick_layers, settings_by_layer
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import PlainLM, RowCache
+from draft_models.targets.target import Target
+from draft_models.targets.whole_model import PlainLM
 from outrider.errors import UserError, reason
 from outrider.progress import counted
 
@@ -25,9 +24,6 @@ LARGEST_COPY = 2 * 2**30  # bytes of a float32 copy that is worth its memory
 LONGEST_WINDOW = 4096  # that a text is made to go beyond
 FEW_TOKENS = 4096  # of the vocabulary that a copy of some layers has
 SHORT = 12  # tokens of a text that goes beyond nothing
-
-# Logits [n, V] of tokens [n] at positions [n] that see what `visible` [n, cached + n] says, after what a cache holds.
-Feed = Callable[[Tensor, Tensor, Tensor, RowCache], Tensor]
 
 
 def prove_layers(model: PreTrainedModel, name: str) -> None:
@@ -57,7 +53,7 @@ def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
         try:
             with stock_attention(model, "eager"):
                 expected = _expected(model, length)
-            difference, place = _difference(_by_layers(stack), expected, _ids(model, length))
+            difference, place = _difference(stack, expected, _ids(model, length))
         except Exception as error:  # whatever the code of an architecture raises that was not made for this
             raise UserError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
         if not difference <= allowed:  # a NaN is not
@@ -74,16 +70,17 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
     Layers are of a kind where they are called alike, have the same entries in the config's lists, and consist of the
     same modules with the same switches.
     """
-    first: dict[Any, int] = {}
+    first: dict[tuple[LayerCall, str, str], int] = {}
     by_layer = settings_by_layer(model.config).values()
     for index, (layer, call) in enumerate(zip(decoder_layers(model), anatomy_of(model).calls, strict=True)):
         made_of = [(type(module), _switches(module)) for module in layer.modules()]
         first.setdefault((call, str([values[index] for values in by_layer]), str(made_of)), index)
-    embed: Any = model.get_input_embeddings()
+    embed = model.get_input_embeddings()
     outer = [*embed.parameters(), *model.get_output_embeddings().parameters()]
-    cut = {id(weight): nn.Parameter(weight[:FEW_TOKENS].detach().float(), False) for weight in outer}
+    cut: dict[int, object] = {id(weight): nn.Parameter(weight[:FEW_TOKENS].detach().float(), False) for weight in outer}
     copied = pick_layers(model, list(first.values()), cut).float()
-    own: Any = copied.get_input_embeddings()
+    own = copied.get_input_embeddings()
+    assert isinstance(own, nn.Embedding)
     own.num_embeddings, own.padding_idx = len(own.weight), None
     copied.config.get_text_config().vocab_size = len(own.weight)
     return copied
@@ -102,13 +99,9 @@ def prove_rows(lm: PlainLM) -> None:
     """
     settings = lm.config.to_dict().items()
     windows = [value for name, value in settings if "window" in name and type(value) is int]
-
-    def feed(tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache) -> Tensor:
-        return lm.rows(tokens, positions, visible, cache)[1]
-
     for length in _lengths(lm.config, windows):
         try:
-            difference, place = _difference(feed, _expected(lm.model, length), _ids(lm.model, length))
+            difference, place = _difference(lm, _expected(lm.model, length), _ids(lm.model, length))
         except Exception as error:  # as above
             raise UserError(
                 f"its forward does not take a 4-D mask, positions and a cache ({type(error).__name__}: {reason(error)})"
@@ -131,7 +124,7 @@ def require_all_kept(config: PreTrainedConfig) -> None:
         raise UserError(f"its layers do not keep every key and value ({', '.join(evicting)})")
 
 
-def _lengths(config: PreTrainedConfig, windows: "list[int | None] | list[int]") -> list[int]:
+def _lengths(config: PreTrainedConfig, windows: Sequence[int | None]) -> list[int]:
     """Tokens of the prompts: a short one, and one beyond all `windows` that are not too long to go beyond."""
     beyond = [window + SHORT for window in windows if window is not None and 0 < window <= LONGEST_WINDOW]
     longest = context_limit(config) - 4
@@ -156,8 +149,8 @@ def _expected(model: PreTrainedModel, length: int) -> Tensor:
 
 
 @torch.inference_mode()
-def _difference(feed: Feed, expected: Tensor, ids: Tensor) -> tuple[float, str]:
-    """How far the logits that `feed` gives are from the `expected` ones at the worst token, and where that stands.
+def _difference(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, str]:
+    """How far the logits that `target.rows` gives are from the `expected` ones at the worst token, and where.
 
     A root with two children is fed at once after the prompt. Then one child is dropped, and a token is fed after the
     other:
@@ -165,41 +158,17 @@ def _difference(feed: Feed, expected: Tensor, ids: Tensor) -> tuple[float, str]:
         prompt ─ root ┬ dropped
                       └ kept ─ follower
     """
-    length, cache = len(ids) - 4, RowCache(len(ids))
+    length, cache = len(ids) - 4, target.cache(len(ids))
     places = torch.arange(len(ids), device=ids.device)
     visible = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril()
-    found = [feed(ids[:length], places[:length], visible, cache)]
+    found = [target.rows(ids[:length], places[:length], visible, cache)[1]]
     own = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=ids.device)
     visible = torch.cat([own.new_ones(3, length), own], dim=1)
-    found.append(feed(ids[length:-1], places[[length, length + 1, length + 1]], visible, cache))
+    positions = places[[length, length + 1, length + 1]]
+    found.append(target.rows(ids[length:-1], positions, visible, cache)[1])
     cache.keep(length, [0, 2])
-    found.append(feed(ids[-1:], places[[length + 2]], own.new_ones(1, length + 3), cache))
+    found.append(target.rows(ids[-1:], places[[length + 2]], own.new_ones(1, length + 3), cache)[1])
     off = (torch.cat(found) - expected).float().square().mean(-1).sqrt() / expected.float().std()
     worst = int(off.argmax())
     in_text = worst < length + 2
     return float(off[worst]), f"token {worst + 1} of a text of {length + 2}" if in_text else "a branch of a tree"
-
-
-def _by_layers(stack: LayerStack) -> Feed:
-    """`stack` in two halves. A text from its beginning needs no mask where there is no window."""
-
-    def feed(tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache) -> Tensor:
-        begins = visible.shape[1] == len(tokens)
-        keys = torch.cat([torch.arange(visible.shape[1] - len(tokens), device=tokens.device), positions])
-        masks: dict[int | None, Tensor | None] = {}
-        for window in set(stack.windows):
-            seen = visible if window is None else visible & (keys > positions[:, None] - window)
-            masks[window] = None if begins and torch.equal(seen, visible) else _additive(seen, stack.dtype)
-        stack.reserve(int(positions.max()) + 1)
-        rotary, middle = stack.rotary(positions[None]), len(stack.layers) // 2
-        hidden = stack.embed(tokens[None], positions[None])
-        for part in ((0, middle), (middle, len(stack.layers))):
-            hidden = stack.run(hidden, *part, rotary, masks, cache)  # type: ignore[arg-type]  # a cache of transformers
-        return stack.logits(hidden)[0]
-
-    return feed
-
-
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]

@@ -1,22 +1,19 @@
 """A frozen target's layers, run a range at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draft_models.targets.anatomy import Anatomy, LayerCall, context_limit
-from draft_models.targets.attention import Band, packed_mask
+from draft_models.targets.attention import additive, packed_mask
+from draft_models.targets.band import Band
 from draft_models.targets.narrowed import own_tokens_of
-
-
-class LayerCache(Protocol):
-    """What a layer needs of a cache: take the new keys and values, give back all of them."""
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+from draft_models.targets.row_cache import RowCache
+from draft_models.targets.target import LayerCache, Mask, Masks, Rotary
 
 
 class AtOnce(Protocol):
@@ -28,33 +25,22 @@ class AtOnce(Protocol):
         start: int,
         stop: int,
         rotary: tuple[Tensor, Tensor] | None,
-        mask: "Tensor | Band | None",
+        mask: Mask,
         cache: LayerCache | None,
     ) -> Tensor | None:
         """Layers start … stop − 1 on hidden [B, Q, d]; None where it does not run such a pass."""
-
-
-class Rotary(NamedTuple):
-    """Where rows stand: positions [B, Q], and cos and sin [B, Q, D] at them of every rotary table of the target."""
-
-    positions: Tensor
-    tables: tuple[tuple[Tensor, Tensor], ...]
-
-    def to(self, dtype: torch.dtype) -> "Rotary":
-        """The tables in `dtype`."""
-        return Rotary(self.positions, tuple((cos.to(dtype), sin.to(dtype)) for cos, sin in self.tables))
 
 
 def call_layer(
     layer: nn.Module,
     call: LayerCall,
     hidden: Tensor,
-    mask: Tensor | Band | None,
+    mask: Mask,
     rotary: Rotary,
     cache: LayerCache | None = None,
 ) -> Tensor:
     """A decoder layer on hidden [B, Q, d], called as its model calls it."""
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for ours, theirs in call.keywords:
         if ours == "rotary":
             given[theirs] = rotary.tables[call.table]
@@ -74,8 +60,16 @@ def normed_product(norm: Any, head: Any, hidden: Tensor) -> Tensor:
     return head(norm(hidden)) if done is None else done
 
 
+def module_list(model: PreTrainedModel, name: str) -> nn.ModuleList:
+    """The list of modules that `model` has under this name."""
+    found = model.get_submodule(name)
+    if not isinstance(found, nn.ModuleList):
+        raise TypeError(f"{name} of {type(model).__name__} is a {type(found).__name__}: expected a list of modules")
+    return found
+
+
 class LayerStack(nn.Module):
-    """The layers of a causal LM, called a range at a time on hidden states.
+    """The layers of a causal LM, called a range at a time on hidden states: a `Target`, and `Layers`.
 
     Rotary tables are computed once (`reserve`) and indexed. The values are those of computing them in every pass.
     They are kept in `rotary_dtype`, by default the model's, as the model itself would use them. Where positions are
@@ -88,7 +82,7 @@ class LayerStack(nn.Module):
         self.embed_tokens: Any = model.get_submodule(parts.embed)
         self.embed_positions = model.get_submodule(parts.positions) if parts.positions else None
         self.input_norm = model.get_submodule(parts.input_norm) if parts.input_norm else None
-        self.layers: Any = model.get_submodule(parts.layers)
+        self.layers = module_list(model, parts.layers)
         self.norm = model.get_submodule(parts.norm)
         self.head: Any = model.get_submodule(parts.head)
         self.config = model.config
@@ -112,6 +106,16 @@ class LayerStack(nn.Module):
     def dtype(self) -> torch.dtype:
         """What the weights are."""
         return self.embed_tokens.weight.dtype
+
+    @property
+    def layered(self) -> "LayerStack":
+        """See `Target`."""
+        return self
+
+    @property
+    def predicted(self) -> Tensor | None:
+        """See `Target`."""
+        return None if self.own_tokens is None else self.own_tokens.tokens
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -155,7 +159,7 @@ class LayerStack(nn.Module):
         start: int,
         stop: int,
         rotary: Rotary,
-        masks: Mapping[int | None, Tensor | Band | None],
+        masks: Masks,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `windows`)."""
@@ -175,7 +179,7 @@ class LayerStack(nn.Module):
         start: int,
         stop: int,
         rotary: Rotary,
-        masks: Mapping[int | None, Tensor | Band | None],
+        masks: Masks,
         taps: Sequence[int],
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -191,13 +195,32 @@ class LayerStack(nn.Module):
             start = boundary
         return self.run(hidden, start, stop, rotary, masks, cache), tapped
 
-    def packed_masks(self, positions: Tensor, documents: Tensor) -> dict[int | None, Tensor | Band | None]:
+    def packed_masks(self, positions: Tensor, documents: Tensor) -> Masks:
         """Masks of packed rows for `run`, by window size; positions, documents [B, T] as in `data_prep.text.rows`."""
         if positions.shape[1] > Band.BLOCK:
             return {w: Band.packed(documents, w) for w in set(self.windows)}
         base = packed_mask(documents)
         distance = positions[:, None, :, None] - positions[:, None, None, :]
         return {w: base if w is None else base & (distance < w) for w in set(self.windows)}
+
+    def cache(self, capacity: int) -> RowCache:
+        """See `Target.cache`."""
+        return RowCache(capacity)
+
+    def rows(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache, *, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `Target.rows`. A text from its beginning needs no mask where there is no window."""
+        keys = torch.cat([torch.arange(visible.shape[1] - len(tokens), device=tokens.device), positions])
+        masks: dict[int | None, Mask] = {}
+        for window in set(self.windows):
+            seen = visible if window is None else visible & (keys > positions[:, None] - window)
+            begins = visible.shape[1] == len(tokens) and torch.equal(seen, visible)
+            masks[window] = None if begins else additive(seen, self.dtype)
+        self.reserve(int(positions.max()) + 1)
+        hidden = self.embed(tokens[None], positions[None])
+        hidden = self.run(hidden, 0, len(self.layers), self.rotary(positions[None]), masks, cache)
+        return hidden[0], self.logits(hidden[:, -1:] if last_only else hidden)[0]
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., K] of its `own_tokens` alone, of the hidden states after the last layer.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -27,7 +28,7 @@ WINDOW = 3  # tokens a sliding window is made to have while masks are watched
 class _StandIn(nn.Module):
     """Takes a layer's place: notes what it is called with, and returns its input."""
 
-    def __init__(self, layer: nn.Module, notes: list[dict[str, Any]]):
+    def __init__(self, layer: nn.Module, notes: list[dict[str, object]]):
         super().__init__()
         self._layer = [layer]  # in a list, so that its parameters are none of this module's
         self._notes = notes
@@ -38,7 +39,7 @@ class _StandIn(nn.Module):
         except AttributeError:
             return getattr(self._layer[0], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         signature = inspect.signature(type(self._layer[0]).forward)
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         for name, parameter in signature.parameters.items():
@@ -50,13 +51,16 @@ class _StandIn(nn.Module):
         return self._notes[-1]["hidden"]
 
 
+_Called = tuple[str, nn.Module, tuple[object, ...], dict[str, object], object]  # name, module, arguments, output
+
+
 @dataclass
 class _Watched:
-    """What one forward did: (module name, arguments) in order around the layers, and every layer's arguments."""
+    """What one forward did: the calls in order around the layers, and every layer's arguments."""
 
-    before: list[tuple[str, nn.Module, tuple, dict, Any]]
-    after: list[tuple[str, nn.Module, tuple, dict, Any]]
-    layers: list[dict[str, Any]]
+    before: list[_Called]
+    after: list[_Called]
+    layers: list[dict[str, object]]
 
 
 def find_layers(model: PreTrainedModel) -> str:
@@ -68,16 +72,16 @@ def find_layers(model: PreTrainedModel) -> str:
     raise ValueError("it has no list of decoder layers")
 
 
-def watch(model: PreTrainedModel, **options: Any) -> _Watched:
+def watch(model: PreTrainedModel, **options: object) -> _Watched:
     """The forward of the part that holds the layers, on made-up embeddings; `options` replace arguments."""
     layers_name = find_layers(model)
     base_name, _, attribute = layers_name.rpartition(".")
-    base: Any = model.get_submodule(base_name)
+    base = model.get_submodule(base_name)
     seen = _Watched([], [], [])
     embed = model.get_input_embeddings()
 
-    def note(name: str, module: nn.Module) -> Any:
-        def hook(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def note(name: str, module: nn.Module) -> RemovableHandle:
+        def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
             (seen.after if seen.layers else seen.before).append((name, module, args, kwargs, output))
 
         return module.register_forward_hook(hook, with_kwargs=True)
@@ -95,10 +99,10 @@ def watch(model: PreTrainedModel, **options: Any) -> _Watched:
 
 
 @contextmanager
-def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, Any]]) -> Iterator[None]:
+def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, object]]) -> Iterator[None]:
     """Stand-ins in the place of the layers, which note in `notes` what they are called with."""
     base, _, attribute = find_layers(model).rpartition(".")
-    parent: Any = model.get_submodule(base)
+    parent = model.get_submodule(base)
     layers = getattr(parent, attribute)
     setattr(parent, attribute, nn.ModuleList([_StandIn(layer, notes) for layer in layers]))
     try:
@@ -107,12 +111,13 @@ def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, Any]]) -> Iterat
         setattr(parent, attribute, layers)
 
 
-def _arguments(model: PreTrainedModel) -> dict[str, Any]:
+def _arguments(model: PreTrainedModel) -> dict[str, object]:
     """What a forward is called with: embeddings of ones, and all else that leaves nothing to its own choice."""
     device, dtype = _place(model)
-    embed: Any = model.get_input_embeddings()
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
     return {
-        "inputs_embeds": torch.ones(1, ROWS, embed.weight.shape[1], dtype=dtype, device=device),
+        "inputs_embeds": torch.ones(1, ROWS, weight.shape[1], dtype=dtype, device=device),
         "position_ids": torch.arange(ROWS, device=device)[None],
         "attention_mask": torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool, device=device).tril(),
         "past_key_values": DynamicCache(),
@@ -166,13 +171,15 @@ def _observe(model: PreTrainedModel) -> Anatomy:
     if len(seen.layers) != count:
         raise ValueError(f"its forward calls {len(seen.layers)} decoder layers, not {count}")
     names = {id(module): name for name, module in model.named_modules()}
+    hidden = seen.layers[0]["hidden"]
+    assert isinstance(hidden, Tensor)
     positions = input_norm = None
     for name, module, _, _, output in seen.before:
         if isinstance(module, nn.Dropout) or not isinstance(output, Tensor):
             continue
         if isinstance(module, nn.Embedding):
             positions = name
-        elif output.shape == seen.layers[0]["hidden"].shape:
+        elif output.shape == hidden.shape:
             input_norm = name
     norms = [name for name, module, *_ in seen.after if not isinstance(module, nn.Dropout)]
     if len(set(norms)) != 1:
@@ -182,7 +189,7 @@ def _observe(model: PreTrainedModel) -> Anatomy:
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError("it has no head")
-    scale = 1.0 if positions or input_norm else float(seen.layers[0]["hidden"].flatten()[0])
+    scale = 1.0 if positions or input_norm else float(hidden.flatten()[0])
     return Anatomy(
         layers=layers,
         embed=names[id(model.get_input_embeddings())],
@@ -197,9 +204,9 @@ def _observe(model: PreTrainedModel) -> Anatomy:
     )
 
 
-def _tables(seen: _Watched) -> list[tuple[Table, Any]]:
+def _tables(seen: _Watched) -> list[tuple[Table, object]]:
     """Every call of a rotary module before the layers, with what came out."""
-    found = []
+    found: list[tuple[Table, object]] = []
     for name, module, args, kwargs, output in seen.before:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
             parameters = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -209,7 +216,7 @@ def _tables(seen: _Watched) -> list[tuple[Table, Any]]:
     return found
 
 
-def _call(given: Mapping[str, Any], tables: Sequence[tuple[Table, Any]], slides: bool) -> LayerCall:
+def _call(given: Mapping[str, object], tables: Sequence[tuple[Table, object]], slides: bool) -> LayerCall:
     """How a layer is called, from what it was given. Raises `ValueError` for what is not understood."""
     keywords: dict[str, str] = {}
     table = 0

@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
+
+from transformers import PreTrainedTokenizerBase
 
 from inference.chat.screen import DRAFTED, OWN, Screen
 from inference.core.stopwatch import Clock, Round
 from inference.settings.chat import ChatConfig
+from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 
 HELP = "/off and /on: without and with the drafter; /method NAME: another way to draft; /reset: forget; /quit"
@@ -19,14 +22,14 @@ class Speaker(Protocol):
     name: str
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's."""
 
     @property
     def rounds(self) -> Callable[..., Iterator[Round]]:
         """Makes an answer, round by round."""
 
-    def by(self, method: Any, name: str | None = None) -> Self:
+    def by(self, method: str | MethodConfig, name: str | None = None) -> Self:
         """The same with another drafter before it."""
 
 
@@ -120,7 +123,7 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         asked = [*self.messages, {"role": "user", "content": question}]
-        answer = Answer(lambda ids: str(self.model.tokenizer.decode(ids, skip_special_tokens=True)), self._clock)
+        answer = Answer(lambda ids: str(self.model.tokenizer.decode(list(ids), skip_special_tokens=True)), self._clock)
         try:
             rounds = self.model.rounds(
                 asked, self.config.sampling, max_new_tokens=self.config.max_new_tokens,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from inference.core.ops import likeliest
 from inference.core.sampling import Sampler, branches
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.tree import DraftTree
 from inference.core.verify import Matching, NodeRule, RandomChance, Rejection, verify_greedy, verify_sampled
 
@@ -36,9 +36,9 @@ class Chooser:
                 raise ValueError("sampling needs a generator")
             self.chance = RandomChance(generator)
 
-    def begin(self, session: TargetSession, prompt: Sequence[int]) -> None:
+    def begin(self, session: Session, prompt: Sequence[int]) -> None:
         """Start a generation after `prompt`."""
-        self._device = session.stack.device
+        self._device = session.device
         if self.reads_context:
             self.text = torch.tensor(prompt, device=self._device)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from draft_models.targets.anatomy import context_limit
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter
 from inference.core.runtime import Eager, Runtime
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.stopwatch import Clock, Round, Stopwatch
 from inference.core.tree import ROOT, DraftTree
 from outrider.errors import UserError
@@ -47,7 +47,7 @@ def until(
 
 @torch.inference_mode()
 def autoregressive(
-    stack: LayerStack,
+    target: Target,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
@@ -62,7 +62,7 @@ def autoregressive(
     runtime: how passes run; None: eagerly.
     """
     chooser = chooser or Chooser()
-    with closing(_new_session(runtime, stack, 0, prompt, max_new_tokens, spare=0)) as session:
+    with closing(_new_session(runtime, target, 0, prompt, max_new_tokens, spare=0)) as session:
         started = clock()
         logits = session.prefill(prompt)
         session.commit(range(len(prompt)))
@@ -89,7 +89,7 @@ def autoregressive(
 
 @torch.inference_mode()
 def speculative(
-    stack: LayerStack,
+    target: Target,
     drafter: Drafter,
     prompt: Sequence[int],
     *,
@@ -107,13 +107,13 @@ def speculative(
 
     Raises `UserError` for an impossible length, and where the target's logits are not finite numbers.
     """
-    session = _new_session(runtime, stack, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
+    session = _new_session(runtime, target, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
     with closing(session):
         yield from decode_rounds(session, drafter, chooser or Chooser(), prompt, max_new_tokens, eos, clock)
 
 
 def decode_rounds(
-    session: TargetSession,
+    session: Session,
     drafter: Drafter,
     chooser: Chooser,
     prompt: Sequence[int],
@@ -151,7 +151,7 @@ def decode_rounds(
 
 
 def _verify(
-    session: TargetSession, chooser: Chooser, root: Tensor, tree: DraftTree, logits: Tensor
+    session: Session, chooser: Chooser, root: Tensor, tree: DraftTree, logits: Tensor
 ) -> tuple[list[int], list[int], Tensor, int]:
     """`Chooser.verify`. Raises `UserError` where the target's logits are not finite numbers."""
     proposed, nodes, following, bonus = chooser.verify(tree, logits)
@@ -163,14 +163,14 @@ def _verify(
     return proposed, nodes, following, bonus
 
 
-def _is_token(token: int, session: TargetSession) -> bool:
+def _is_token(token: int, session: Session) -> bool:
     return 0 <= token < session.vocabulary
 
 
-def _require_token(token: int, session: TargetSession, position: int) -> int:
+def _require_token(token: int, session: Session, position: int) -> int:
     """`token`, chosen by the target's logits at `position`. Raises `UserError` where they are not finite numbers."""
     if not _is_token(token, session):
-        dtype = str(session.stack.dtype).removeprefix("torch.")
+        dtype = str(session.dtype).removeprefix("torch.")
         raise UserError(
             f"the target's logits at position {position} are NaN or infinite in dtype={dtype}; try dtype=bfloat16, "
             "which has the range of float32, or dtype=float32, and if that is no help look for damaged weights"
@@ -179,13 +179,13 @@ def _require_token(token: int, session: TargetSession, position: int) -> int:
 
 
 def _new_session(
-    runtime: Runtime | None, stack: LayerStack, split: int, prompt: Sequence[int], max_new_tokens: int, spare: int
-) -> TargetSession:
+    runtime: Runtime | None, target: Target, split: int, prompt: Sequence[int], max_new_tokens: int, spare: int
+) -> Session:
     if not prompt:
         raise UserError("empty prompt: the target needs at least one token to continue from")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1")
-    limit = context_limit(stack.config)
+    limit = context_limit(target.config)
     if len(prompt) + max_new_tokens > limit:
         raise UserError(
             f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceeds the target's context "
@@ -193,4 +193,4 @@ def _new_session(
         )
     # A tree needs more cache slots than positions: near the end of the context the slots go beyond it.
     context = len(prompt) + max_new_tokens
-    return (runtime or Eager()).session(stack, split, context + spare + 1, context)
+    return (runtime or Eager()).session(target, split, context + spare + 1, context)

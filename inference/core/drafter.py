@@ -3,15 +3,17 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
 
-from inference.core.acceptance import Chooser
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree
+
+if TYPE_CHECKING:
+    from inference.core.acceptance import Chooser
 
 TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # names in `Structure.totals`
 
@@ -43,10 +45,9 @@ class Drafter(ABC):
     """Drafts a tree a round and is told what came of it; of one generation.
 
     split: how many of the target's first layers it shares. The session is split there.
-    taps: the boundaries of the target's layers at which it reads hidden states (see `TargetSession.tapped`).
-    successors: how many likeliest tokens after every row it reads (see `TargetSession.recycled`).
+    taps: the boundaries of the target's layers at which it reads hidden states (see `Session.tapped`).
+    successors: how many likeliest tokens after every row it reads (see `Session.recycled`).
     max_rows: how many rows a round may add to the caches, besides the root.
-    totals: sums over rounds, for the report (see `Structure.totals`).
     sizes: chooses how many nodes it submits, where it shapes its drafts itself and their size is "auto".
     """
 
@@ -54,11 +55,15 @@ class Drafter(ABC):
     taps: tuple[int, ...] = ()
     successors: int = 0
     max_rows: int
-    totals: Mapping[str, float] = {}
     sizes: Sizes | None = None
 
+    @property
+    def totals(self) -> Mapping[str, float]:
+        """Sums over rounds, for the report (see `Structure.totals`)."""
+        return {}
+
     @abstractmethod
-    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, chooser: "Chooser", watch: Stopwatch) -> None:
         """Called once, with the prompt fed to the session's first half and not yet committed.
 
         chooser: says how tokens are chosen, for drafts that are drawn likewise; watch: to be told of the drafter's
@@ -101,12 +106,12 @@ class DraftModel(Protocol):
         """The target's last hidden state [1, d] at the last verified position."""
         ...
 
-    def begin(self, session: TargetSession) -> None:
+    def begin(self, session: Session) -> None:
         """As `Drafter.begin`."""
         ...
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Feed rows (tokens [n], parents as in `TargetSession.feed`); returns next-token logits [n, K] after each.
+        """Feed rows (tokens [n], parents as in `Session.feed`); returns next-token logits [n, K] after each.
 
         `hidden` and the logits hold until the next call.
         """

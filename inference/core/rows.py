@@ -7,12 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_models.targets.attention import Band
+from draft_models.targets.band import Band
+from draft_models.targets.target import Mask, Masks
 from inference.core.ops import ancestor_mask
 from inference.core.tree import chain_parents
-
-# By window size of the layers; None: attention needs no mask.
-Masks = dict[int | None, Tensor | Band | None]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Layout:
         """
         past, keys = self.base + self.start, self.base + self.stop
         trivial = self.is_chain and (keys - past == 1 or past == 0)
-        built: Masks = {}
+        built: dict[int | None, Mask] = {}
         for window in set(windows):
             binding = window if window is not None and window < keys else None
             if binding not in built:

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import PlainLM
-from inference.core.plain_session import PlainTargetSession
-from inference.core.session import TargetSession
+from draft_models.targets.target import Target
+from inference.core.session import Session
+from inference.core.target_session import eager_session
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Runtime(Protocol):
     name: str
     captures: int
 
-    def choose_kernels(self, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+    def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
         """The attention kernels to `prepare` for, where there is a choice: measured on texts of up to `positions`."""
         ...
 
@@ -40,14 +39,9 @@ class Runtime(Protocol):
         """Before the first session: texts will have up to `positions` tokens, and `kernels` are to be used."""
         ...
 
-    def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
-        """As `TargetSession(stack, split, capacity, context)`."""
+    def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
+        """As `eager_session(target, split, capacity, context)`."""
         ...
-
-
-def plain_session(stack: Any, capacity: int, context: int | None) -> TargetSession | None:
-    """The session of a target that runs by its own forward; None for one that runs layer by layer."""
-    return PlainTargetSession(stack, capacity, context) if isinstance(stack, PlainLM) else None
 
 
 class Eager:
@@ -56,11 +50,11 @@ class Eager:
     name = "eager"
     captures = 0
 
-    def choose_kernels(self, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+    def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
         return ()
 
     def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
         """Sessions are made as large as each text needs, and know one kernel."""
 
-    def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
-        return plain_session(stack, capacity, context) or TargetSession(stack, split, capacity, context)
+    def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
+        return eager_session(target, split, capacity, context)

@@ -20,7 +20,8 @@ arrays have in common. So tests run this code on arrays of fractions and sum ove
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,17 +30,18 @@ from torch import Tensor
 from inference.core.sampling import invert
 from inference.core.tree import ROOT
 
-Rows = Any  # a torch tensor, or a numpy array of numbers
+Rows = TypeVar("Rows", Tensor, np.ndarray)  # of numbers
+Weights = TypeVar("Weights", Tensor, np.ndarray, contravariant=True)
 
 
-class Chance(Protocol):
+class Chance(Protocol[Weights]):
     """A source of randomness for decisions."""
 
-    def accept(self, probability: Any) -> bool:
+    def accept(self, probability: float) -> bool:
         """True with `probability`; values above 1 mean 1."""
         ...
 
-    def choose(self, weights: Rows) -> int:
+    def choose(self, weights: Weights) -> int:
         """An index of `weights` [V] (≥ 0, not all 0), each with probability proportional to its weight."""
         ...
 
@@ -63,7 +65,7 @@ class NodeRule(Protocol):
 
     def acceptance(
         self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
-    ) -> dict[int, list[Any]]:
+    ) -> dict[int, list[float]]:
         """By parent, for each child: the probability that it is accepted if those before it were not.
 
         q: the distribution [V] that each parent's children were drawn from; p [n + 1, V]: the target's, row 0
@@ -89,7 +91,7 @@ class Rejection:
 
     def acceptance(
         self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
-    ) -> dict[int, list[Any]]:
+    ) -> dict[int, list[float]]:
         families = sorted(families, key=lambda family: -len(family[1]))  # those with an i-th child come first
         r, q_i = self._start([parent for parent, _ in families], q, p)
         ratios: list[Rows] = []
@@ -101,7 +103,7 @@ class Rejection:
                 r, q_i = self._reject(r[:count], q_i[:count], before[:count])
             ratios.append(_ratio(r, q_i, drawn))
         flat = iter(_module(p).concatenate(ratios).tolist())
-        found: dict[int, list[Any]] = {parent: [] for parent, _ in families}
+        found: dict[int, list[float]] = {parent: [] for parent, _ in families}
         for i in range(len(ratios)):
             for parent, tokens in families:
                 if i < len(tokens):
@@ -141,15 +143,15 @@ class Matching:
 
     def acceptance(
         self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
-    ) -> dict[int, list[Any]]:
+    ) -> dict[int, list[float]]:
         rows = [parent + 1 for parent, tokens in families for _ in tokens]
         columns = [token for _, tokens in families for token in tokens]
         masses = iter(p[rows, columns].tolist())
-        found: dict[int, list[Any]] = {}
+        found: dict[int, list[float]] = {}
         for parent, tokens in families:
             found[parent] = []
             seen: set[int] = set()
-            left: Any = 1  # the mass of r before renormalising
+            left: float = 1  # the mass of r before renormalising
             for token in tokens:
                 mass = next(masses) * (token not in seen)
                 found[parent].append(mass / left if left > 0 else 0)
@@ -170,7 +172,7 @@ def verify_sampled(
     q: Mapping[int, Rows],
     p: Rows,
     rule: NodeRule,
-    chance: Chance,
+    chance: Chance[Rows],
     *,
     draws: Mapping[int, Sequence[int]] | None = None,
     at_once: bool | None = None,
@@ -186,10 +188,10 @@ def verify_sampled(
     device. Otherwise only those of visited nodes are found, which is less work, but one transfer each. Default: at once
     unless p is on the CPU.
     """
-    children: dict[int, Sequence[int]] = dict(draws or {})
+    children = {parent: list(nodes) for parent, nodes in (draws or {}).items()}
     if not children:
         for node, parent in enumerate(parents):
-            children[parent] = [*children.get(parent, ()), node]
+            children.setdefault(parent, []).append(node)
     families = {parent: [tokens[node] for node in nodes] for parent, nodes in children.items()}
     if at_once is None:
         at_once = isinstance(p, Tensor) and p.device.type != "cpu"
@@ -228,7 +230,7 @@ def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequen
     return accepted, choices[last + 1]
 
 
-def _module(rows: Rows) -> Any:
+def _module(rows: object) -> ModuleType:
     """Where the functions for such arrays live."""
     return torch if isinstance(rows, Tensor) else np
 
@@ -248,5 +250,5 @@ def _ratio(r: Rows, q: Rows, drawn: Sequence[int]) -> Rows:
 
 def _normalised(rows: Rows) -> Rows:
     """Rows [m, V] divided by their sums; rows of zeros stay so."""
-    mass = rows.sum(-1, keepdims=True)
+    mass = rows.sum(-1)[..., None]
     return rows / (mass + (mass == 0))

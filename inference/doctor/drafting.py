@@ -1,13 +1,13 @@
 """What a drafter of each kind would draft along a recorded text, at all its places in a few passes."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit.model import EarlyExit
-from draft_models.targets.attention import Band
+from draft_models.targets.band import Band
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from inference.doctor.patient import Recording
 from inference.doctor.recording import read
 
@@ -42,7 +42,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
 
 
 @torch.inference_mode()
-def draft_by_exit(drafter: EarlyExit, stack: Any, recording: Recording) -> Tensor:
+def draft_by_exit(drafter: EarlyExit, stack: LayerStack, recording: Recording) -> Tensor:
     """Logits [1, places, V] of an early exit on the target `stack`."""
     hidden = recording.taps[drafter.exit_layer]
     positions = torch.arange(hidden.shape[1], device=hidden.device)
@@ -53,7 +53,7 @@ def draft_by_exit(drafter: EarlyExit, stack: Any, recording: Recording) -> Tenso
 
 
 @torch.inference_mode()
-def draft_by_lm(lm: Any, recording: Recording) -> Tensor:
+def draft_by_lm(lm: Target, recording: Recording) -> Tensor:
     """Logits [1, places, V'] of a small LM, of whatever vocabulary size."""
     start = recording.places[0] - 1
     logits, _ = read(lm, recording.tokens.tolist(), start)

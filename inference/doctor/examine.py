@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
+from data_prep.text.settings import PromptTemplate
 from inference.doctor.head_ways import patient_of_head
 from inference.doctor.lm_ways import patient_of_exit, patient_of_lm
 from inference.doctor.patient import Patient, Recording, Way
@@ -173,7 +176,7 @@ def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Pro
     """Of chat prompts the ids by what renders them, as evaluated first; those that are no others are left out."""
     tokenizer, template = texts.subject.tokenizer, texts.subject.chat_template
     asked = [{"role": "user", "content": prompt.turns[0]} for prompt in chat]
-    ways: dict[str, list[Any]] = {
+    ways: dict[str, list[tuple[list[dict[str, str]], PreTrainedTokenizerBase, PromptTemplate]]] = {
         "as evaluated": [([question], tokenizer, template) for question in asked],
         "with a system prompt": [([_system(SYSTEM), question], tokenizer, template) for question in asked],
         "with an empty system prompt": [([_system(""), question], tokenizer, template) for question in asked],

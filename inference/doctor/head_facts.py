@@ -1,7 +1,6 @@
 """What shows of an EAGLE-3 head without a pass: its maps, its embedding and head beside the target's, its limits."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ ROWS = 4096  # of such matrices that are compared at a time, as it is done in fl
 
 def facts_of(
     stored: StoredHead,
-    record: Mapping[str, Any],
+    record: Mapping[str, object],
     head: Eagle3,
     tensors: Mapping[str, Tensor],
     target: OpenTarget,

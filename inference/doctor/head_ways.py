@@ -1,7 +1,6 @@
 """The ways to read an EAGLE-3 head that differ from its declared one in one thing, each a mistake that was made."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,11 +13,12 @@ from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target, require_layers
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.head_facts import facts_of
 from inference.doctor.patient import Patient, Way
 from inference.doctor.training_data import recorded_settings
-from inference.drafters.calibrated import bare
+from inference.drafters.calibrated import Calibrated, bare
 from inference.drafters.eagle3 import Eagle3Maker
 from inference.settings.kinds import read_record
 from outrider.errors import UserError
@@ -51,11 +51,14 @@ _STILL = (
 )
 
 
-def patient_of_head(maker: Eagle3Maker, model: Any, where: str, target: OpenTarget, stack: LayerStack) -> Patient:
+def patient_of_head(
+    maker: Eagle3Maker, model: Eagle3 | Calibrated[Eagle3], where: str, target: OpenTarget, stack: Target
+) -> Patient:
     """An EAGLE-3 head that is prepared to decode on `stack`."""
-    own: list[Tensor] = bare(model).shared_embedding
-    embedding = own[0] if own else stack.embed_tokens.weight
-    return patient_of(open_head(where, target.config, changes=maker.changes), target, stack, embedding)
+    head: Eagle3 = bare(model)
+    layered, own = require_layers(stack), head.shared_embedding
+    embedding = own[0] if own else layered.embed_tokens.weight
+    return patient_of(open_head(where, target.config, changes=maker.changes), target, layered, embedding)
 
 
 def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor) -> Patient:
@@ -112,7 +115,8 @@ def neighbours(reading: Reading, tensors: Mapping[str, Tensor], target: OpenTarg
     yield from _ropes(target)
     for name, (what, said) in _SWITCHES.items():
         on = not getattr(reading, name)
-        changes = replace(ReadingChanges(), **{name: on})  # type: ignore[arg-type]  # fields that are switches
+        switch: dict[str, Any] = {name: on}
+        changes = ReadingChanges(**switch)
         meaning = f"{what} {said if on else said.replace('is', 'is not').replace('are', 'are not')}"
         yield Neighbour(f"{name} {'on' if on else 'off'}", changes, meaning)
     if D2T in tensors and reading.draft_vocabulary < reading.vocabulary:

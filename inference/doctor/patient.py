@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class Fact(NamedTuple):
     suspect: bool = False
 
 
-def numbers(stored: Any, run: torch.dtype) -> Fact:
+def numbers(stored: object, run: torch.dtype) -> Fact:
     """What its weights are stored as, a dtype or its name (None: that is not said), and what they run in."""
     said, here = (str(one).removeprefix("torch.") for one in (stored or "a type not said", run))
     narrow = here == "float16" and said != here
@@ -74,7 +74,7 @@ class Patient:
     others: Sequence[Way] = ()
     known_tokens: Sequence[int] | None = None
     facts: Sequence[Fact] = ()
-    data: Any = None
+    data: object = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
     @property

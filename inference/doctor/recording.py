@@ -1,11 +1,11 @@
 """What a target says and is inside, recorded in one pass over a text, for all readings of a drafter to be judged by."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from draft_models.targets.target import Target
 from inference.core.decode import autoregressive
 from inference.core.runtime import Eager
 from inference.core.tree import chain_parents
@@ -16,7 +16,7 @@ FIRST = 3  # the first place of a text that a head can draft as its second token
 
 @torch.inference_mode()
 def record(
-    stack: Any,
+    target: Target,
     prompt: Sequence[int],
     answer: Sequence[int],
     boundaries: Sequence[int],
@@ -24,29 +24,29 @@ def record(
 ) -> Recording | None:
     """One pass of the target over a text; None where no position of the answer can be judged.
 
-    stack: a `LayerStack`, or a `PlainLM`, which has no boundaries. The answer's first token is never drafted, so it is
+    boundaries: of a target that runs layer by layer. The answer's first token is never drafted, so it is
     none of the places.
     """
     text = [*prompt, *answer]
     places = tuple(range(max(len(prompt) + 1, FIRST), len(text)))
     if not places:
         return None
-    logits, taps = read(stack, text, len(prompt), boundaries)
+    logits, taps = read(target, text, len(prompt), boundaries)
     logits = logits[[place - 1 - len(prompt) for place in places]]
     # What is computed for speed in 16 bits is a law in 32.
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    tokens = torch.tensor(text, device=stack.device)
+    tokens = torch.tensor(text, device=target.device)
     return Recording(tokens, places, log_p, log_p.argmax(-1), taps, category)
 
 
 @torch.inference_mode()
 def read(
-    stack: Any, text: Sequence[int], start: int, boundaries: Sequence[int] = ()
+    target: Target, text: Sequence[int], start: int, boundaries: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits after the tokens from position `start` on [n − start, V], and by boundary all hidden states [1, n, d]."""
-    session = Eager().session(stack, 0, len(text))
+    session = Eager().session(target, 0, len(text))
     session.taps = tuple(boundaries)
-    tokens, parts = torch.tensor(text, device=stack.device), []
+    tokens, parts = torch.tensor(text, device=target.device), []
     for begin, end in ((0, start), (start, len(text))):
         rows = range(end - begin)
         session.feed(tokens[begin:end], chain_parents(0, len(rows)))
@@ -60,7 +60,7 @@ def read(
     return logits, dict(zip(boundaries, tapped, strict=True))
 
 
-def answer_of(stack: Any, prompt: Sequence[int], count: int, eos: frozenset[int]) -> list[int]:
+def answer_of(target: Target, prompt: Sequence[int], count: int, eos: frozenset[int]) -> list[int]:
     """The target's greedy answer to `prompt`, up to `count` tokens."""
-    rounds = autoregressive(stack, prompt, max_new_tokens=count, eos=eos)
+    rounds = autoregressive(target, prompt, max_new_tokens=count, eos=eos)
     return [token for one in rounds for token in one.tokens]

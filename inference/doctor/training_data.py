@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,13 +21,13 @@ UNSEEN = Fact(
 )
 
 
-def recorded_settings(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def recorded_settings(record: Mapping[str, object]) -> Mapping[str, object]:
     """The settings in the record that a training left; empty where it has none."""
     settings = record.get("settings")
     return settings if isinstance(settings, dict) else {}
 
 
-def made_for(record: Mapping[str, Any], target: OpenTarget) -> Fact:
+def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
     """Whether the target is the one that a training had, as far as it left that on `record`."""
     if not record:
         return Fact("made for", "not known: no record of its training")
@@ -42,7 +41,7 @@ def made_for(record: Mapping[str, Any], target: OpenTarget) -> Fact:
     return Fact("made for", f"{name}, not this target ({'; '.join(differs)})", True)
 
 
-def training_facts(data: Any, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Iterator[Fact]:
+def training_facts(data: object, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Iterator[Fact]:
     """Of `data`, the settings that a training recorded (None: none).
 
     template: by which this evaluation renders conversations; None: it has none.

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 
@@ -13,21 +13,23 @@ from draft_models.targets.open_target import OpenTarget
 from inference.settings.kinds import KINDS, Maker
 from inference.settings.method import MethodConfig
 
+Model = TypeVar("Model")
+
 
 @dataclass(frozen=True)
-class Calibrated:
+class Calibrated(Generic[Model]):
     """A drafter, of any kind that has hidden states, and its head; None: no method asks it."""
 
-    drafter: Any
+    drafter: Model
     head: CalibrationHead | None = None
 
 
-def bare(model: Any) -> Any:
+def bare(model: Model | Calibrated[Model]) -> Model:
     """The drafter of `model`, which may be `Calibrated`."""
     return model.drafter if isinstance(model, Calibrated) else model
 
 
-def head_of(model: Any) -> CalibrationHead | None:
+def head_of(model: object) -> CalibrationHead | None:
     """The head that `model` came with."""
     return model.head if isinstance(model, Calibrated) else None
 

@@ -15,21 +15,18 @@ from draft_models.eagle3.checkpoint import AS_DECLARED, head_shapes, holds_head,
 from draft_models.eagle3.model import Eagle3
 from draft_models.targets.model_identity import model_identity
 from draft_models.targets.open_target import OpenTarget
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target, require_layers
 from draft_models.targets.tensor_files import open_tensors
-from inference.core.drafter import Drafter, DraftModel
-from inference.core.session import TargetSession, View
+from inference.core.drafter import DraftModel
+from inference.core.session import Session, View
 from inference.core.tree import chain_parents
-from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
-from inference.drafters.shaped import Shaped, allowance_of
+from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity
+from inference.drafters.shaped import ShapedMaker
 from inference.engines.footprint import Place
 from inference.engines.graphs.fixed_shapes import WIDTHS
 from inference.engines.packing import lay_out
-from inference.settings.kinds import Maker, read_record, recorded_data, recorded_seconds
+from inference.settings.kinds import read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
-from inference.shapes.factory import make_structure
-from inference.sizing.policy import Tuning
-from outrider.streams import Streams
 
 
 class Eagle3Source:
@@ -56,10 +53,10 @@ class Eagle3Source:
         self.taps = head.reading.taps
         self.predicted = head.draft_tokens
 
-    def begin(self, session: TargetSession) -> None:
+    def begin(self, session: Session) -> None:
         tokens = session.tokens
         self.target = session
-        self.session = session.beside(self.head)  # type: ignore[arg-type]  # it asks for layers, positions and masks
+        self.session = session.layered().layers_beside(self.head)
         taps = session.tapped(range(len(tokens)))
         if len(tokens) > 1:
             self._run_pairs(tokens[1:], taps[:, :-1])
@@ -120,10 +117,10 @@ class Eagle3Source:
         self._tokens = torch.cat([self._tokens, known])
 
 
-Model = Eagle3 | Calibrated
+Model = Eagle3 | Calibrated[Eagle3]
 
 
-class Eagle3Maker(Maker):
+class Eagle3Maker(ShapedMaker):
     """The model is an `Eagle3`, one that is `Calibrated` where a method asks its calibration head.
 
     changes: of the reading that a head's config declares.
@@ -141,7 +138,7 @@ class Eagle3Maker(Maker):
     def lies_in(self, folder: str) -> bool:
         return holds_head(folder)
 
-    def identity(self, where: str | None) -> dict[str, Any]:
+    def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))
         return {"eagle3": weights, "eagle3_calibration": head_identity("eagle3", where)}
 
@@ -153,18 +150,19 @@ class Eagle3Maker(Maker):
         drafter = load_head(where, target.config, changes=self.changes, **placed)
         return drafter if asked is None else Calibrated(drafter, asked)
 
-    def prepare(self, model: Model, stack: LayerStack) -> None:
+    def prepare(self, model: Model, target: Target) -> None:
         drafter: Eagle3 = bare(model)
+        stack = require_layers(target)
         if not drafter.reading.own_embedding:
             drafter.use_embedding(stack.embed_tokens.weight)
         if not drafter.reading.own_head:
             drafter.use_head(stack.head.weight)
-        lay_out(drafter, stack)
+        lay_out(drafter, target.device)
 
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_record(where, TRAINING_FILE))
 
-    def data_of(self, where: str) -> dict[str, Any] | None:
+    def data_of(self, where: str) -> dict[str, object] | None:
         return recorded_data(read_record(where, TRAINING_FILE).get("settings"))
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
@@ -183,13 +181,8 @@ class Eagle3Maker(Maker):
         }
 
     def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
-        return Eagle3Source(bare(model))
-
-    def make(
-        self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> Drafter:
-        structure = make_structure(method, streams, drawn, head_of(model), tuning)
-        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
+        head: Eagle3 = bare(model)
+        return Eagle3Source(head)
 
 
 MAKER = Eagle3Maker()

@@ -10,18 +10,15 @@ from transformers import PreTrainedConfig
 from draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_draft_tokens, read_meta
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.open_target import OpenTarget
-from draft_models.targets.stack import LayerStack
-from inference.core.drafter import Drafter, DraftModel
-from inference.core.session import TargetSession, View
+from draft_models.targets.target import Target, require_layers
+from inference.core.drafter import DraftModel
+from inference.core.session import Session, View
 from inference.drafters.calibrated import Calibrated, head_asked, head_identity
-from inference.drafters.shaped import Shaped, allowance_of
+from inference.drafters.shaped import ShapedMaker
 from inference.engines.footprint import Place, cache_bytes, count, pass_bytes
 from inference.engines.packing import lay_out
-from inference.settings.kinds import Maker, recorded_data, recorded_seconds
+from inference.settings.kinds import recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
-from inference.shapes.factory import make_structure
-from inference.sizing.policy import Tuning
-from outrider.streams import Streams
 
 
 class EarlyExitSource:
@@ -40,8 +37,8 @@ class EarlyExitSource:
     taps: tuple[int, ...] = ()
     hidden: Tensor
 
-    def begin(self, session: TargetSession) -> None:
-        self.session = session
+    def begin(self, session: Session) -> None:
+        self.session = session = session.layered()
         self.cache = session.cache_beside(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
         self._exit(prompt, 0, wanted=0)
@@ -87,17 +84,19 @@ class EarlyExitSource:
             self.cache.keep(base, known)
 
 
-class EarlyExitMaker(Maker):
+class EarlyExitMaker(ShapedMaker):
     """The model is a `Calibrated`."""
 
-    def identity(self, where: str | None) -> dict[str, Any]:
+    def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else self.digest(where)[:16]
         return {"checkpoint": weights, "calibration": head_identity("early_exit", where)}
 
     def digest(self, where: str) -> str:
         return read_meta(where).weights_sha256
 
-    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Calibrated:
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any
+    ) -> Calibrated[EarlyExit]:
         early_exit = from_pretrained(where, target.config, target.fingerprint, **placed)
         width = target.config.hidden_size
         return Calibrated(
@@ -107,18 +106,18 @@ class EarlyExitMaker(Maker):
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_meta(where).training)
 
-    def data_of(self, where: str) -> dict[str, Any] | None:
+    def data_of(self, where: str) -> dict[str, object] | None:
         return recorded_data(read_meta(where).training)
 
-    def prepare(self, model: Calibrated, stack: LayerStack) -> None:
+    def prepare(self, model: Calibrated[EarlyExit], target: Target) -> None:
         drafter = model.drafter
-        lay_out(drafter, stack)
+        lay_out(drafter, target.device)
         if drafter.head is not None:
             return
-        drafter.use_head(stack.head)
+        drafter.use_head(require_layers(target).head)
         if drafter.draft_tokens is not None:
             rows = nn.ModuleList(drafter.shared_head)
-            lay_out(rows, stack)
+            lay_out(rows, target.device)
             drafter.shared_head = [*rows]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
@@ -133,14 +132,8 @@ class EarlyExitMaker(Maker):
         rows = 0 if meta.own_head or meta.draft_vocabulary is None else count(drafter.output_head)
         return {"early exit's weights": (count(drafter) + rows) * place.itemsize, "caches of decoding with it": caches}
 
-    def draft_model(self, model: Calibrated, method: MethodConfig) -> DraftModel:
+    def draft_model(self, model: Calibrated[EarlyExit], method: MethodConfig) -> DraftModel:
         return EarlyExitSource(model.drafter)
-
-    def make(
-        self, model: Calibrated, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> Drafter:
-        structure = make_structure(method, streams, drawn, model.head, tuning)
-        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
 
 
 MAKER = EarlyExitMaker()

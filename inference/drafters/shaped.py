@@ -9,12 +9,16 @@ from torch import Tensor
 from draft_models.targets.narrowed import spread
 from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter, DraftModel
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree
-from inference.shapes.factory import Structure, WrappedSource
+from inference.drafters.calibrated import head_of
+from inference.settings.kinds import Maker
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import Structure, WrappedSource, make_structure
 from inference.sizing.allowance import Allowance
 from inference.sizing.policy import Tuning
+from outrider.streams import Streams
 
 
 class Shaped(Drafter):
@@ -29,10 +33,10 @@ class Shaped(Drafter):
         self.split, self.taps, self.max_rows = model.split, model.taps, structure.max_rows
 
     @property
-    def totals(self) -> Mapping[str, float]:  # type: ignore[override]
+    def totals(self) -> Mapping[str, float]:
         return self.structure.totals
 
-    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
         self._session = session
         by_place = chooser.greedy and not self.structure.reads_root
         self._source = TimedModel(self.model, chooser, watch, session.vocabulary, by_place=by_place)
@@ -53,12 +57,22 @@ class Shaped(Drafter):
             self.allowance.observe(fed, len(tree), len(nodes) + 1)
 
 
+class ShapedMaker(Maker):
+    """A kind whose `draft_model` a structure shapes."""
+
+    def make(
+        self, model: object, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> Drafter:
+        structure = make_structure(method, streams, drawn, head_of(model), tuning)
+        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
+
+
 def allowance_of(tuning: Tuning | None) -> Allowance | None:
     """That of a method whose sizes follow measured costs; others draft in every round, as they were told."""
     return None if tuning is None else Allowance(tuning.costs)
 
 
-def rows_known(model: DraftModel, session: TargetSession, tree: DraftTree, nodes: Sequence[int]) -> list[int]:
+def rows_known(model: DraftModel, session: Session, tree: DraftTree, nodes: Sequence[int]) -> list[int]:
     """The rows of the root and of `nodes` of `tree` as `DraftModel.commit` takes them."""
     if model.split or model.taps:
         return session.path(nodes)

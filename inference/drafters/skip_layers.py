@@ -8,15 +8,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from inference.core.drafter import Drafter, DraftModel
-from inference.core.session import TargetSession, View
-from inference.drafters.shaped import Shaped, allowance_of
-from inference.settings.kinds import Maker
+from inference.core.drafter import DraftModel
+from inference.core.session import Session, View
+from inference.drafters.shaped import ShapedMaker
 from inference.settings.method import MethodConfig
-from inference.shapes.factory import make_structure
-from inference.sizing.policy import Tuning
 from outrider.errors import UserError, require
-from outrider.streams import Streams
 
 
 class SkipLayersSource:
@@ -35,8 +31,8 @@ class SkipLayersSource:
     def __init__(self, skip: Sequence[int] | None):
         self.skip = skip
 
-    def begin(self, session: TargetSession) -> None:
-        self.session = session
+    def begin(self, session: Session) -> None:
+        self.session = session = session.layered()
         count = len(session.stack.layers)
         skipped = skipped_layers(self.skip, count)
         self._kept = [layer for layer in range(count) if layer not in skipped]
@@ -80,7 +76,7 @@ def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
     return sorted(skip)
 
 
-class SkipLayersMaker(Maker):
+class SkipLayersMaker(ShapedMaker):
     """There is no model but the target."""
 
     def require_fits(self, method: MethodConfig, layers: int) -> None:
@@ -88,12 +84,6 @@ class SkipLayersMaker(Maker):
 
     def draft_model(self, model: None, method: MethodConfig) -> DraftModel:
         return SkipLayersSource(method.skip)
-
-    def make(
-        self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> Drafter:
-        structure = make_structure(method, streams, drawn, None, tuning)
-        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
 
 
 MAKER = SkipLayersMaker()

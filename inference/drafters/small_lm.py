@@ -14,33 +14,27 @@ from draft_models.draft_vocabulary import read_own_tokens
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm.model import TRAINING_FILE, SmallLM, load_small_lm
 from draft_models.targets.architectures import position_limit, read_config
-from draft_models.targets.attention import Band
 from draft_models.targets.model_identity import model_identity
 from draft_models.targets.narrowed import is_narrowed
 from draft_models.targets.open_target import OpenTarget
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from draft_models.targets.tensor_files import open_tensors
-from draft_models.targets.whole_model import PlainLM, RowCache
-from inference.core.drafter import Drafter, DraftModel
-from inference.core.rows import Rows, unpack
-from inference.core.session import TargetSession
+from inference.core.drafter import DraftModel
+from inference.core.session import Session
 from inference.core.tree import chain_parents
-from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity, head_of
-from inference.drafters.shaped import Shaped, allowance_of
+from inference.drafters.calibrated import Calibrated, head_asked, head_identity
+from inference.drafters.shaped import ShapedMaker
 from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.engines.packing import lay_out
-from inference.settings.kinds import Maker, read_record, recorded_data, recorded_seconds
+from inference.settings.kinds import read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
-from inference.shapes.factory import make_structure
-from inference.sizing.policy import Tuning
 from outrider.errors import UserError
-from outrider.streams import Streams
 
 
 class SmallLMSource:
     """A small LM that shares nothing with the target but the vocabulary.
 
-    It runs as a session of its own, over all its layers or by its own forward. A row that was verified without having
+    It runs in a session of its own, beside the target's. A row that was verified without having
     been extended is unknown to it. Its token waits in `_pending` and goes in with the next extension, in front of the
     root. Logits of all tokens are cut or padded with −∞ to the target's vocabulary size.
     """
@@ -49,12 +43,11 @@ class SmallLMSource:
     taps: tuple[int, ...] = ()
     hidden: Tensor
 
-    def __init__(self, lm: SmallLM):
+    def __init__(self, lm: Target):
         self.lm = lm
-        own = None if isinstance(lm, PlainLM) else lm.own_tokens
-        self.predicted = None if own is None else own.tokens
+        self.predicted = lm.predicted
 
-    def begin(self, session: TargetSession) -> None:
+    def begin(self, session: Session) -> None:
         """Raises `UserError` where the text may grow beyond the positions that the model has learned."""
         limit = position_limit(self.lm.config)
         if limit is not None and session.context > limit:
@@ -65,13 +58,9 @@ class SmallLMSource:
         self.target = session
         self.vocabulary = session.vocabulary
         prompt = session.tokens.to(self.lm.device)
-        self.session: TargetSession | PlainSession
-        if isinstance(self.lm, PlainLM):
-            self.session = PlainSession(self.lm, prompt, session.capacity)
-        else:
-            self.session = session.beside(self.lm)
-            self.session.feed(prompt, chain_parents(0, len(prompt)))
-            self.session.commit(range(len(prompt)))
+        self.session = session.beside(self.lm)
+        self.session.feed(prompt, chain_parents(0, len(prompt)))
+        self.session.commit(range(len(prompt)))
         self._pending = prompt[:0]
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -102,42 +91,6 @@ class SmallLMSource:
             self._pending = torch.cat([self._pending, unknown])
 
 
-class PlainSession:
-    """What `SmallLMSource` needs of a `TargetSession`, over a model that is run by its own forward."""
-
-    def __init__(self, lm: PlainLM, prompt: Tensor, capacity: int):
-        self.lm = lm
-        self.cache = RowCache(capacity)
-        self.base = len(prompt)
-        self._round = Rows()
-        places = torch.arange(len(prompt), device=lm.device)
-        for start in range(0, len(prompt), Band.BLOCK):  # a mask of all of a long text would be its square
-            part, seen = slice(start, start + Band.BLOCK), places[: start + Band.BLOCK]
-            lm.rows(prompt[part], places[part], seen <= places[part, None], self.cache, last_only=True)
-
-    @property
-    def rows(self) -> int:
-        """Rows of this round that have been fed."""
-        return len(self._round)
-
-    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        """Add rows as `TargetSession.extend` does, with the same results."""
-        start, device = self.rows, self.lm.device
-        self._round.add(parents)
-        lineages, depths = self._round.lineages[start:], self._round.depths[start:]
-        closure = torch.from_numpy(unpack(lineages, self.rows)).to(device)
-        visible = torch.cat([closure.new_ones(len(parents), self.base), closure], dim=1)
-        positions = self.base + torch.tensor(depths, device=device)
-        hidden, logits = self.lm.rows(tokens, positions, visible, self.cache)
-        return hidden, logits[-wanted:]
-
-    def commit(self, rows: Sequence[int]) -> None:
-        """End the round: keep `rows`, an ascending path from row 0, and drop the others."""
-        self.cache.keep(self.base, rows)
-        self.base += len(rows)
-        self._round = Rows()
-
-
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     """logits [n, V'] with the vocabulary axis cut to `size`, or padded to it with −∞."""
     if logits.shape[-1] >= size:
@@ -145,16 +98,21 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
 
 
-Model = SmallLM | Calibrated
+Model = SmallLM | Calibrated[SmallLM]
 
 
-class SmallLMMaker(Maker):
+def small_lm_of(model: Model) -> SmallLM:
+    """The LM itself."""
+    return model.drafter if isinstance(model, Calibrated) else model
+
+
+class SmallLMMaker(ShapedMaker):
     """The model is a `SmallLM`, one that is `Calibrated` where a method asks its head."""
 
     def lies_in(self, folder: str) -> bool:
         return not holds_head(folder)  # whose config may name a causal LM
 
-    def identity(self, where: str | None) -> dict[str, Any]:
+    def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))
         return {"small_lm": weights, "small_lm_calibration": head_identity("small_lm", where)}
 
@@ -169,18 +127,17 @@ class SmallLMMaker(Maker):
     def trained_seconds(self, where: str) -> float | None:
         return recorded_seconds(read_record(where, TRAINING_FILE))
 
-    def data_of(self, where: str) -> dict[str, Any] | None:
+    def data_of(self, where: str) -> dict[str, object] | None:
         return recorded_data(read_record(where, TRAINING_FILE).get("settings"))
 
-    def prepare(self, model: Model, stack: LayerStack) -> None:
-        lay_out(bare(model), stack)
+    def prepare(self, model: Model, target: Target) -> None:
+        lay_out(small_lm_of(model), target.device)
 
     def context(self, model: Model) -> int | None:
-        return position_limit(bare(model).config)
+        return position_limit(small_lm_of(model).config)
 
-    def stacks(self, model: Model) -> list[LayerStack]:
-        small = bare(model)
-        return [small] if isinstance(small, LayerStack) else []
+    def own_models(self, model: Model) -> list[Target]:
+        return [small_lm_of(model)]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         own = read_own_tokens(where, None, read_config(where, role="small_lm"))
@@ -194,13 +151,7 @@ class SmallLMMaker(Maker):
         return {"small LM's weights": weight_bytes(config, place), "its caches": caches}
 
     def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
-        return SmallLMSource(bare(model))
-
-    def make(
-        self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
-    ) -> Drafter:
-        structure = make_structure(method, streams, drawn, head_of(model), tuning)
-        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
+        return SmallLMSource(small_lm_of(model))
 
 
 MAKER = SmallLMMaker()

@@ -1,6 +1,7 @@
 """Decoder layers for inference, in fewer and larger products."""
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from draft_models.targets.attention import grouped_attention, triton_kernels
-from draft_models.targets.int8 import Int8Linear
-from draft_models.targets.stack import LayerCache, LayerStack
+from draft_models.targets.int8 import Int8Linear, Linear
+from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import LayerCache
 from inference.core.cache import KVCache
 from inference.engines.cpu.at_once import LayersAtOnce
 
@@ -94,7 +96,7 @@ class FusedLayer(nn.Module):
         self.bind()
 
     @property
-    def products(self) -> list[Any]:
+    def products(self) -> list[Linear]:
         """Its linear layers."""
         return [self.qkv, self.out, self.up, self.down]
 
@@ -150,8 +152,9 @@ class FusedLayer(nn.Module):
         return hidden + down(inner)
 
     def _in_few_launches(
-        self, kernels: Any, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None, cache: KVCache
-    ) -> Tensor:
+        self, kernels: ModuleType, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None,
+        cache: KVCache,
+    ) -> Tensor:  # fmt: skip
         """`forward` of a pass of fixed shape on a GPU, by `draft_models.targets.triton_kernels`."""
         assert cache.fixed is not None
         queries, (slots, seen) = hidden.shape[1], cache.fixed
@@ -177,9 +180,10 @@ class FusedLayer(nn.Module):
         return heads * cos + torch.roll(heads, self.head_dim // 2, -1) * sin
 
 
-def join(linears: Sequence[Any]) -> nn.Module:
+def join(linears: Sequence[Linear]) -> Linear:
     """The outputs of `linears`, all of one kind, by one layer; each of them goes on as a view of its part of it."""
-    return _join_int8(linears) if isinstance(linears[0], Int8Linear) else _join_floats(linears)
+    coded = [linear for linear in linears if isinstance(linear, Int8Linear)]
+    return _join_int8(coded) if coded else _join_floats([one for one in linears if isinstance(one, nn.Linear)])
 
 
 def _join_int8(linears: Sequence[Int8Linear]) -> Int8Linear:
@@ -190,7 +194,7 @@ def _join_int8(linears: Sequence[Int8Linear]) -> Int8Linear:
     return Int8Linear(codes, scale, _joined_bias(linears, scale))
 
 
-def _joined_bias(linears: Sequence[Any], like: Tensor) -> Tensor | None:
+def _joined_bias(linears: Sequence[Linear], like: Tensor) -> Tensor | None:
     """The biases side by side, zeros for a layer without; None where none has one. like: of their dtype and device."""
     if all(linear.bias is None for linear in linears):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draft_models.targets.int8 import Int8Linear, scaled
+from draft_models.targets.int8 import Int8Linear, Linear, scaled
 from draft_models.targets.stack import LayerStack
 from inference.engines.blocked import PackedLinear, can_pack
 from inference.engines.cpu.at_once import COLD, ONE_BY_ONE, REPEATS, PanelLinear, fits_panels
@@ -155,8 +155,8 @@ def fastest_layout(
 # --------------------------------------------------------------------------------------------------- models
 
 
-def lay_out(model: nn.Module, like: LayerStack) -> None:
-    """Make `model` ready to decode where `like`, the target, is: its layers fused.
+def lay_out(model: nn.Module, device: torch.device) -> None:
+    """Make `model`, which is on `device`, ready to decode: its layers fused.
 
     On a CPU they run at once, and weights are packed, where that is faster, or recorded (see `engines.cpu.recorded`).
     """
@@ -164,12 +164,12 @@ def lay_out(model: nn.Module, like: LayerStack) -> None:
     if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
         model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last one is never proposed
     together = run_at_once(model)
-    if like.device.type != "cpu":
+    if device.type != "cpu":
         return
     of_layers = {id(linear) for _, layers in together for layer in layers for linear in layer.products}
 
-    def layout(linears: Sequence[Any]) -> str:
-        return chosen_layout(linears, like.device, panels=id(linears[0]) not in of_layers)
+    def layout(linears: Sequence[Linear]) -> str:
+        return chosen_layout(linears, device, panels=id(linears[0]) not in of_layers)
 
     pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
     _bind(model)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from inference.core.drafter import Drafter
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
@@ -34,12 +34,12 @@ def new_drafter(
     return maker.make(model, method, streams, drawn=drawn, tuning=tuning)
 
 
-def prepare(stack: LayerStack, drafters: Drafters) -> None:
+def prepare(target: Target, drafters: Drafters) -> None:
     """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
     from inference.engines.packing import lay_out  # the engines: loaded once something decodes
 
     with Stage("laying out weights, compiling what is new"):
-        if isinstance(stack, LayerStack):  # else it runs as it is
-            lay_out(stack, stack)
+        if target.layered is not None:  # else it runs as it is
+            lay_out(target.layered, target.device)
         for name, model in drafters.items():
-            KINDS[name].load_maker().prepare(model, stack)
+            KINDS[name].load_maker().prepare(model, target)

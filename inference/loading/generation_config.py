@@ -50,7 +50,7 @@ class Inherited:
 
     config: GenerationConfig
     taken: Mapping[str, Any]
-    ignored: Mapping[str, Any]
+    ignored: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,22 @@ class _Text:
         return str(self.prompt.device)
 
 
-def _min_length(length: Any, text: _Text) -> LogitsProcessor | None:
+def _min_length(length: int, text: _Text) -> LogitsProcessor | None:
     return None if text.eos is None else MinLengthLogitsProcessor(length, text.eos, text.device)
 
 
-def _min_new_tokens(count: Any, text: _Text) -> LogitsProcessor | None:
+def _min_new_tokens(count: int, text: _Text) -> LogitsProcessor | None:
     before = text.prompt.shape[1]
     return None if text.eos is None else MinNewTokensLengthLogitsProcessor(before, count, text.eos, text.device)
 
 
-def _exponential_decay(value: Any, text: _Text) -> LogitsProcessor:
+def _exponential_decay(value: tuple[int, float], text: _Text) -> LogitsProcessor:
     if text.eos is None:
         raise ValueError("there is no end token that it could favour")
     return ExponentialDecayLengthPenalty(value, text.eos, text.prompt.shape[1])
 
 
-def _suppress_at_begin(tokens: Any, text: _Text) -> LogitsProcessor:
+def _suppress_at_begin(tokens: list[int], text: _Text) -> LogitsProcessor:
     length = text.prompt.shape[1]
     begin = length if length > 1 or not text.forced_bos else length + 1
     return SuppressTokensAtBeginLogitsProcessor(tokens, begin, device=text.device)
@@ -109,7 +109,7 @@ _ACTING: dict[str, tuple[Any, Callable[[Any, _Text], LogitsProcessor | None]]] =
     "renormalize_logits": (False, lambda *_: LogitNormalization()),
 }
 # What the evaluation's own settings replace, and what says how fast and in which form a text comes out, not which.
-_REPLACED: dict[str, Any] = {
+_REPLACED: dict[str, object] = {
     **dict.fromkeys(
         ("max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
          "eta_cutoff", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory",
@@ -206,7 +206,7 @@ def acting(config: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None and value != _ACTING[name][0]}
 
 
-def other_ways(config: GenerationConfig) -> dict[str, Any]:
+def other_ways(config: GenerationConfig) -> dict[str, object]:
     """The fields that make `generate` decode in another way than by the best next token, or in one not known here.
 
     What transformers itself has no such field for does nothing in `generate`, whatever it says.
@@ -245,7 +245,7 @@ def generate_settings(
     return settings
 
 
-def generate_options(sampling: SamplingConfig) -> dict[str, Any]:
+def generate_options(sampling: SamplingConfig) -> dict[str, object]:
     """`sampling` as transformers' GenerationConfig names it; no repetition penalty where that is the target's."""
     given = sampling.repetition_penalty
     penalty = {} if given is None else {"repetition_penalty": float(given)}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data_prep.text.prompts import Prompt
@@ -22,7 +23,7 @@ from draft_models.targets.int8 import quantise
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
 from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from draft_models.targets.whole_model import PlainLM
 from inference.core.runtime import Runtime
 from inference.core.stop_strings import StopStrings
@@ -93,7 +94,7 @@ class Models:
     """
 
     plain: PreTrainedModel
-    stack: LayerStack
+    stack: Target
     drafters: Drafters
     runtime: Runtime
     products: dict[str, str] = field(default_factory=dict)
@@ -181,14 +182,14 @@ def context_length(subject: Subject, drafters: Drafters) -> int:
     return min([context_limit(subject.config), *(limit for limit in limits if limit)])
 
 
-def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> dict[str, object]:
     """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
     the code that measures: results of two versions of it do not mix."""
     asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
     target = {
         key: value for key, value in asdict(subject.target.fingerprint).items() if key not in ("target", "revision")
     }
-    drafters: dict[str, Any] = {}
+    drafters: dict[str, object] = {}
     for kind in KINDS.values():
         drafters |= kind.load_maker().identity(config.where(kind))
     return {
@@ -251,7 +252,7 @@ def load_stack(
     *,
     by_layers: bool,
     int8: bool = False,
-) -> LayerStack:
+) -> Target:
     """The target as this runtime runs it: layer by layer, or without `by_layers` by its own forward if need be.
 
     plain: the target as transformers runs it, where that is loaded. int8: it is the int8 model, which computes in
@@ -268,13 +269,13 @@ def load_stack(
         if by_layers:
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
-    stack: Any = PlainLM(plain or load_plain(target, dtype, device, int8=int8))
+    whole = PlainLM(plain or load_plain(target, dtype, device, int8=int8))
     try:
         require_all_kept(target.config)
-        prove_rows(stack if dtype == torch.float32 else PlainLM(load_plain(target, torch.float32, device)))
+        prove_rows(whole if dtype == torch.float32 else PlainLM(load_plain(target, torch.float32, device)))
     except UserError as error:
         raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
-    return stack
+    return whole
 
 
 def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> PreTrainedModel:
@@ -289,4 +290,4 @@ def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, 
     model.requires_grad_(False).eval()
     if int8:
         quantise(model, dtype, f"target={target.source}")
-    return model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
+    return nn.Module.to(model, device)

@@ -1,7 +1,6 @@
 """By what chat prompts are rendered: as the drafters' training rendered conversations, unless it is said otherwise."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +23,7 @@ def trained_templates(config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
     return {name: templates for name, templates in found.items() if templates}
 
 
-def templates_of(data: Mapping[str, Any] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[ChatTemplate]:
+def templates_of(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[ChatTemplate]:
     """By what conversations were rendered in a training with the recorded settings `data`; empty where there is no
     telling, or there cannot have been any.
 

@@ -3,14 +3,14 @@
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from draft_models.targets.attention import stock_attention
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, cut, speculative, until
 from inference.core.generation import Generation, collect
@@ -30,7 +30,7 @@ from outrider.streams import Streams
 
 
 def make_arms(
-    stack: LayerStack,
+    stack: Target,
     drafters: Drafters,
     methods: Mapping[str, MethodConfig],
     plain: PreTrainedModel | None,
@@ -57,9 +57,9 @@ def make_arms(
 
     Of the streams that an arm is given it takes those within its name, one for each use.
     """
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": eos}
-    ours: dict[str, Any] = {**options, "runtime": runtime, "clock": clock}
-    settings = generate_settings(generation, sampling, **options)
+    plainly = partial(autoregressive, stack, max_new_tokens=max_new_tokens, eos=eos, runtime=runtime, clock=clock)
+    drafted = partial(speculative, stack, max_new_tokens=max_new_tokens, eos=eos, runtime=runtime, clock=clock)
+    settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos)
     ends = None
     if stops:
         assert tokenizer is not None
@@ -78,7 +78,7 @@ def make_arms(
 
     def autoregress(prompt: Sequence[int], streams: Streams) -> Generation:
         chooser = choose_by(streams.within(AUTOREGRESSIVE), prompt)
-        return run(autoregressive(stack, prompt, chooser=chooser, **ours), prompt)
+        return run(plainly(prompt, chooser=chooser), prompt)
 
     def drafting(name: str, method: MethodConfig) -> Arm:
         tuning = tunings.get(name) if tunings else None
@@ -87,7 +87,7 @@ def make_arms(
             own = streams.within(name)
             drafter = new_drafter(method, drafters, own, sampled, tuning)
             chooser = choose_by(own, prompt, naive=method.verify == "naive")
-            decoded = run(speculative(stack, drafter, prompt, chooser=chooser, **ours), prompt)
+            decoded = run(drafted(drafter, prompt, chooser=chooser), prompt)
             return replace(decoded, totals=dict(drafter.totals))
 
         return draft
@@ -104,7 +104,8 @@ def make_arms(
             seed=streams.number(TRANSFORMERS, "sample", bits=64),
             stops=stops,
             tokenizer=tokenizer,
-            **options,
+            max_new_tokens=max_new_tokens,
+            eos=eos,
         )
     return arms
 
@@ -158,14 +159,14 @@ def transformers_generate(
     ids = torch.tensor([prompt], device=model.device)
     settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos, stops=stops)
     model.generation_config = settings
-    ends: dict[str, Any] = {"tokenizer": tokenizer} if stops else {}
     first = _FirstToken()
     with stock_attention(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         started = time.perf_counter()
         out = model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first, **ends
-        )
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first,
+            tokenizer=tokenizer if stops else None,
+        )  # fmt: skip
         ended = time.perf_counter()
     tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
     return Generation(tokens, first.at - started, ended - first.at)

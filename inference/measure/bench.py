@@ -5,13 +5,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
-from draft_models.targets.stack import LayerStack
 from inference.core.runtime import KernelChoice
 from inference.core.stopwatch import Clock, synchronized_clock
 from inference.loading.subject import Models, Subject, context_length
@@ -87,15 +87,14 @@ def prepare_methods(
 ) -> Prepared:
     """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
-    others = [KINDS[name].load_maker().stacks(model) for name, model in models.drafters.items()]
-    stacks = [stack, *itertools.chain.from_iterable(others)]
-    runnable = [each for each in stacks if isinstance(each, LayerStack)]
-    kernels = models.runtime.choose_kernels(runnable, positions)
+    others = [KINDS[name].load_maker().own_models(model) for name, model in models.drafters.items()]
+    kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(others)], positions)
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
-    options: dict[str, Any] = {"sampling": config.sampling, "seed": config.seed, "runtime": models.runtime}
-    options |= {"generation": subject.inherited.config, "eos": subject.eos}
-    tuned = tune(config.methods, stack, models.drafters, prompt, clock=clock, **options)
+    tuned = tune(
+        config.methods, stack, models.drafters, prompt, sampling=config.sampling, seed=config.seed, clock=clock,
+        runtime=models.runtime, generation=subject.inherited.config, eos=subject.eos,
+    )  # fmt: skip
     return Prepared(*tuned, kernels, products=models.products)
 
 
@@ -128,17 +127,18 @@ def make_bench(
     prompts: int,
 ) -> Bench:
     """The arms of `config`, which have continued `prompt` by a few tokens; `prompts`: how many there are in all."""
-    options: dict[str, Any] = {"sampling": config.sampling, "generation": subject.inherited.config, "eos": subject.eos}
-    options |= {"stops": subject.stops, "tokenizer": subject.tokenizer}
-    options |= {"runtime": models.runtime, "tunings": prepared.tunings}
-    ours = (models.stack, models.drafters, prepared.methods)
+    make = partial(
+        make_arms, models.stack, models.drafters, prepared.methods, sampling=config.sampling, eos=subject.eos,
+        generation=subject.inherited.config, stops=subject.stops, tokenizer=subject.tokenizer, runtime=models.runtime,
+        tunings=prepared.tunings,
+    )  # fmt: skip
     reference = models.plain if config.compare_transformers else None
 
     def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        return make_arms(*ours, reference, max_new_tokens=new_tokens, clock=clock, **options)
+        return make(reference, max_new_tokens=new_tokens, clock=clock)
 
     def arms_with(choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(*ours, None, max_new_tokens=config.max_new_tokens, choosing=choosing, **options)
+        return make(None, max_new_tokens=config.max_new_tokens, choosing=choosing)
 
     warm_ups = list(arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values())
     for warm_up in counted(warm_ups, "warming up, compiling what is new", "methods"):

@@ -9,7 +9,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -59,7 +58,9 @@ def load_average() -> float | None:
         return None
 
 
-def machine_load(shares: Iterable[float | None], loads: Iterable[float | None], cores: int) -> dict[str, Any]:
+def machine_load(
+    shares: Iterable[float | None], loads: Iterable[float | None], cores: int
+) -> dict[str, float | str | None]:
     """{"cpu_share", "load_average", "busy"} of what was noted prompt by prompt: medians, and what was wrong in words.
 
     None stands for what was not noted, and for a machine that was not busy. cores: of the machine.

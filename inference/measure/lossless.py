@@ -37,7 +37,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from draft_models.targets.attention import stock_attention
 from inference.core.acceptance import Chooser
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.tree import ROOT, DraftTree
 
 HALF = (torch.bfloat16, torch.float16)
@@ -194,7 +194,7 @@ def _forward(
     cache: Any = DynamicCache()  # without a config it keeps all positions of sliding layers too
     logits: list[Tensor] = []
     for piece in ids.split(length or ids.shape[1], dim=1):
-        out: Any = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=min(rows, piece.shape[1]))
+        out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=min(rows, piece.shape[1]))
         logits.append(out.logits[0])
     return torch.cat(logits)[-rows:], tuple(state for layer in cache.layers for state in (layer.keys, layer.values))
 
@@ -208,8 +208,8 @@ def precise(model: PreTrainedModel) -> Iterator[None]:
     dtype = torch.float32 if model.dtype in HALF else torch.float64
     changed = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
 
-    def run_upcast(module: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+    def run_upcast(module: nn.Module) -> Callable[..., object]:
+        def forward(*args: object, **kwargs: Any) -> object:
             weights = {name: weight.to(dtype) for name, weight in module.named_parameters(recurse=False)}
             module.__dict__.pop("forward")  # the module's own one again, for this call
             try:
@@ -263,7 +263,7 @@ class Forced(Chooser):
         self._errors: list[Tensor] = []
         self._choices: list[Tensor] = []
 
-    def begin(self, session: TargetSession, prompt: Sequence[int]) -> None:
+    def begin(self, session: Session, prompt: Sequence[int]) -> None:
         super().begin(session, prompt)
         self._session = session
 
@@ -293,8 +293,7 @@ class Forced(Chooser):
     def deviation(self, own_text: Sequence[int]) -> Deviation:
         """What the run came to, now that it is over. own_text: what the arm decoded by itself."""
         reference = self._reference
-        layers = [*self._session.first.content(), *self._session.rest.content()]
-        states = [state for layer in layers for state in layer]
+        states = [state for layer in self._session.content() for state in layer]
         off = _state_errors(states, reference.states), torch.cat(self._errors)[None]
         ratios, logit_ratios = _ratios(off, (reference.states_noise, reference.logits_noise))
         before = len(reference.prompt) - 1  # the position whose logits the text's first token is taken from

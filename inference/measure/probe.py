@@ -5,14 +5,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 from transformers import GenerationConfig
 
 from draft_models.targets.anatomy import context_limit
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
@@ -70,7 +69,7 @@ def probes(method: MethodConfig) -> list[MethodConfig]:
 
 def tune(
     methods: Mapping[str, MethodConfig],
-    stack: LayerStack,
+    stack: Target,
     drafters: Drafters,
     prompt: Sequence[int],
     *,
@@ -94,10 +93,11 @@ def tune(
         if not (method.adapts or lacks_delta):
             continue
         streams = Streams(seed).within(name, "tune")
-        options: dict[str, Any] = {"sampling": sampling, "generation": generation, "eos": eos}
-        options |= {"runtime": runtime, "clock": clock}
         with Stage(f"measuring the sizes of {name}"):
-            tuning = measure(method, stack, drafters, prompt, streams, **options)
+            tuning = measure(
+                method, stack, drafters, prompt, streams, sampling=sampling, generation=generation, eos=eos,
+                runtime=runtime, clock=clock,
+            )  # fmt: skip
         if method.adapts:
             tunings[name] = tuning
         if lacks_delta:
@@ -108,7 +108,7 @@ def tune(
 
 def measure(
     method: MethodConfig,
-    stack: LayerStack,
+    stack: Target,
     drafters: Drafters,
     prompt: Sequence[int],
     streams: Streams,

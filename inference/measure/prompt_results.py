@@ -47,7 +47,7 @@ class Measured:
     load: float | None = None
 
 
-def open_run(folder: Path, settings: Mapping[str, Any], resume: bool, config: Settings | None = None) -> Any:
+def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config: Settings | None = None) -> Any:
     """What was prepared (see `begin_run`) by the run that is to be continued in `folder`; None where there is none.
 
     config: the run's own, for options that are newer than the run (see `check_identity`).
@@ -68,7 +68,7 @@ def open_run(folder: Path, settings: Mapping[str, Any], resume: bool, config: Se
     return run["prepared"]
 
 
-def begin_run(folder: Path, settings: Mapping[str, Any], prepared: Any) -> None:
+def begin_run(folder: Path, settings: Mapping[str, object], prepared: object) -> None:
     """Say what decides the results to come. `prepared`: JSON-able; measured once, so that all prompts share it."""
     write_json(folder / RUN_FILE, sealed({"settings": settings, "prepared": prepared}))
 

@@ -30,9 +30,9 @@ from inference.core.acceptance import Chooser
 from inference.core.decode import cut, decode_rounds
 from inference.core.drafter import Drafter
 from inference.core.generation import Generation, collect
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.stopwatch import Clock, Round
-from inference.core.tree import DraftTree, depths
+from inference.core.tree import DraftTree
 from inference.core.verify import verify_greedy
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.subject import finish, load_drafters
@@ -72,43 +72,51 @@ class Recording:
     answer: tuple[int, ...]
 
 
-class RecordedSession:
-    """As much of a `TargetSession` as the loop, and drafters that share nothing with the target, see of it.
+class RecordedSession(Session):
+    """A recording in the place of a target, for drafters that share nothing with it.
 
-    What it gives in the place of logits are the recorded choices themselves: the token [n + 1] that the target says
-    after the root and after each node, right for the nodes that the recording goes through. After its end the recording
-    says its last token again.
+    What it gives in the place of logits are the recorded choices themselves: the token [n] that the target says after
+    each row, right for the rows that the recording goes through. After its end the recording says its last token again.
     """
 
-    def __init__(self, prompt: Sequence[int], recorded: Sequence[int]):
-        self.tokens = torch.tensor(prompt)
+    device, dtype = torch.device("cpu"), torch.int64
+
+    def __init__(self, prompt: Sequence[int], recorded: Sequence[int], vocabulary: int | None = None):
         self.base = 0
-        self.vocabulary = 1 + max(recorded)
+        self._vocabulary = vocabulary or 1 + max(recorded)
+        self.target_hidden = torch.empty(1, 0)  # there are none
+        self.capacity = self.context = len(prompt) + len(recorded)
         self._start, self._recorded = len(prompt), recorded
+        self.start_round()
 
-    def prefill(self, prompt: Sequence[int]) -> Tensor:
-        """The first recorded token [1]."""
-        return torch.tensor(self._recorded[:1])
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
 
-    def run_tree(self, root: Tensor, tree: DraftTree) -> Tensor:
-        """The recorded choices after the root and after each node."""
-        done = self.base + 1 - self._start  # of the recording, the root included
+    def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """Note rows."""
+        self.round.add(parents)
+        self.fed.append(tokens)
+        return tokens[None]
+
+    def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
+        """The recorded choices after `rows`, or after the last of them."""
+        self.finished = range(self.rows) if rows is None else rows
+        done = self.base + 1 - self._start  # of the recording, row 0 included
         last = len(self._recorded) - 1
-        return torch.tensor([self._recorded[min(done + depth, last)] for depth in depths(tree.parents)])
-
-    def path(self, nodes: Sequence[int]) -> list[int]:
-        """See `TargetSession.path`."""
-        return [0, *nodes]
+        asked = self.finished[-1:] if last_only else self.finished
+        return torch.tensor([self._recorded[min(done + self.round.depths[row], last)] for row in asked])
 
     def commit(self, rows: Sequence[int]) -> None:
-        """See `TargetSession.commit`."""
+        """See `Session.commit`."""
         self.base += len(rows)
+        self.start_round()
 
 
 class RecordedChooser(Chooser):
     """Chooses what was recorded: of a `RecordedSession`, what stands for logits is the choice."""
 
-    def begin(self, session: TargetSession, prompt: Sequence[int]) -> None:
+    def begin(self, session: Session, prompt: Sequence[int]) -> None:
         """There is no device."""
 
     def next_token(self, logits: Tensor) -> Tensor:
@@ -135,7 +143,7 @@ def replay(
     """
     if not answer:
         raise UserError("empty recorded answer: expected the target's tokens, the end token included")
-    session: Any = RecordedSession(prompt, cut(answer, eos, max_new_tokens))
+    session = RecordedSession(prompt, cut(answer, eos, max_new_tokens))
     return decode_rounds(session, drafter, RecordedChooser(), prompt, max_new_tokens, eos, clock)
 
 

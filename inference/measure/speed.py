@@ -5,12 +5,21 @@ are measured like everything else, so that they can be checked.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from inference.core.generation import Generation
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.statistics import bootstrap_median
 from outrider.streams import Streams
+
+
+class Speedup(TypedDict):
+    """The median of a ratio, its interval, and over how many prompts; None where there is nothing to take it of."""
+
+    median: float | None
+    ci95: Sequence[float] | None
+    prompts: int
+    vs_transformers_generate: NotRequired["Speedup"]
 
 
 def decoding(generation: Generation) -> float:
@@ -39,7 +48,7 @@ def speedup(
     baseline: str,
     streams: Streams,
     seconds: Callable[[Generation], float] = decoding,
-) -> dict[str, Any]:
+) -> Speedup:
     """Median and interval of the baseline's `seconds` over the arm's, over prompts for which both decoded tokens."""
     both = timed(results, arm, baseline)
     names = (arm, baseline, seconds.__name__)
@@ -48,7 +57,7 @@ def speedup(
 
 def speedups_over_baselines(
     results: Sequence[PromptResult], arm: str, streams: Streams, seconds: Callable[[Generation], float] = decoding
-) -> dict[str, Any]:
+) -> Speedup:
     """`speedup` over plain decoding and, if it was run, over transformers' `generate`."""
     found = speedup(results, arm, AUTOREGRESSIVE, streams, seconds)
     if TRANSFORMERS in results[0].generations:
@@ -56,7 +65,7 @@ def speedups_over_baselines(
     return found
 
 
-def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> dict[str, Any] | None:
+def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams) -> Speedup | None:
     """Median and interval of the seconds before an arm's first token; None for an arm that was not run."""
     if arm not in results[0].generations:
         return None
@@ -115,7 +124,7 @@ def break_even(results: Sequence[PromptResult], method: str) -> float | None:
     return (spent / step - len(rounds)) / drafted
 
 
-def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, dict[str, Any]]:
+def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, dict[str, object]]:
     """The speed by prompt length, in groups of up to 64, 65 to 128, 129 to 256, … tokens.
 
     tokens_per_second: of decoding alone; whole_answers: including the prefill's time and token; both by arm.
@@ -153,7 +162,7 @@ def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Gen
     return seconds(result.generations[baseline]) / seconds(result.generations[arm])
 
 
-def _median(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> dict[str, Any]:
+def _median(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> Speedup:
     """The median of `values`, one per result, and its interval, resampled by conversation."""
     if not values:
         return {"median": None, "ci95": None, "prompts": 0}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from draft_models.eagle3.changes import ReadingChanges
     from draft_models.targets.open_target import OpenTarget
-    from draft_models.targets.stack import LayerStack
+    from draft_models.targets.target import Target
     from inference.core.drafter import Drafter, DraftModel
     from inference.engines.footprint import Place
     from inference.settings.method import MethodConfig
@@ -37,7 +37,7 @@ class Maker(ABC):
         """
         return True
 
-    def identity(self, where: str | None) -> dict[str, Any]:
+    def identity(self, where: str | None) -> dict[str, object]:
         """What of the model in `where` decides results, JSON-able, with the same keys where there is none."""
         return {}
 
@@ -57,8 +57,8 @@ class Maker(ABC):
         """Whether the model in `where` was written by others, in words that may be read wrongly."""
         return False
 
-    def prepare(self, model: Any, stack: "LayerStack") -> None:
-        """Make the model ready to decode beside the target `stack`."""
+    def prepare(self, model: Any, target: "Target") -> None:
+        """Make the model ready to decode beside `target`."""
         return
 
     def context(self, model: Any) -> int | None:
@@ -73,8 +73,8 @@ class Maker(ABC):
         """Nobody decodes by `method` any more: leave to other processes what was opened for it. Raises `UserError`."""
         return
 
-    def stacks(self, model: Any) -> "list[LayerStack]":
-        """The stacks that it runs in sessions of their own."""
+    def own_models(self, model: Any) -> "list[Target]":
+        """The causal LMs that it runs in sessions of their own."""
         return []
 
     def known_tokens(self, where: str) -> "Sequence[int] | None":
@@ -85,7 +85,7 @@ class Maker(ABC):
         """How long the model in `where` trained; None where it does not say."""
         return None
 
-    def data_of(self, where: str) -> dict[str, Any] | None:
+    def data_of(self, where: str) -> dict[str, object] | None:
         """The settings (see `DataConfig`) of the text that the model in `where` learned from; None: it does not say."""
         return None
 
@@ -115,7 +115,7 @@ class Maker(ABC):
         """A drafter, fresh for one generation (see `new_drafter`)."""
 
 
-def read_record(where: str, file: str) -> dict[str, Any]:
+def read_record(where: str, file: str) -> dict[str, object]:
     """What a training left in `file` beside the model in `where`; empty where there is none: it was trained elsewhere.
 
     Raises `UserError` where it cannot be read.
@@ -125,13 +125,13 @@ def read_record(where: str, file: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def recorded_seconds(facts: Any) -> float | None:
+def recorded_seconds(facts: object) -> float | None:
     """The `training_seconds` in what a training has left about itself, as JSON; None where they are not in it."""
     seconds = facts.get("training_seconds") if isinstance(facts, dict) else None
     return float(seconds) if isinstance(seconds, int | float) else None
 
 
-def recorded_data(settings: Any) -> dict[str, Any] | None:
+def recorded_data(settings: object) -> dict[str, object] | None:
     """The `data` in the settings that a training has left about itself, as JSON; None where they are not in it."""
     data = settings.get("data") if isinstance(settings, dict) else None
     return data if isinstance(data, dict) else None

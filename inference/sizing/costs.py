@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from inference.settings.limits import MOST_NODES
 
@@ -27,7 +26,7 @@ class Costs:
     rest: float
     plain: float
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, float | dict[str, float]]:
         """For a report: the curves at a few widths."""
         return {
             "draft_step": {str(width): self.step[width] for width in SHOWN},

@@ -60,7 +60,7 @@ def trials_of(parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -
 
 
 @lean
-def band_of(q):  # type: ignore[no-untyped-def]
+def band_of(q: float) -> int:
     """`policy.band`."""
     index = 0
     while index < len(_HALVES) and q <= _HALVES[index]:
@@ -69,13 +69,15 @@ def band_of(q):  # type: ignore[no-untyped-def]
 
 
 @lean
-def share_of(prob, above):  # type: ignore[no-untyped-def]
+def share_of(prob: float, above: float) -> float:
     """A node's probability after its parent; 0 below a path so deep that its own is 0 in float64."""
     return prob / above if above > 0 else 0.0
 
 
 @lean
-def best_nodes(parents, probs, trust, seconds, worths):  # type: ignore[no-untyped-def]
+def best_nodes(
+    parents: np.ndarray, probs: np.ndarray, trust: np.ndarray, seconds: np.ndarray, worths: np.ndarray
+) -> int:
     """How many of the first nodes make the most tokens a second. seconds: float64, of a round with 0, 1, … nodes."""
     best, count, emitted = 1.0 / seconds[0], 0, 1.0
     for n in range(min(len(probs), len(seconds) - 1)):
@@ -90,7 +92,7 @@ def best_nodes(parents, probs, trust, seconds, worths):  # type: ignore[no-untyp
 
 
 @lean
-def count_trials(parents, probs, accepted, counts):  # type: ignore[no-untyped-def]
+def count_trials(parents: np.ndarray, probs: np.ndarray, accepted: np.ndarray, counts: np.ndarray) -> None:
     """Σ q of the candidates at the nodes that the target went through, and the number of right ones, by band of q."""
     step = -1  # accepted nodes stand in the order of the path; those the target went through are these and the root
     while step < len(accepted):

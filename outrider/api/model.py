@@ -25,7 +25,6 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import PromptTemplate
 from draft_models.targets.settings import DecodeDtype
-from draft_models.targets.stack import LayerStack
 from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative, until
 from inference.core.stop_strings import StopStrings
@@ -71,7 +70,7 @@ def _knowing_its_options(call: Callable[_Given, _Made]) -> Callable[_Given, _Mad
     return checked
 
 
-def _options_of(call: Callable[..., Any]) -> list[str]:
+def _options_of(call: Callable[..., object]) -> list[str]:
     return [name for name in inspect.signature(call).parameters if name != "self"]
 
 
@@ -108,9 +107,9 @@ class Model:
         with Stage("loading"):
             self.subject: Subject = find_subject(config)
             target, by_layers, int8 = self.subject.target, config.by_layers, self.subject.int8
-            placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
-            self.drafters: Drafters = load_drafters(config, target, **placed)
-            self.stack: LayerStack = load_stack(target, None, **placed, by_layers=by_layers, int8=int8)
+            dtype, device = self.subject.dtype, self.subject.device
+            self.drafters: Drafters = load_drafters(config, target, dtype=dtype, device=device)
+            self.stack = load_stack(target, None, dtype, device, by_layers=by_layers, int8=int8)
             prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.subject.device)
         self.last: Passes | None = None
@@ -191,8 +190,8 @@ class Model:
         other = copy(self)
         other.method = preset(method) if isinstance(method, str) else method
         other.name, other.config = name, replace(self.config, methods={name: other.method})
-        placed: dict[str, Any] = {"dtype": self.subject.dtype, "device": self.subject.device}
-        other.drafters = load_drafters(other.config, self.subject.target, **placed)
+        subject = self.subject
+        other.drafters = load_drafters(other.config, subject.target, dtype=subject.dtype, device=subject.device)
         for kind, model in other.drafters.items():
             KINDS[kind].load_maker().prepare(model, self.stack)
         other.last, other._tuning, other._tuned = None, None, False
@@ -258,14 +257,13 @@ class Model:
             streams.of("verify") if sampled else None,
             naive=speculate and self.method.verify == "naive",
         )
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos": subject.eos}
-        options |= {"chooser": chooser, "runtime": self.runtime}
         if speculate:
             self._tune(ids, sampling)
             drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
-            rounds = speculative(self.stack, drafter, ids, **options)
+            decode: Callable[..., Iterator[Round]] = functools.partial(speculative, self.stack, drafter)
         else:
-            rounds = autoregressive(self.stack, ids, **options)
+            decode = functools.partial(autoregressive, self.stack)
+        rounds = decode(ids, max_new_tokens=max_new_tokens, eos=subject.eos, chooser=chooser, runtime=self.runtime)
         return until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
@@ -372,7 +370,7 @@ def _sampling(
     return SamplingConfig(repetition_penalty=repetition_penalty)
 
 
-def _conversation(prompt: Any) -> Messages:
+def _conversation(prompt: object) -> Messages:
     """`prompt`, which must be messages, the last of them the user's. Raises `UserError` for anything else."""
     items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
     if not items or not all(isinstance(item, Mapping) for item in items):

@@ -16,7 +16,7 @@ from draft_models.targets.fingerprint import fingerprint_target
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
-from inference.core.session import TargetSession
+from inference.core.target_session import TargetSession
 from inference.core.tree import ROOT, chain_parents
 from inference.drafters.early_exit import EarlyExitSource
 from outrider.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.core.decode import autoregressive
-from inference.core.session import TargetSession
+from inference.core.target_session import TargetSession
 from inference.core.tree import ROOT
 from inference.drafters.skip_layers import SkipLayersSource
 from tests.tiny import open_stack, random_prompt, save_target

@@ -27,8 +27,10 @@ from draft_models.targets.proof import prove_rows
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.whole_model import PlainLM, RowCache
 from inference.core.decode import speculative
+from inference.core.target_session import WholeSession
+from inference.core.tree import chain_parents
 from inference.drafters.shaped import Shaped
-from inference.drafters.small_lm import PlainSession, SmallLMSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.engines.packing import PackedLinear, can_pack, pack_linears
 from inference.evaluate import compare
 from inference.measure import bench
@@ -123,6 +125,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Path,
     return stack, knowing(stack, prompt + expected, folder / "small"), prompt, expected
 
 
+def session_after(prompt: list[int], lm: PlainLM) -> WholeSession:
+    """A session of its own that has read the prompt."""
+    session = WholeSession(lm, 128)
+    session.feed(torch.tensor(prompt), chain_parents(0, len(prompt)))
+    session.commit(range(len(prompt)))
+    return session
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_greedy_equals_generate(trained: tuple, structure: str) -> None:
     stack, path, prompt, expected = trained
@@ -137,10 +147,10 @@ def test_other_architectures_run(trained: tuple, tmp_path: Path, name: str) -> N
     lm = load(save_plain(tmp_path, RUN[name]))
     assert decode(stack, SmallLMSource(lm), "k_config", prompt, 40)[0] == expected
     if can_pack(torch.device("cpu"), torch.float32):
-        before = PlainSession(lm, torch.tensor(prompt), 32).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
+        before = session_after(prompt, lm).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
         pack_linears(lm)
         assert any(isinstance(module, PackedLinear) for module in lm.modules())
-        after = PlainSession(lm, torch.tensor(prompt), 32).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
+        after = session_after(prompt, lm).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
         torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
 
 
@@ -151,8 +161,8 @@ def test_its_cache_equals_a_fresh_prefill(trained: tuple, structure: str) -> Non
     source = SmallLMSource(lm)
     text = prompt + decode(stack, source, structure, prompt, 30)[0]
     session = source.session
-    assert isinstance(session, PlainSession)
-    fresh = PlainSession(lm, torch.tensor(text[: session.base]), 128)
+    assert isinstance(session, WholeSession)
+    fresh = session_after(text[: session.base], lm)
     assert session.base > len(prompt) + 15
     for layer, expected in zip(session.cache.layers, fresh.cache.layers, strict=True):
         torch.testing.assert_close(layer.keys[:, :, : session.base], expected.keys, rtol=1e-9, atol=1e-9)
@@ -165,7 +175,7 @@ def test_rows_of_a_tree_equal_their_paths(tmp_path: Path, name: str) -> None:
     lm = load(save_plain(tmp_path, RUN[name]), torch.float64)
     prompt, tokens = random_prompt(7), random_prompt(6, seed=1)
     parents = (-1, 0, 0, 1, 2, 2)
-    session = PlainSession(lm, torch.tensor(prompt), 64)
+    session = session_after(prompt, lm)
     halves = (slice(3), slice(3, None))
     parts = [session.extend(torch.tensor(tokens[half]), parents[half], 3) for half in halves]
     for row in range(6):

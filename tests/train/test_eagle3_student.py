@@ -17,7 +17,7 @@ from draft_models.acceptance import tau_of_rounds
 from draft_models.eagle3 import step_attention
 from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
-from draft_models.targets.attention import Band
+from draft_models.targets.band import Band
 from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack

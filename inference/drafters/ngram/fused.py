@@ -8,7 +8,7 @@ The tree is a function of the past only. So under sampling, too, a drafted token
 (`verify.Matching`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from draft_models.ngrams.table import TrigramTable
 from inference.core.acceptance import Chooser
 from inference.core.drafter import CHOSEN, Drafter, DraftModel
 from inference.core.sampling import successors
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
 from inference.core.tree import ROOT, DraftTree
 from inference.drafters.ngram.fused_growth import (
@@ -60,9 +60,13 @@ class Fused(Drafter):
         self.split, self.taps, self.successors = model.split, model.taps, method.ngrams.recycle
         self.max_rows = self.feeding.max_nodes + self.feeding.max_fed
         self._maximum = shape.join == "maximum"
-        self.totals: dict[str, float] = {}
+        self._totals: dict[str, float] = {}
 
-    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+    @property
+    def totals(self) -> Mapping[str, float]:
+        return self._totals
+
+    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
         self._session = session
         self._source = TimedModel(self.model, chooser, watch, session.vocabulary)
         self.model.begin(session)
@@ -168,4 +172,4 @@ class Fused(Drafter):
             learn(self._pool, np.array(nodes, np.int64), following, self._weights, self.config.strength)
 
     def _add(self, name: str, value: float) -> None:
-        self.totals[name] = self.totals.get(name, 0.0) + value
+        self._totals[name] = self._totals.get(name, 0.0) + value

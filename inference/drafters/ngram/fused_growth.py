@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The tree of a fused draft, grown best-first by the n-grams' mixture, and by a model's q as well where that is known.
 
 Every token that a round has looked at is a node of a pool. Its children come from the n-grams after its own context.
@@ -13,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from inference.drafters.ngram.fused_priors import SHARES
-from inference.drafters.ngram.ngram_mixing import SUREST, predict
+from inference.drafters.ngram.ngram_mixing import SUREST, Scratch, Sources, predict
 from inference.sizing.feeding import BANDS
 
 _LEAST = 1e-4  # path probability of a node that is kept at all
@@ -65,13 +66,13 @@ def new_candidates(budget: int) -> tuple[np.ndarray, ...]:
 
 
 @njit(cache=True, nogil=True, inline="always")
-def band(share):  # type: ignore[no-untyped-def]
+def band(share):
     """0 … BANDS − 1 for 0 … 1, and for any other number too: arrays are indexed by it without a check."""
     return max(0, min(BANDS - 1, np.int64(min(1.0, share) * BANDS)))
 
 
 @njit(cache=True, nogil=True)
-def start(pool, token):  # type: ignore[no-untyped-def]
+def start(pool: np.ndarray, token: int) -> int:
     """Make the root node 0. Returns how many nodes there are."""
     pool[0].token, pool[0].parent, pool[0].depth, pool[0].row = token, -1, 0, -1
     pool[0].first, pool[0].prob, pool[0].path, pool[0].sure = _UNSEEN, 1.0, 1.0, 0.0
@@ -79,7 +80,7 @@ def start(pool, token):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _add_child(pool, made, node, token, prob, by_q, by_n):  # type: ignore[no-untyped-def]
+def _add_child(pool: np.ndarray, made: int, node: int, token: int, prob: float, by_q: float, by_n: float) -> int:
     if made == len(pool) or prob * pool[node].path < _LEAST:
         return made
     pool[made].token, pool[made].parent, pool[made].depth, pool[made].row = token, node, pool[node].depth + 1, -1
@@ -90,7 +91,9 @@ def _add_child(pool, made, node, token, prob, by_q, by_n):  # type: ignore[no-un
 
 
 @njit(cache=True, nogil=True)
-def _ngrams_after(pool, node, sources, ids, stop, scratch):  # type: ignore[no-untyped-def]
+def _ngrams_after(
+    pool: np.ndarray, node: int, sources: Sources, ids: np.ndarray, stop: int, scratch: Scratch
+) -> tuple[int, float, float]:
     """`predict` after a node: how many candidates, and the largest probability and the sum of theirs."""
     levels, known, longest, recycled, suffixes, weights, vocabulary = sources
     recent, length, above = scratch.recent, 0, node
@@ -109,7 +112,7 @@ def _ngrams_after(pool, node, sources, ids, stop, scratch):  # type: ignore[no-u
 
 
 @njit(cache=True, nogil=True)
-def _rank(ranked, size, done, node, path):  # type: ignore[no-untyped-def]
+def _rank(ranked: Ranked, size: int, done: int, node: int, path: float) -> int:
     order, paths = ranked.order, ranked.paths
     if size == len(order):
         if path <= paths[size - 1]:
@@ -124,7 +127,7 @@ def _rank(ranked, size, done, node, path):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sources, ids, stop, scratch):  # type: ignore[no-untyped-def]
+def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sources, ids, stop, scratch):
     """Rank the likeliest nodes under ids[:stop], no deeper than `depth`.
 
     Returns how many, how many are in the pool, and the sum of path probabilities of the first `count` of those that
@@ -148,7 +151,7 @@ def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sou
 
 
 @njit(cache=True, nogil=True)
-def _join(pool, made, node, row, found, shares, maximum, sources, ids, stop, scratch):  # type: ignore[no-untyped-def]
+def _join(pool, made, node, row, found, shares, maximum, sources, ids, stop, scratch):
     """`found` [2k] of `grow`, after `node`, which is the drafter's row `row`. Returns how many nodes there are.
 
     Where q is no number the children stay the n-grams'.
@@ -199,13 +202,15 @@ def _join(pool, made, node, row, found, shares, maximum, sources, ids, stop, scr
 
 
 @njit(cache=True, nogil=True)
-def _weigh(pool, child, q, n, rest, share, maximum, scale):  # type: ignore[no-untyped-def]
+def _weigh(
+    pool: np.ndarray, child: int, q: float, n: float, rest: float, share: float, maximum: bool, scale: float
+) -> None:
     pool[child].by_q, pool[child].by_n = q, n + rest * q
     pool[child].prob = max(q, n) / scale if maximum else share * q + (1 - share) * (n + rest * q)
 
 
 @njit(cache=True, nogil=True)
-def _grow(pool, made, ranked, depth, sources, ids, stop, scratch):  # type: ignore[no-untyped-def]
+def _grow(pool, made, ranked, depth, sources, ids, stop, scratch):
     size, done, budget = 0, 0, len(ranked.order)
     node = 0
     while True:
@@ -231,7 +236,7 @@ def _grow(pool, made, ranked, depth, sources, ids, stop, scratch):  # type: igno
 
 
 @njit(cache=True, nogil=True)
-def learn(pool, nodes, following, weights, strength):  # type: ignore[no-untyped-def]
+def learn(pool: np.ndarray, nodes: np.ndarray, following: np.ndarray, weights: Join, strength: float) -> None:
     """Adjust λ: after the root and after each of `nodes`, which were accepted, came what is next in `following`."""
     for i in range(len(following)):
         node = nodes[i - 1] if i else 0
@@ -249,7 +254,7 @@ def learn(pool, nodes, following, weights, strength):  # type: ignore[no-untyped
 
 
 @njit(cache=True, nogil=True)
-def frontier(pool, ranked, count, depth, gains, least, nodes, worths, bands, values):  # type: ignore[no-untyped-def]
+def frontier(pool, ranked, count, depth, gains, least, nodes, worths, bands, values):
     """The nodes that the drafter can be fed next, the root or children of what it was fed; returns how many.
 
     They are among the first `count` ranked and above `depth`. Of each, the most valuable first: its number, its worth
@@ -273,7 +278,7 @@ def frontier(pool, ranked, count, depth, gains, least, nodes, worths, bands, val
 
 
 @njit(cache=True, nogil=True)
-def later_passes(pool, ranked, count, depth, gains, least, parents, unfed, later):  # type: ignore[no-untyped-def]
+def later_passes(pool, ranked, count, depth, gains, least, parents, unfed, later):
     """What the best node of each later pass is expected to bring, as `frontier` values nodes; returns how many passes.
 
     A node under k − 1 others that the drafter was not fed either can be fed in the k-th pass from now. later[k − 2] is
@@ -296,7 +301,7 @@ def later_passes(pool, ranked, count, depth, gains, least, parents, unfed, later
 
 
 @njit(cache=True, nogil=True)
-def drafted(pool, ranked, count):  # type: ignore[no-untyped-def]
+def drafted(pool: np.ndarray, ranked: Ranked, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The first `count` ranked nodes as a draft: tokens, parents as places (−1: the root), rows."""
     tokens, parents, rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     places = np.full(len(pool), -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree, chain_parents
 from inference.settings.kinds import Maker
@@ -51,10 +51,10 @@ class PromptLookup(Drafter):
         self._tried = 0  # the length of which this round tries one, 0: of none
 
     @property
-    def totals(self) -> Mapping[str, float]:  # type: ignore[override]
+    def totals(self) -> Mapping[str, float]:
         return {} if self.sizes is None else self.sizes.totals
 
-    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
         self._text: list[int] = []
         self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → where its latest continuation begins
         self._append(session.tokens.tolist())

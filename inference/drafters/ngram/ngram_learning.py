@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Learning the mixture of `inference.drafters.ngram.ngram_mixing` from what comes true, and the text itself."""
 
 import numpy as np
@@ -12,7 +13,7 @@ _ELSEWHERE = 1e-5  # probability of a token that no source knows, to learn by
 
 
 @lean
-def _level_evidence(level, size, source, m, vocabulary, recent, length, token, weights):  # type: ignore[no-untyped-def]
+def _level_evidence(level, size, source, m, vocabulary, recent, length, token, weights):
     index, kind = level_context(level, recent, length, size, vocabulary)
     if index < 0:
         return m
@@ -27,7 +28,7 @@ def _level_evidence(level, size, source, m, vocabulary, recent, length, token, w
 
 
 @lean
-def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weights):  # type: ignore[no-untyped-def]
+def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weights):
     for size in range(recycled_rows(recycled, recent, length, slots), 0, -1):
         place = slots[size - 1]
         if place < 0:
@@ -44,7 +45,7 @@ def _recycled_evidence(recycled, longest, m, recent, length, token, slots, weigh
 
 
 @lean
-def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):  # type: ignore[no-untyped-def]
+def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):
     places = scratch.places
     longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
     for size in range(longest, LEAST - 1, -1):
@@ -60,7 +61,7 @@ def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):  # t
 
 
 @lean
-def learn_weights(levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, token, scratch):  # type: ignore[no-untyped-def]
+def learn_weights(levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, token, scratch):
     """Adjust λ to `token` having come after `scratch.recent`, before the text index is told. Returns log P(token).
 
     A source is tried as far as the token was left to it, and hit by its share in P(token).
@@ -106,7 +107,7 @@ def learn_weights(levels, known, longest, recycled, suffixes, weights, strength,
 
 
 @lean
-def learn_text(  # type: ignore[no-untyped-def]
+def learn_text(
     levels, known, longest, decay, recycled, suffixes, weights, strength, vocabulary, ids, start, stop, scratch
 ):
     """Take in ids[start : stop] one by one: adjust λ to each, then index it. Returns Σ log P."""

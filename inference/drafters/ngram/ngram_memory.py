@@ -76,7 +76,7 @@ def _copy(learnt: Learnt) -> Learnt:
 class Memory:
     """A file of what was learnt, open in this process."""
 
-    def __init__(self, path: Path, notes: Mapping[str, Any], limit: float, learnt: Learnt, lock: FileLock):
+    def __init__(self, path: Path, notes: Mapping[str, object], limit: float, learnt: Learnt, lock: FileLock):
         """notes: what it belongs to. limit: bytes of the file."""
         self.path, self.notes, self.limit, self._lock = path, dict(notes), limit, lock
         self._before = learnt
@@ -187,19 +187,19 @@ def close(path: str) -> None:
         memory.close()
 
 
-def _learning(config: NgramConfig, table: TrigramTable) -> dict[str, Any]:
+def _learning(config: NgramConfig, table: TrigramTable) -> dict[str, object]:
     read = {"table": ("order", "adapt", "increment", "max_probability"), "mixed": ("longest", "decay", "recycle")}
     own = {name: getattr(config, name) for name in read[config.evidence]}
     return {"evidence": config.evidence, "suffixes": table.suffixes is not None, **own}
 
 
-def _require_same(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _require_same(path: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> None:
     differ = [f"{name}: {old} there, {new} here" for name, old, new in changes(found, wanted)]
     if differ:
         raise UserError(f"ngrams.keep={path}: was learnt with another {listed(differ, 3)}; give another file")
 
 
-def _read(path: Path, notes: Mapping[str, Any], empty: Learnt, vocabulary: int) -> Learnt:
+def _read(path: Path, notes: Mapping[str, object], empty: Learnt, vocabulary: int) -> Learnt:
     """What is in the file. Raises `UserError`."""
     try:
         with safe_open(path, "numpy") as file:

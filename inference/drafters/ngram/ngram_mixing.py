@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The better drafter's distribution: what followed the longest contexts, in the text so far and in the corpus.
 
 Every context that is known is one source of evidence. First come those of 1 to K tokens in the text, longest first,
@@ -15,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_models.ngrams.kernels import find, lean, mix, successors_of
-from draft_models.ngrams.overlay import longer_key, slot_of
-from draft_models.ngrams.recycled import recycled_rows
-from draft_models.ngrams.suffixes import LEAST, REACH, Places, known_suffixes, new_places, successors_at
+from draft_models.ngrams.overlay import ContextMap, LevelArrays, Levels, longer_key, slot_of
+from draft_models.ngrams.recycled import Recycled, recycled_rows
+from draft_models.ngrams.suffixes import LEAST, REACH, Places, Suffixes, known_suffixes, new_places, successors_at
 from inference.drafters.ngram.ngram_priors import BELOW_SUFFIXES, CORPUS, SUFFIXES, TEXT, recycled_shares
 from inference.drafters.ngram.ngram_search import offer, tree_of
 
@@ -61,6 +62,10 @@ def weights_from(prior: np.ndarray) -> Weights:
     return Weights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
 
 
+# What `predict` asks: levels, text, the longest context in it, recycled, suffixes, λ, the table's vocabulary.
+Sources = tuple[Levels, ContextMap, int, Recycled, Suffixes, Weights, int]
+
+
 class Scratch(NamedTuple):
     """Room to work in. recent: the last tokens, latest first, as many as any source looks at. slots: of contexts of 1,
     2, … tokens. tokens, probs: candidates at a node. places: in the corpus."""
@@ -80,7 +85,7 @@ def new_scratch(longest: int) -> Scratch:
 
 
 @lean
-def class_of(seen, share):  # type: ignore[no-untyped-def]
+def class_of(seen, share):
     """The class of a context seen `seen` times whose likeliest successor has this share."""
     size, sure = 0, 0
     while size < 9 and seen >> (size + 1) > 0:
@@ -91,7 +96,7 @@ def class_of(seen, share):  # type: ignore[no-untyped-def]
 
 
 @lean
-def level_context(level, recent, length, size, vocabulary):  # type: ignore[no-untyped-def]
+def level_context(level: LevelArrays, recent: np.ndarray, length: int, size: int, vocabulary: int) -> tuple[int, int]:
     """(index in `level`, class) of the last `size` tokens, recent[0] being the latest; index −1 if unknown."""
     if size > length:
         return -1, 0
@@ -109,7 +114,7 @@ def level_context(level, recent, length, size, vocabulary):  # type: ignore[no-u
 
 
 @lean
-def text_contexts(known, recent, length, longest, slots):  # type: ignore[no-untyped-def]
+def text_contexts(known: ContextMap, recent: np.ndarray, length: int, longest: int, slots: np.ndarray) -> int:
     """How many tokens back the text has seen the context; `slots` of the contexts of 1, 2, … tokens."""
     size, key = 0, np.uint64(0)
     while size < min(longest, length):
@@ -123,7 +128,7 @@ def text_contexts(known, recent, length, longest, slots):  # type: ignore[no-unt
 
 
 @lean
-def text_class(known, slot):  # type: ignore[no-untyped-def]
+def text_class(known: ContextMap, slot: int) -> int:
     """Class of a context of the text."""
     return class_of(
         np.int64(known.slots[slot].seen), known.entries[known.slots[slot].head].weight / known.slots[slot].sum
@@ -131,7 +136,7 @@ def text_class(known, slot):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _add(tokens, probs, count, token, prob):  # type: ignore[no-untyped-def]
+def _add(tokens: np.ndarray, probs: np.ndarray, count: int, token: int, prob: float) -> int:
     for i in range(count):
         if tokens[i] == token:
             probs[i] += prob
@@ -143,7 +148,7 @@ def _add(tokens, probs, count, token, prob):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _add_level(level, size, weights, vocabulary, recent, length, left, floor, tokens, probs, count):  # type: ignore[no-untyped-def]
+def _add_level(level, size, weights, vocabulary, recent, length, left, floor, tokens, probs, count):
     index, kind = level_context(level, recent, length, size, vocabulary)
     if index < 0:
         return left, count
@@ -159,7 +164,7 @@ def _add_level(level, size, weights, vocabulary, recent, length, left, floor, to
 
 
 @lean
-def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots, tokens, probs, count):  # type: ignore[no-untyped-def]
+def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots, tokens, probs, count):
     for size in range(recycled_rows(recycled, recent, length, slots), 0, -1):
         place = slots[size - 1]
         if place < 0:
@@ -175,7 +180,7 @@ def _add_recycled(recycled, longest, weights, recent, length, left, floor, slots
 
 
 @lean
-def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count):  # type: ignore[no-untyped-def]
+def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count):
     """before: the number of sources before those of suffixes."""
     places = scratch.places
     longest, narrow = known_suffixes(suffixes, scratch.recent, length, places)
@@ -193,7 +198,7 @@ def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count
 
 
 @lean
-def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch):  # type: ignore[no-untyped-def]
+def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch):
     """Likely tokens after `scratch.recent`, `length` of them, and their P, in no order; returns how many.
 
     Contributions below `floor` are left out.
@@ -229,7 +234,7 @@ def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, len
 
 
 @lean
-def mixed_best_first(levels, known, longest, recycled, suffixes, weights, vocabulary, ids, stop, depth, nodes, scratch):  # type: ignore[no-untyped-def]
+def mixed_best_first(levels, known, longest, recycled, suffixes, weights, vocabulary, ids, stop, depth, nodes, scratch):
     """As `ngram_search.best_first`, by the mixed distribution."""
     recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
     budget, reach = len(nodes.order), len(recent)

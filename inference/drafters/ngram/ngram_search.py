@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Searches for the draft tree over tri-gram probabilities: ADED's PUCT search, and best-first by path probability.
 
 A state is the last n − 1 tokens (two for tri-grams). What may follow it are the successors in the table, and those in
@@ -11,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from draft_models.ngrams.kernels import find, lean, mix, successors_of
-from draft_models.ngrams.overlay import slot_of
+from draft_models.ngrams.overlay import ContextMap, LevelArrays, slot_of
 
 _ONE = np.uint64(1)
 
@@ -37,7 +38,7 @@ def new_nodes(budget: int) -> Nodes:
 
 
 @lean
-def offer(nodes, size, done, made, token, parent, depth, prob):  # type: ignore[no-untyped-def]
+def offer(nodes, size, done, made, token, parent, depth, prob):
     """Put a candidate among the best, of which the first `done` are settled; the last falls out where there is no room.
 
     Returns (size, made, number): nodes kept, node numbers given out, the candidate's own (−1: it fell out).
@@ -60,7 +61,7 @@ def offer(nodes, size, done, made, token, parent, depth, prob):  # type: ignore[
 
 
 @lean
-def tree_of(nodes, size):  # type: ignore[no-untyped-def]
+def tree_of(nodes: Nodes, size: int) -> int:
     """Put tokens and parents of the kept nodes into `nodes.tree`, likeliest first, parents as places in that order.
 
     Returns how many there are. Their path probabilities are the first ones of `nodes.ranked`.
@@ -77,7 +78,7 @@ def tree_of(nodes, size):  # type: ignore[no-untyped-def]
 
 
 @lean
-def enter(level, known, packed):  # type: ignore[no-untyped-def]
+def enter(level, known, packed):
     """Successors of the state `packed`: first and end of those in the table, its total, the first overlay entry, and
     the sum of those."""
     key = mix(packed, (level.order - 1) * level.bits)
@@ -92,14 +93,14 @@ def enter(level, known, packed):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _replaced(entries, head, token):  # type: ignore[no-untyped-def]
+def _replaced(entries, head, token):
     while head >= 0 and entries[head].token != token:
         head = np.int64(entries[head].following)
     return head >= 0
 
 
 @lean
-def following(tokens, counts, entries, at, end, total, entry, head):  # type: ignore[no-untyped-def]
+def following(tokens, counts, entries, at, end, total, entry, head):
     """The next likeliest successor: (token or −1, probability, and where to go on: at, entry)."""
     while at < end and head >= 0 and _replaced(entries, head, tokens[at]):
         at += 1
@@ -113,14 +114,14 @@ def following(tokens, counts, entries, at, end, total, entry, head):  # type: ig
 
 
 @lean
-def shifted(level, packed, token):  # type: ignore[no-untyped-def]
+def shifted(level: LevelArrays, packed: np.uint64, token: int) -> np.uint64:
     """The state after `token` is appended to the state `packed`."""
     mask = (_ONE << np.uint64((level.order - 1) * level.bits)) - _ONE
     return ((packed << np.uint64(level.bits)) | np.uint64(token)) & mask
 
 
 @lean
-def state_of(level, ids, stop, vocabulary):  # type: ignore[no-untyped-def]
+def state_of(level: LevelArrays, ids: np.ndarray, stop: int, vocabulary: int) -> tuple[np.uint64, bool]:
     """The state at the end of ids[:stop], and whether it is one: long enough, every id within the table."""
     packed = np.uint64(0)
     if stop < level.order - 1:
@@ -136,7 +137,7 @@ def state_of(level, ids, stop, vocabulary):  # type: ignore[no-untyped-def]
 
 
 @lean
-def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):  # type: ignore[no-untyped-def]
+def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):
     """The nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; `tree_of` them.
 
     A child is never likelier than its parent, so the best nodes are settled in order. states: uint64 [B], scratch.
@@ -191,7 +192,7 @@ def exploration(iterations: int, c1: float, c2: float) -> np.ndarray:
 
 
 @lean
-def next_random(seed):  # type: ignore[no-untyped-def]
+def next_random(seed: np.ndarray) -> float:
     """A number in [0, 1); advances `seed`, uint64 [1] (splitmix64)."""
     seed[0] += np.uint64(0x9E3779B97F4A7C15)
     x = seed[0]
@@ -201,7 +202,9 @@ def next_random(seed):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _add_node(search, node, token, parent, depth, packed, prob):  # type: ignore[no-untyped-def]
+def _add_node(
+    search: np.ndarray, node: int, token: int, parent: int, depth: int, packed: np.uint64, prob: float
+) -> None:
     search[node].token, search[node].parent, search[node].depth = token, parent, depth
     search[node].first, search[node].last, search[node].sibling = -1, -1, -1
     search[node].visits, search[node].chosen, search[node].score = 0, 0, 0.0
@@ -210,7 +213,7 @@ def _add_node(search, node, token, parent, depth, packed, prob):  # type: ignore
 
 
 @lean
-def _look_ahead(search, node, level, known):  # type: ignore[no-untyped-def]
+def _look_ahead(search: np.ndarray, node: int, level: LevelArrays, known: ContextMap) -> None:
     at, end, total = search[node].at, search[node].end, search[node].total
     search[node].ahead, search[node].ahead_prob, search[node].at, search[node].entry = following(
         level.tokens, level.counts, known.entries, at, end, total, search[node].entry, search[node].head
@@ -218,7 +221,7 @@ def _look_ahead(search, node, level, known):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _expand(search, node, level, known, widest):  # type: ignore[no-untyped-def]
+def _expand(search: np.ndarray, node: int, level: LevelArrays, known: ContextMap, widest: int) -> None:
     begin, end, total, head, _ = enter(level, known, search[node].state)
     search[node].at, search[node].end, search[node].total = begin, min(end, begin + widest), total
     search[node].head, search[node].entry = head, head
@@ -226,7 +229,7 @@ def _expand(search, node, level, known, widest):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _visit_next(search, node, made, level, known):  # type: ignore[no-untyped-def]
+def _visit_next(search: np.ndarray, node: int, made: int, level: LevelArrays, known: ContextMap) -> None:
     """Make the likeliest child not visited yet node number `made`."""
     packed = shifted(level, search[node].state, search[node].ahead)
     _add_node(search, made, search[node].ahead, node, search[node].depth + 1, packed, search[node].ahead_prob)
@@ -239,7 +242,7 @@ def _visit_next(search, node, made, level, known):  # type: ignore[no-untyped-de
 
 
 @lean
-def _select(search, node, explore):  # type: ignore[no-untyped-def]
+def _select(search: np.ndarray, node: int, explore: np.ndarray) -> int:
     """The child with the largest PUCT value, the likelier one among equals; −1: the likeliest not visited yet.
 
     A child that was never visited has Q = N = 0, so the likeliest of them stands for all.
@@ -258,7 +261,7 @@ def _select(search, node, explore):  # type: ignore[no-untyped-def]
 
 
 @lean
-def _sample(level, known, begin, end, total, head, mass, seed):  # type: ignore[no-untyped-def]
+def _sample(level, known, begin, end, total, head, mass, seed):
     """A successor drawn in proportion to its probability: (token or −1, probability).
 
     mass: of those in the overlay. What hits a successor in the table that the overlay replaces is drawn again.
@@ -287,7 +290,7 @@ def _sample(level, known, begin, end, total, head, mass, seed):  # type: ignore[
 
 
 @njit(cache=True, nogil=True)
-def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, found, nodes):  # type: ignore[no-untyped-def]
+def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, found, nodes):
     """ADED's search under ids[:stop]: the tree of the `sentences` best ones of up to `depth` tokens; as `tree_of`.
 
     Each iteration selects down to a state not expanded yet and expands it. It goes to the likeliest child and completes
@@ -347,7 +350,7 @@ def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences,
 
 
 @njit(cache=True, nogil=True)
-def _join(words, scores, sentences, depth, nodes):  # type: ignore[no-untyped-def]
+def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nodes: Nodes) -> int:
     """The tree of the best sentences, shared beginnings once, within the node budget; parents as places."""
     budget, size, kept = len(nodes.order), 0, 0
     for iteration in np.argsort(-scores, kind="mergesort"):

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -23,12 +23,12 @@ from draft_models.ngrams.table_files import read_header, table_digest
 from draft_models.targets.open_target import OpenTarget
 from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.ngram_learning import learn_text
 from inference.drafters.ngram.ngram_memory import Learnt, carried, close, memory_of, nothing, open_memory, save_all
-from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
+from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, Sources, mixed_best_first, new_scratch, weights_from
 from inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.settings.kinds import Maker, recorded_data
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
@@ -38,6 +38,9 @@ from outrider.errors import require
 from outrider.processes import join_processes
 from outrider.streams import Streams
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, what was found
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
 
 
@@ -55,10 +58,10 @@ class _OverText(Drafter):
         self._draft: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
     @property
-    def totals(self) -> Mapping[str, float]:  # type: ignore[override]
+    def totals(self) -> Mapping[str, float]:
         return {} if self.sizes is None else self.sizes.totals
 
-    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
         prompt, keep = session.tokens.tolist(), self.config.keep
         learnt = nothing(self.table, self.config) if keep is None else memory_of(keep).begin(prompt, self._known)
         self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
@@ -183,14 +186,16 @@ class MixedDrafter(_OverText):
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         super().__init__(table, config)
-        self._levels = tuple(_level_or_empty(table, order) for order in CORPUS_ORDERS)
+        two, three, four = (_level_or_empty(table, order) for order in CORPUS_ORDERS)
+        self._levels = two, three, four
         self._scratch = new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
         self.successors = config.recycle
-        self._verified: tuple[Any, ...] | None = None  # the last round's rows, as `recycle` takes them, until it does
+        self._verified: _Verified | None = None  # the last round's rows, as `recycle` takes them, until it does
 
-    def begin(self, session: TargetSession, chooser: Chooser, watch: Stopwatch) -> None:
-        self._session: Any = weakref.proxy(session)  # a memory holds this drafter longer, and not its target's cache
+    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
+        # A memory holds this drafter longer, and not its target's cache.
+        self._session: Session = weakref.proxy(session)
         super().begin(session, chooser, watch)
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -215,7 +220,7 @@ class MixedDrafter(_OverText):
         return self._ids, self._length + 1
 
     @property
-    def sources(self) -> tuple[Any, ...]:
+    def sources(self) -> Sources:
         """What `predict` asks, as compiled code takes it; until the text grows."""
         config, table = self.config, self.table
         kept = (self.recycled, self._suffixes, self.weights)
@@ -223,7 +228,7 @@ class MixedDrafter(_OverText):
 
     def _reset(self, learnt: Learnt) -> None:
         self._verified = None
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: dict[object, Callable[..., Any]] = {}
         self.index = TextIndex(self.config.longest, self.config.decay)
         self.index.known, self.recycled = learnt.known, learnt.recycled
         self.weights = weights_from(learnt.shares)
@@ -254,11 +259,12 @@ class MixedDrafter(_OverText):
         )  # fmt: skip
         return _found(nodes, count)
 
-    def _call(self, function: Any, *arguments: Any) -> Any:
+    def _call(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
         """Of a text, all calls of a function have arguments of the same types."""
         if function not in self._compiled:
             self._compiled[function] = compiled_for(function, arguments)
-        return self._compiled[function](*arguments)
+        found: R = self._compiled[function](*arguments)
+        return found
 
 
 def _found(nodes: Nodes, count: int) -> _Found:
@@ -300,7 +306,7 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
     return table
 
 
-def identity_of(target: Any) -> dict[str, Any]:
+def identity_of(target: object) -> dict[str, object]:
     """What a memory belongs to: the target, wherever it lies. A recording is known by its tokenizer alone."""
     fingerprint = getattr(target, "fingerprint", None)
     known = {} if fingerprint is None else asdict(fingerprint)
@@ -310,10 +316,10 @@ def identity_of(target: Any) -> dict[str, Any]:
 class NgramMaker(Maker):
     """The model is a `TrigramTable`."""
 
-    def identity(self, where: str | None) -> dict[str, Any]:
+    def identity(self, where: str | None) -> dict[str, object]:
         return {"table": None if where is None else table_digest(Path(where))[:16]}
 
-    def data_of(self, where: str) -> dict[str, Any] | None:
+    def data_of(self, where: str) -> dict[str, object] | None:
         corpus = recorded_data({"data": read_header(Path(where)).facts.get("corpus")})
         return corpus and {key: value for key, value in corpus.items() if key not in ("text", "digest")}
 

@@ -4,13 +4,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_models.targets.int8 import Int8Linear
+from draft_models.targets.band import Band
+from draft_models.targets.int8 import Int8Linear, Linear
+from draft_models.targets.target import LayerCache, Mask
 from inference.core.cache import KVCache
 from inference.engines.cpu import entries
 from inference.engines.cpu.layout import Layout, call, out_of_panels
@@ -32,7 +34,7 @@ REPEATS = 3  # after a first one that does not count
 _FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
 
 
-def fits_panels(linear: Any) -> bool:
+def fits_panels(linear: object) -> TypeGuard[Linear]:
     """Whether the kernels multiply by such a layer's weight on a CPU."""
     if isinstance(linear, Int8Linear):
         kind, device = linear.scale.dtype, linear.codes.device
@@ -44,18 +46,18 @@ def fits_panels(linear: Any) -> bool:
     return whole and device.type == "cpu" and kind in (torch.float32, torch.bfloat16)
 
 
-def _scales(linear: Any) -> Tensor:
+def _scales(linear: Linear) -> Tensor:
     return linear.scale.float() if isinstance(linear, Int8Linear) else torch.ones(linear.out_features)
 
 
-def _biases(linear: Any) -> Tensor:
+def _biases(linear: Linear) -> Tensor:
     return torch.zeros(linear.out_features) if linear.bias is None else linear.bias.detach().float()
 
 
 class PanelLinear(nn.Module):
     """A linear layer without gradient by `products`, for one that `fits_panels`. Sums are in float32."""
 
-    def __init__(self, linear: Any):
+    def __init__(self, linear: Linear):
         super().__init__()
         self.shape = (linear.out_features, linear.in_features)
         self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
@@ -91,7 +93,7 @@ class PanelLinear(nn.Module):
             return None
         if rows > TOGETHER:
             parts = [self.after(weight, eps, part) for part in x.reshape(rows, size).split(TOGETHER)]
-            return torch.cat(parts).view(*x.shape[:-1], -1)  # type: ignore[arg-type]  # none of them is None
+            return torch.cat([part for part in parts if part is not None]).view(*x.shape[:-1], -1)
         room = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * size,), eps)
         table = {entries.NORMS: weight.data_ptr(), entries.ROOM: room.data_ptr()}
         return self._call(self._normed, x, x.contiguous(), table)
@@ -208,21 +210,28 @@ class LayersAtOnce:
         return cls(layers) if len(kinds) == 1 and layers[0].head_dim % LANES == 0 else None
 
     def run(
-        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor] | None, mask: Any, cache: Any
-    ) -> Tensor | None:
+        self,
+        hidden: Tensor,
+        start: int,
+        stop: int,
+        rotary: tuple[Tensor, Tensor] | None,
+        mask: Mask,
+        cache: LayerCache | None,
+    ) -> Tensor | None:  # fmt: skip
         """Layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None where it does not run such a pass.
 
         rotary, mask, cache: as a layer is given them. It runs passes behind a text over a `KVCache`, without gradients,
         where everything is of the dtype of the layers. A prompt, whose rows see no text before them, is none of them.
         """
         batch, rows, _ = hidden.shape
-        able = batch == 1 and isinstance(cache, KVCache) and cache.fixed is None
-        if not able or rotary is None or torch.is_grad_enabled():
+        if batch != 1 or not isinstance(cache, KVCache) or cache.fixed is not None:
+            return None
+        if rotary is None or isinstance(mask, Band) or torch.is_grad_enabled():
             return None
         if rows > 1 and (mask is None or cache.length == 0):
             return None
         given = (hidden, rotary[0], *([] if mask is None else [mask]))
-        if not all(isinstance(tensor, Tensor) and tensor.dtype == self._dtype for tensor in given):
+        if not all(tensor.dtype == self._dtype for tensor in given):
             return None
         kept = cache.whole(self._shape.key_heads, self._shape.width, hidden)
         if kept is None:

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from inference.engines.cpu import entries
-from inference.engines.cpu.layout import STORED, call
+from inference.engines.cpu.layout import STORED, Make, call
 from inference.engines.cpu.vectors import LANES
 
 MANY = 2**12  # numbers in a row of which the largest is looked for here
@@ -79,7 +78,8 @@ def ancestor_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dty
 
 
 @cache
-def _entry_of(make: Any, dtype: torch.dtype) -> int:
+def _entry_of(make: Make, dtype: torch.dtype) -> int:
     """The address of one of `entries` for numbers of a dtype."""
-    address: int = make(STORED[dtype]).address
+    address = make(STORED[dtype]).address
+    assert address is not None
     return address

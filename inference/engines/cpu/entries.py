@@ -6,11 +6,11 @@ A function is called with the address of a table of addresses and numbers, int64
 
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 from inference.engines.cpu.attention import NEAR
@@ -24,6 +24,7 @@ from inference.engines.cpu.passes import Layers, Room, Shape, run
 from inference.engines.cpu.products import part, product
 from inference.engines.cpu.vectors import LANES
 
+Numbers = type  # of numpy's, of a kind that compiled code knows
 # numba keeps compiled functions on disk, by their own file and what they close over. These close over all files here.
 _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 _inlined = njit(inline="always")  # what returns an array that it makes cannot be a `kernel`
@@ -49,10 +50,10 @@ CACHE, CACHED, SEQUENCES, FIRST, CAPACITY, PAST, SEATS, START, STOP, MOST, VALUE
 TABLE = 34
 
 
-_WEIGHTS_IN = {np.uint32: 2, np.uint64: 4}  # weights in a number of these, see `Linear`
+_WEIGHTS_IN: dict[Numbers, int] = {np.uint32: 2, np.uint64: 4}  # weights in a number of these, see `Linear`
 
 
-def parts_of(stored: Any, kept: Any) -> int:
+def parts_of(stored: Numbers, kept: Numbers) -> int:
     """Of how many bfloat16s the sum is what products read: more than one where AMX multiplies float32s."""
     return PARTS if stored is np.uint64 and kept is np.float32 else 1
 
@@ -115,7 +116,7 @@ def _roomarray_at(at, sizes, shape, rows, most, positions, arrived, read, parts)
     return Room(heads, mixed, joined, inner, normed, scores, sums, near, hidden, arrived)
 
 
-def product_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`product` over a whole layer as a C function void f(int64 *table).
 
     stored, read, kept: the types of weights, of what they are multiplied by, and of outputs.
@@ -143,7 +144,7 @@ def product_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) ->
     return entry
 
 
-def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
+def maxima_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
 
     Places int64 to OUT, the numbers there to VALUES, where there is such; else a place is −1 where the number is not
@@ -171,7 +172,7 @@ def maxima_entry(kept: Any, sources: int = _SOURCES) -> Any:
     return entry
 
 
-def children_entry(kept: Any, sources: int = _SOURCES) -> Any:
+def children_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`likeliest_children` as a C function void f(int64 *table), for logits of this type.
 
     WEIGHTS: of rows; EPS: the sharpness. OUTPUTS results: values float32 to VALUES, rows and then columns int64 to OUT.
@@ -191,7 +192,7 @@ def children_entry(kept: Any, sources: int = _SOURCES) -> Any:
     return entry
 
 
-def head_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`product` over a whole layer of what a norm gives, as a C function void f(int64 *table).
 
     stored, read, kept: as in `product_entry`, and `kept` of what is normed. NORMS: the weight, of that type too.
@@ -227,13 +228,13 @@ def head_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> An
     return entry
 
 
-def mask_entry(kept: Any, sources: int = _SOURCES) -> Any:
+def mask_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """An additive mask [ROWS, PAST + OUTPUTS] of this type to OUT, as a C function void f(int64 *table).
 
     A row sees the first PAST columns and, of the OUTPUTS behind them, those whose bit is set in its number of int64 X.
     """
     nothing = kept(0)
-    least = kept(0xFF7F) if kept is np.uint16 else np.finfo(kept).min  # of bfloat16
+    least = kept(0xFF7F) if kept is np.uint16 else np.finfo(np.float32).min  # of bfloat16
 
     @_entry
     def entry(given):
@@ -250,7 +251,7 @@ def mask_entry(kept: Any, sources: int = _SOURCES) -> Any:
     return entry
 
 
-def layers_entry(stored: Any, read: Any, kept: Any, sources: int = _SOURCES) -> Any:
+def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`run` as a C function void f(int64 *table).
 
     stored, read, kept: the types of weights, of what they are multiplied by, and of caches and hidden states. PAST:

@@ -3,25 +3,30 @@
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numba.core.ccallback import CFunc
 from torch import Tensor
 
-from draft_models.targets.int8 import Int8Linear
+from draft_models.targets.int8 import Int8Linear, Linear
 from inference.engines.cpu import entries
 from inference.engines.cpu.by_amx import STEP, has_amx
 from inference.engines.cpu.by_vectors import DOTS, TILE
+from inference.engines.cpu.entries import Numbers
 from inference.engines.cpu.linear import PANEL
 from inference.engines.cpu.recorded import settle
 from inference.engines.cpu.team import call_in_team, most_threads, team
 from outrider.progress import Stage
 
 SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
-STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8}
+Make = Callable[..., CFunc]  # one of `entries`, for some `Numbers`
+STORED: dict[torch.dtype, Numbers] = {
+    torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8,
+}  # fmt: skip
 _TRIED = (16 * PANEL, 512)  # outputs and inputs of a product that is timed: its weights stay in a near cache
 _REPEATS = 20
 
@@ -42,7 +47,7 @@ class Layout(NamedTuple):
     kept: torch.dtype
 
     @classmethod
-    def of(cls, linears: Sequence[Any], kept: torch.dtype) -> "Layout":
+    def of(cls, linears: Sequence[Linear], kept: torch.dtype) -> "Layout":
         """The one for some layers, on this processor."""
         stored = fewest_bytes(linears)
         if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
@@ -52,7 +57,7 @@ class Layout(NamedTuple):
         if kept != torch.bfloat16 and "pairs" in able:  # of a float32 the rest of its digits would be lost
             able.remove("pairs")
         question = f"bfloat16 weights in {_name(kept)}" + ("" if steps else f" (inputs in no steps of {STEP})")
-        way: Any = settle(question, able, lambda: _fastest(able, kept))
+        way = settle(question, able, lambda: _fastest(able, kept))
         return cls(stored, 2, way, kept)
 
     @property
@@ -66,16 +71,16 @@ class Layout(NamedTuple):
         return torch.float32 if self.way == "floats" else torch.bfloat16
 
     @property
-    def _numbers(self) -> Any:
+    def _numbers(self) -> Numbers:
         if self.way == "amx":
             return np.uint64
         return np.uint32 if self.together == 2 else STORED[self.stored]
 
-    def entry(self, make: Any) -> int:
+    def entry(self, make: Make) -> int:
         """The address of one of `entries` for it."""
         return _address(make, self._numbers, self.read, self.kept)
 
-    def panels(self, linear: Any) -> Tensor:
+    def panels(self, linear: Linear) -> Tensor:
         """A layer's weights as they lie."""
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.stored)
         return in_panels(weight, self.together)
@@ -91,7 +96,7 @@ class Layout(NamedTuple):
         return torch.cat(parts)
 
 
-def fewest_bytes(linears: Sequence[Any]) -> torch.dtype:
+def fewest_bytes(linears: Sequence[Linear]) -> torch.dtype:
     """The smallest dtype that keeps the weights of layers of a kind exactly.
 
     Where a weight was a bfloat16 once, it is one here.
@@ -119,9 +124,10 @@ def out_of_panels(panels: Tensor, outputs: int, together: int) -> Tensor:
 
 
 @cache
-def _address(make: Any, stored: Any, read: torch.dtype, kept: torch.dtype) -> int:
+def _address(make: Make, stored: Numbers, read: torch.dtype, kept: torch.dtype) -> int:
     with Stage(f"compiling {make.__name__}"):
-        address: int = make(stored, STORED[read], STORED[kept]).address
+        address = make(stored, STORED[read], STORED[kept]).address
+    assert address is not None
     return address
 
 

@@ -6,6 +6,7 @@ Kernels round differently, so in 16 bits the choice may decide a token: it must 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 from outrider.errors import UserError
 from outrider.settings import listed
@@ -14,6 +15,8 @@ GONE = ("halved", "coded")  # kernels that earlier versions chose among
 
 _current: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
 _imposed: ContextVar[bool] = ContextVar("imposed", default=False)
+
+Answer = TypeVar("Answer", bound=str)
 
 
 @contextmanager
@@ -43,7 +46,7 @@ def recorded(known: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]
         _imposed.reset(tokens[1])
 
 
-def settle(question: str, able: Sequence[str], choose: Callable[[], str]) -> str:
+def settle(question: str, able: Sequence[Answer], choose: Callable[[], Answer]) -> Answer:
     """The answer to `question` that is recorded; else that of `choose`, which is recorded.
 
     able: the answers that are possible here. They may differ between machines, but not between those who ask.
@@ -55,12 +58,13 @@ def settle(question: str, able: Sequence[str], choose: Callable[[], str]) -> str
         if _imposed.get():
             raise UserError(f"resume=true: the run does not record by what kernel it multiplied {question}; {_REMEDY}")
         made[question] = choose()
-    if made[question] not in able:
+    found = next((answer for answer in able if answer == made[question]), None)
+    if found is None:
         raise UserError(
             f"resume=true: the run multiplied {question} by the kernel {made[question]!r}, which this machine does not "
             f"have (expected one of {listed(able)}); {_REMEDY}"
         )
-    return made[question]
+    return found
 
 
 _REMEDY = "go on where it began, or give another out_dir"

@@ -5,14 +5,15 @@ Kernels round differently, so in 16 bits the choice may decide a token: it must 
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from math import log2
-from typing import Any
 
 import torch
 
 from draft_models.targets.anatomy import key_heads
 from draft_models.targets.attention import KERNELS, grouped_attention, kernels_on, use_kernel
 from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Layers
 from inference.core.runtime import KernelChoice
 from inference.engines.graphs.capture import GraphPool
 
@@ -21,12 +22,12 @@ KEYS = 128  # over so many cache positions, four times as many, … and those of
 TRIALS = 20  # replays that choose between kernels
 
 
-def kernel_for(choices: Iterable[KernelChoice], stack: LayerStack, width: int, keys: int) -> str:
+def kernel_for(choices: Iterable[KernelChoice], layers: Layers, width: int, keys: int) -> str:
     """What was chosen where it is nearest, by ratios; the first of `KERNELS` for attention that was not measured.
 
-    stack: where it is a drafter's own model of another kind, nothing was.
+    layers: where they are no target's but a head's own, nothing was.
     """
-    shape = attention_shape(stack) if isinstance(stack, LayerStack) else None
+    shape = None if layers.layered is None else attention_shape(layers.layered)
     measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
     distances = [abs(log2(choice.width / width)) + abs(log2(choice.keys / keys)) for choice in measured]
     return measured[distances.index(min(distances))].kernel if measured else KERNELS[0]
@@ -56,13 +57,12 @@ def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[Kerne
 def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
     """Every pass reads all layers of a cache, as in decoding, where none of it is in a processor's caches."""
     heads, key_heads, head_dim = shape = attention_shape(stack)
-    placed: dict[str, Any] = {"dtype": stack.dtype, "device": stack.device}
-    cache = torch.zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim, **placed)
+    zeros = partial(torch.zeros, dtype=stack.dtype, device=stack.device)
+    cache = zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim)
     found = []
     for keys in _lengths(positions):
         for width in WIDTHS:
-            query = torch.zeros(1, heads, width, head_dim, **placed)
-            mask = torch.zeros(1, 1, width, keys, **placed)
+            query, mask = zeros(1, heads, width, head_dim), zeros(1, 1, width, keys)
 
             def attend(query: torch.Tensor = query, mask: torch.Tensor = mask, keys: int = keys) -> None:
                 for key, value in cache:

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from draft_models.targets.attention import use_kernel
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import PlainLM
+from draft_models.targets.target import Layers, Target
 from inference.core.cache import KVCache
 from inference.core.ops import likeliest
-from inference.core.plain_session import PlainTargetSession
 from inference.core.rows import Layout, Rows
 from inference.core.runtime import KernelChoice
-from inference.core.session import Pass, TargetSession
+from inference.core.session import Pass, Session
+from inference.core.target_session import TargetSession, WholeSession
 from inference.engines.graphs.attention_kernels import kernel_for, measure_kernels
 from inference.engines.graphs.capture import GraphPool, can_capture
 from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, Upload, bucket
@@ -49,37 +48,45 @@ class Graphed:
         self.positions: int | None = None
         self.kernels: tuple[KernelChoice, ...] = ()
 
-    def choose_kernels(self, stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
+    def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
         """See `Runtime.choose_kernels`."""
-        return measure_kernels([stack for stack in stacks if can_capture(stack.device)], positions)
+        layered = [target.layered for target in targets if can_capture(target.device)]
+        return measure_kernels([stack for stack in layered if stack is not None], positions)
 
     def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
         """See `Runtime.prepare`. Longer texts get buffers, and graphs, of their own."""
         self.positions, self.kernels = positions, tuple(kernels)
 
-    def session(self, stack: LayerStack, split: int, capacity: int, context: int | None = None) -> TargetSession:
-        """As `TargetSession(stack, split, capacity, context)`."""
-        if isinstance(stack, PlainLM):
-            return PlainTargetSession(stack, capacity, context)
+    def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
+        """As `eager_session(target, split, capacity, context)`. A target that runs as a whole has no fixed shapes."""
+        if target.layered is None:
+            return WholeSession(target, capacity, context)
+        return self.layer_session(target.layered, split, capacity, context)
+
+    def layer_session(
+        self, layers: Layers, split: int | None, capacity: int, context: int | None = None
+    ) -> "GraphedSession":
+        """As `TargetSession(layers, split, capacity, context)`."""
+        split = len(layers.layers) if split is None else split
         rows = capacity - (capacity if context is None else context)
-        arena = self._arenas.get((id(stack), split))
-        if arena is None or not arena.serves(stack, capacity, rows):
+        arena = self._arenas.get((id(layers), split))
+        if arena is None or not arena.serves(layers, capacity, rows):
             busy = arena is not None and arena.busy
-            arena = Arena(self, stack, split, capacity, rows)
+            arena = Arena(self, layers, split, capacity, rows)
             if not busy:
-                self._arenas[id(stack), split] = arena
+                self._arenas[id(layers), split] = arena
         return GraphedSession(arena, capacity, context)
 
 
 class Arena:
-    """What passes of fixed shape over one stack, split at one layer, read and write: caches, buffers, graphs.
+    """What passes of fixed shape over one model's layers, split at one, read and write: caches, buffers, graphs.
 
     limit: how many cache slots passes see at most; behind them padding rows write.
     """
 
-    def __init__(self, runtime: Graphed, stack: LayerStack, split: int, capacity: int, rows: int):
+    def __init__(self, runtime: Graphed, layers: Layers, split: int, capacity: int, rows: int):
         self.runtime = runtime
-        self.stack = stack
+        self.layers = layers
         self.split = split
         self.rows = bucket(max(rows, WIDTHS[-1]), WIDTHS[-1])
         longest = runtime.positions
@@ -89,33 +96,33 @@ class Arena:
             self.limit = bucket(capacity, SMALLEST_BUCKET)
         self.capacity = self.limit + WIDTHS[-1]
         self.first = KVCache(range(split), self.capacity, clean=True)
-        self.rest = KVCache(range(split, len(stack.layers)), self.capacity, clean=True)
-        self.beside: dict[int, tuple[object, KVCache]] = {}  # caches of layers that are not the stack's, by owner
-        self.upload = Upload(self.rows, stack.device)
+        self.rest = KVCache(range(split, len(layers.layers)), self.capacity, clean=True)
+        self.beside: dict[int, tuple[object, KVCache]] = {}  # caches of other layers, by owner
+        self.upload = Upload(self.rows, layers.device)
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[str, int] = {}  # how many each pass has
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
-        stack.reserve(self.capacity)
+        layers.reserve(self.capacity)
         self.tables: dict[Key, tuple[tuple[Tensor, Tensor], ...]] = {}  # that a graph reads
         self.pool = GraphPool()
-        self._user: weakref.ref[TargetSession] | None = None
+        self._user: weakref.ref[Session] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether a session works in here that is neither closed nor gone."""
         return self._user is not None and self._user() is not None
 
-    def serves(self, stack: LayerStack, capacity: int, rows: int) -> bool:
+    def serves(self, layers: Layers, capacity: int, rows: int) -> bool:
         """Whether a session of this size could work in here now."""
-        return stack is self.stack and capacity <= self.limit and rows <= self.rows and not self.busy
+        return layers is self.layers and capacity <= self.limit and rows <= self.rows and not self.busy
 
-    def enter(self, user: TargetSession) -> None:
+    def enter(self, user: Session) -> None:
         """`user` works in here from now on: its caches are empty."""
         self._user = weakref.ref(user)
         for cache in (self.first, self.rest, *(cache for _, cache in self.beside.values())):
             cache.clear()
 
-    def leave(self, user: TargetSession) -> None:
+    def leave(self, user: Session) -> None:
         """`user` is done."""
         if self._user is not None and self._user() is user:
             self._user = None
@@ -136,7 +143,7 @@ class Arena:
     def view(self, width: int, positions: int) -> FixedView:
         """Of `width` rows, behind which the text and they themselves have `positions` positions."""
         keys = min(bucket(positions, SMALLEST_BUCKET), self.limit)
-        return FixedView(self.upload, width, keys, self.limit, self.stack)
+        return FixedView(self.upload, width, keys, self.limit, self.layers)
 
     def run_pass(
         self, name: str, pass_: Pass, given: Tensor, view: FixedView, cache: KVCache, by_row: bool
@@ -162,13 +169,13 @@ class Arena:
 
     def run(self, key: Key, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> None:
         """`run`, captured at the first call with this `key`. changed: see `GraphPool.capture`."""
-        if not can_capture(self.stack.device):
+        if not can_capture(self.layers.device):
             run()
             return
         if key not in self.graphs:
-            with use_kernel(kernel_for(self.runtime.kernels, self.stack, *key[1:])):
+            with use_kernel(kernel_for(self.runtime.kernels, self.layers, *key[1:])):
                 self.graphs[key] = self.pool.capture(run, changed)
-            self.tables[key] = self.stack.tables  # `reserve` may put longer ones in their place
+            self.tables[key] = self.layers.tables  # `reserve` may put longer ones in their place
             self.runtime.captures += 1
         self.graphs[key].replay()
 
@@ -177,14 +184,19 @@ class GraphedSession(TargetSession):
     """A session whose passes have fixed shapes, all but prompts and those of more than 64 rows."""
 
     def __init__(self, arena: Arena, capacity: int, context: int | None):
-        super().__init__(arena.stack, arena.split, capacity, context)
+        super().__init__(arena.layers, arena.split, capacity, context)
         self._arena = arena
-        self._beside: list[TargetSession] = []
+        self._beside: list[Session] = []
         self.first, self.rest = arena.first, arena.rest
         arena.enter(self)
 
-    def beside(self, stack: LayerStack) -> TargetSession:
-        session = self._arena.runtime.session(stack, len(stack.layers), self.capacity, self.context)
+    def beside(self, model: Target) -> Session:
+        session = self._arena.runtime.session(model, None, self.capacity, self.context)
+        self._beside.append(session)
+        return session
+
+    def layers_beside(self, layers: Layers) -> "GraphedSession":
+        session = self._arena.runtime.layer_session(layers, None, self.capacity, self.context)
         self._beside.append(session)
         return session
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draft_models.targets.stack import LayerStack, Rotary
-from inference.core.rows import Layout, Masks, unpack
+from draft_models.targets.target import Layers, Mask, Masks, Rotary
+from inference.core.rows import Layout, unpack
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run as they are
 UPLOADS = 64  # pinned buffers in turn, so that the host hardly ever waits until the device has read one
@@ -69,7 +69,7 @@ class FixedView:
     width: int
     keys: int
     spare: int
-    stack: LayerStack
+    layers: Layers
 
     @property
     def rows(self) -> Tensor:
@@ -94,7 +94,7 @@ class FixedView:
 
     @property
     def rotary(self) -> Rotary:
-        return self.stack.rotary(self.positions)
+        return self.layers.rotary(self.positions)
 
     def masks(self) -> Masks:
         base, depths = self.upload.base, self.upload.depths
@@ -105,12 +105,12 @@ class FixedView:
         own = own & (inside >= 0) & (inside < self.upload.rows)
         visible = own | (columns < torch.minimum(base, self.slots + 1)[:, None])
         places = torch.where(inside < 0, columns, base + depths[place])
-        built: Masks = {}
-        for window in set(self.stack.windows):
+        built: dict[int | None, Mask] = {}
+        for window in set(self.layers.windows):
             seen = visible
             if window is not None and window < self.keys:
                 seen = visible & (places > self.positions[0, :, None] - window)
-            mask = torch.zeros(self.width, self.keys, dtype=self.stack.dtype, device=base.device)
+            mask = torch.zeros(self.width, self.keys, dtype=self.layers.dtype, device=base.device)
             built[window] = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)[None, None]
         return built
 

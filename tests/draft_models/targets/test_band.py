@@ -10,15 +10,15 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from data_prep.text.rows import _positions
 from draft_models.early_exit.model import EarlyExitStudent
 from draft_models.targets.architectures import load_config
-from draft_models.targets.attention import Band, grouped_attention, packed_mask
+from draft_models.targets.attention import grouped_attention, packed_mask
+from draft_models.targets.band import Band
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.targets.whole_model import PlainLM
-from inference.core.session import TargetSession
+from inference.core.target_session import TargetSession, WholeSession
 from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.small_lm import PlainSession
 from tests.memory import Largest
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
@@ -146,7 +146,9 @@ def test_the_prompt_of_another_architecture_makes_nothing_square() -> None:
     prompt = torch.tensor(random_prompt(LONG))
     with torch.inference_mode():
         with Largest() as largest:
-            session = PlainSession(lm, prompt, LONG + 8)
+            session = WholeSession(lm, LONG + 8)
+            session.feed(prompt, chain_parents(0, LONG))
+            session.commit(range(LONG))
         assert largest.bytes < 2 * LONG * LONG  # half of the mask
         _, logits = session.extend(prompt[:3], (-1, 0, 1), 3)
         expected = lm.model(torch.cat([prompt, prompt[:3]])[None]).logits[0, -3:]

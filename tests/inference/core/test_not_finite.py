@@ -24,8 +24,8 @@ from inference.core.decode import autoregressive, speculative
 from inference.core.ops import likeliest
 from inference.core.runtime import Eager, Runtime
 from inference.core.sampling import Sampler
-from inference.core.session import TargetSession
 from inference.core.stopwatch import Round
+from inference.core.target_session import TargetSession
 from inference.core.tree import DraftTree, depths
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource

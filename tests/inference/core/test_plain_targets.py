@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import outrider
-from draft_models.targets.attention import Band
+from draft_models.targets.band import Band
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.whole_model import PlainLM, RowCache

@@ -19,8 +19,8 @@ from inference.core.decode import speculative
 from inference.core.drafter import Drafter
 from inference.core.runtime import Eager, Runtime
 from inference.core.sampling import Sampler
-from inference.core.session import TargetSession
 from inference.core.stopwatch import Round
+from inference.core.target_session import TargetSession
 from inference.core.tree import DraftTree, chain_parents
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource

@@ -11,8 +11,9 @@ from torch import Tensor
 from inference.core.cache import KVCache
 from inference.core.decode import speculative
 from inference.core.rows import Rows, unpack
-from inference.core.session import TargetSession
-from inference.core.tree import chain_parents
+from inference.core.session import Session
+from inference.core.target_session import TargetSession, WholeSession
+from inference.core.tree import DraftTree, chain_parents
 from inference.core.verify import verify_greedy
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
@@ -162,3 +163,23 @@ def test_first_half_is_not_run_again(tmp_path: Path) -> None:
     rounds = list(speculative(stack, Shaped(source, Chain(FixedLength(4))), random_prompt(10), max_new_tokens=20))
     rows = 10 + sum(r.drafted + 1 for r in rounds[1:])
     assert calls == dict.fromkeys(range(LAYERS), rows)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_session_as_a_whole_says_what_one_by_layers_says(tmp_path: Path, architecture: str) -> None:
+    """A tree under a prompt, and another one after what was accepted of it: one target in sessions of both kinds."""
+    stack = open_stack(save_target(tmp_path, architecture, kv_heads=2), torch.float64)[1]
+    prompt, drafted = random_prompt(7), torch.tensor(random_prompt(4, seed=1))
+    tree = DraftTree(drafted, (-1, -1, 0, 1), (-1,) * 4)
+
+    def said(session: Session) -> list[Tensor]:
+        found = [session.prefill(prompt)]
+        session.commit(range(len(prompt)))
+        for nodes in ([1, 3], [0]):
+            found.append(session.run_tree(drafted[:1], tree))
+            session.commit(session.path(nodes))
+            found.append(torch.tensor([session.base, session.vocabulary]))
+        return found
+
+    for whole, layered in zip(said(WholeSession(stack, 32)), said(TargetSession(stack, 0, 32)), strict=True):
+        torch.testing.assert_close(whole, layered, rtol=1e-9, atol=1e-9)

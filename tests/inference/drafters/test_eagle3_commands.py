@@ -66,13 +66,13 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     runtime.prepare(100, ())
     arms = make_arms(stack, {"eagle3": head}, {"m": CHAIN}, None, max_new_tokens=40, eos=(), runtime=runtime)
     arms["m"](random_prompt(60), Streams(0))
-    (own,) = (arena for arena in runtime._arenas.values() if arena.stack is head)
+    (own,) = (arena for arena in runtime._arenas.values() if arena.layers is head)
     weights, caches = MAKER.held(where, target.config, place).values()
     held = load_file(tiny_models / EAGLE3 / "model.safetensors")
     assert weights == sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
     assert own.first._buffer is not None
     buffers = sum(buffer.nbytes for buffer in own.buffers.values())
-    (arena,) = (arena for arena in runtime._arenas.values() if arena.stack is stack)
+    (arena,) = (arena for arena in runtime._arenas.values() if arena.layers is stack)
     (taps,) = (buffer for (name, output), buffer in arena.buffers.items() if "tapped" in name and output == 2)
     assert own.first._buffer.nbytes + buffers + taps.nbytes == caches
 

@@ -19,7 +19,7 @@ from draft_models.targets.stack import LayerStack
 from inference.core.cache import KVCache
 from inference.core.decode import autoregressive, speculative
 from inference.core.rows import Rows
-from inference.core.session import TargetSession
+from inference.core.target_session import TargetSession
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped

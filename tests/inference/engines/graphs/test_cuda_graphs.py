@@ -20,8 +20,8 @@ from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
 from inference.core.rows import Rows
 from inference.core.runtime import Eager, KernelChoice
-from inference.core.session import TargetSession
 from inference.core.stopwatch import Round
+from inference.core.target_session import TargetSession
 from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Shaped
@@ -153,7 +153,7 @@ def test_a_drafters_buffers_are_free_when_the_generation_is_over(target: Path, m
     runtime, sources = Graphed(), [SmallLMSource(small) for _ in range(3)]
     for source in sources:
         decode(stack, source, MethodConfig(stop=StopConfig(rule="fixed", max_draft=3)), runtime, random_prompt(12), 9)
-    assert [arena.stack for arena in made] == [stack, small]
+    assert [arena.layers for arena in made] == [stack, small]
 
 
 def test_a_longer_text_gets_larger_buffers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

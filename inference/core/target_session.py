@@ -1,0 +1,305 @@
+"""Sessions of a target: in two halves of its layers, or as a whole."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from draft_models.targets.band import Band
+from draft_models.targets.target import Layers, Masks, Rotary, Target
+from inference.core.cache import KVCache
+from inference.core.rows import Layout, Rows, unpack
+from inference.core.sampling import successors
+from inference.core.session import Pass, Session, View
+
+if TYPE_CHECKING:
+    from draft_models.targets.stack import LayerStack
+
+
+def eager_session(target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
+    """A session whose passes run as they come.
+
+    split: as of `TargetSession`; for a target that runs as a whole it means nothing.
+    """
+    if target.layered is None:
+        return WholeSession(target, capacity, context)
+    return TargetSession(target.layered, split, capacity, context)
+
+
+class TargetSession(Session):
+    """Runs a model over one text in two halves, layers [0, split) and [split, L).
+
+    A drafter that lives on the target's first layers feeds rows through the first half while it drafts;
+    `finish` then runs only the second half over all rows, so no layer ever computes a row twice. Any other
+    drafter uses split = 0, where the first half is the embedding. With split None, for a drafter's own model, all
+    layers are in the first half.
+
+    Tapped boundaries need split = 0. `context` is by default as large as `capacity`.
+    """
+
+    def __init__(self, layers: Layers, split: int | None, capacity: int, context: int | None = None):
+        self.layers = layers
+        self.device, self.dtype = layers.device, layers.dtype
+        self.split = len(layers.layers) if split is None else split
+        self.capacity = capacity
+        self.context = capacity if context is None else context
+        self.first = KVCache(range(self.split), capacity)
+        self.rest = KVCache(range(self.split, len(layers.layers)), capacity)
+        self.base = 0
+        self.places = torch.arange(capacity, device=layers.device)
+        layers.reserve(capacity)
+        self.start_round()
+
+    def start_round(self) -> None:
+        super().start_round()
+        self._hidden: list[Tensor] = []
+        self._view: _EagerView | None = None  # of the last pass
+
+    @property
+    def stack(self) -> "LayerStack":
+        """What the halves run; a session of a head's own layers has none."""
+        found = self.layers.layered
+        assert found is not None
+        return found
+
+    def layered(self) -> "TargetSession":
+        return self
+
+    def beside(self, model: Target) -> Session:
+        return eager_session(model, None, self.capacity, self.context)
+
+    def layers_beside(self, layers: Layers) -> "TargetSession":
+        """A session of the same size for layers of a drafter's own, run through by `run_rows`."""
+        return TargetSession(layers, None, self.capacity, self.context)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.stack.config.vocab_size)
+
+    @property
+    def hidden(self) -> Tensor:
+        """The rows' hidden states between the halves [1, rows, d]."""
+        if len(self._hidden) > 1:
+            self._hidden = [torch.cat(self._hidden, dim=1)]
+        return self._hidden[0]
+
+    def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """Add rows (see `Session.feed`), through the first half."""
+        layout = self._add(parents)
+        (hidden,) = self._run("first", self._first_half, tokens, layout, self.first)
+        self.fed.append(tokens)
+        self._remember(hidden, layout.start)
+        return hidden
+
+    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
+        def whole(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
+            (hidden,) = self._first_half(tokens, view)
+            return hidden, self.stack.own_logits(view.last(hidden, wanted))
+
+        hidden, logits = self._run("whole", whole, tokens, self._add(parents), self.first)
+        return hidden[0], logits[0, -wanted:]
+
+    def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
+        """Run the second half over `rows` (see `Session.finish`)."""
+        self.rest.keep(self.base, ())
+        self.finished = range(self.rows) if rows is None else rows
+        count = len(self.finished)
+        everything = count == self.rows
+        hidden = self.hidden if everything else self.hidden[:, list(self.finished)]
+        chosen = self.round if everything else self.round.select(self.finished)
+        wanted = 1 if last_only else count
+
+        def second_half(hidden: Tensor, view: View) -> tuple[Tensor, ...]:
+            stack = self.stack
+            given = (hidden, self.split, len(stack.layers), view.rotary, view.masks())
+            beside = []
+            if self.taps:
+                hidden, tapped = stack.run_tapped(*given, self.taps, self.rest)
+                beside.append(torch.cat(tapped, dim=-1))
+            else:
+                hidden = stack.run(*given, self.rest)
+            logits = stack.logits(view.last(hidden, wanted))
+            if self.successors:
+                beside.append(successors(logits, self.successors))
+            return hidden, logits, *beside
+
+        name = "rest" + (f", tapped at {self.taps}" if self.taps else "")
+        name += f", {self.successors} successors" if self.successors else ""
+        layout = chosen.layout(self.base, 0, count)
+        hidden, logits, *self.beside_logits = self._run(name, second_half, hidden, layout, self.rest)
+        self._last_hidden = hidden[0]
+        return logits[0, -wanted:]
+
+    def run_rows(self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
+        """Add rows as `feed` does and run a pass over x [1, n, …] of them, where all layers are in the first half.
+
+        For a drafter's own model, in a session beside the target's. name: as in `run_beside`.
+        """
+        return self._run(name, pass_, x, self._add(parents), self.first)
+
+    def run_beside(self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache) -> tuple[Tensor, ...]:
+        """A pass of a drafter's own layers over x [1, n, …], of rows start, start + 1, …, where start may be negative.
+
+        name: of this pass, always the same one. Its keys and values go after what `cache` has. Its outputs hold until
+        the next call.
+        """
+        return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache)
+
+    def cache_beside(self, owner: object, layers: range) -> KVCache:
+        """An empty cache for layers of a drafter's own, which `owner` has."""
+        return KVCache(layers, self.capacity)
+
+    def content(self) -> Sequence[tuple[Tensor, Tensor]]:
+        return [*self.first.content(), *self.rest.content()]
+
+    def commit(self, rows: Sequence[int]) -> None:
+        self.first.keep(self.base, rows)
+        if self.rest.layers:
+            places = self.places_of(rows)
+            self.rest.keep(self.base, places)
+            self.target_hidden = self._last_hidden[places[-1] : places[-1] + 1]
+        self.base += len(rows)
+        self.start_round()
+
+    def _add(self, parents: Sequence[int]) -> Layout:
+        start = self.rows
+        self.round.add(parents)
+        return self._layout(start, self.rows)
+
+    def _layout(self, start: int, stop: int) -> Layout:
+        """Of rows start..stop−1 of this round; that of the last pass where they are the same."""
+        last = None if self._view is None else self._view.layout
+        if last is not None and (last.start, last.stop) == (start, stop) and last.base == self.base:
+            return last
+        return self.round.layout(self.base, start, stop)
+
+    def _remember(self, hidden: Tensor, start: int) -> None:
+        """Keep the hidden states of rows start, start + 1, … for `hidden`."""
+        self._hidden.append(hidden)
+
+    def _run(self, name: str, pass_: Pass, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tensor, ...]:
+        """Run a pass over the rows of `layout`, whose keys and values go behind what `cache` has."""
+        # An exit layer runs over the rows that were just fed to the first half, as a rule.
+        if self._view is None or self._view.layout is not layout:
+            self._view = _EagerView(self, layout)
+        outputs = pass_(x, self._view)
+        cache.advance(layout.stop - layout.start)
+        return outputs
+
+    def _first_half(self, tokens: Tensor, view: View) -> tuple[Tensor]:
+        hidden = self.stack.embed(tokens[None], view.positions)
+        if self.split:
+            hidden = self.stack.run(hidden, 0, self.split, view.rotary, view.masks(), self.first)
+        return (hidden,)
+
+
+class _EagerView:
+    """Positions, rotary tables and masks of a layout, made when asked for."""
+
+    def __init__(self, session: TargetSession, layout: Layout):
+        self.layout = layout
+        self._layers, self._places = session.layers, session.places
+        self._masks: Masks | None = None
+        self._rotary: Rotary | None = None
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return self.layout.positions(self._places)
+
+    @property
+    def rotary(self) -> Rotary:
+        if self._rotary is None:
+            span, positions = self.layout.span, self.positions
+            if span is None:
+                self._rotary = self._layers.rotary(positions)
+            else:  # views of the tables: a round of a chain asks for nothing else
+                views = ((cos[None, span], sin[None, span]) for cos, sin in self._layers.tables)
+                self._rotary = Rotary(positions, tuple(views))
+        return self._rotary
+
+    def masks(self) -> Masks:
+        if self._masks is None:
+            self._masks = self.layout.masks(self._layers.windows, self._places, self._layers.dtype)
+        return self._masks
+
+    def last(self, hidden: Tensor, count: int) -> Tensor:
+        return hidden[:, -count:] if count < hidden.shape[1] else hidden
+
+
+class WholeSession(Session):
+    """Runs a model by its own forward. Rows that are fed are only noted, and `finish` runs all of them.
+
+    So nothing of the target is there while drafting. Drafters that need no layers of the target see what they see of
+    any session: tokens, and `target_hidden`.
+    """
+
+    def __init__(self, lm: Target, capacity: int, context: int | None = None):
+        self.lm = lm
+        self.device, self.dtype = lm.device, lm.dtype
+        self.capacity = capacity
+        self.context = capacity if context is None else context
+        self.cache = lm.cache(capacity)
+        self.base = 0
+        self.start_round()
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.lm.config.vocab_size)
+
+    def start_round(self) -> None:
+        super().start_round()
+        self._last_hidden: Tensor | None = None
+
+    def beside(self, model: Target) -> Session:
+        return eager_session(model, None, self.capacity, self.context)
+
+    def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        """Note rows (see `Session.feed`); there are no hidden states between two halves."""
+        self.round.add(parents)
+        self.fed.append(tokens)
+        return tokens[None]
+
+    def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
+        self.feed(tokens, parents)
+        self.finished = range(self.rows)
+        hidden, logits = self._run(self.round, tokens)
+        return hidden, logits[-wanted:]
+
+    def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
+        self.cache.keep(self.base, ())
+        self.finished = range(self.rows) if rows is None else rows
+        chosen = self.round if len(self.finished) == self.rows else self.round.select(self.finished)
+        self._last_hidden, logits = self._run(chosen, self.tokens[list(self.finished)], last_only)
+        if self.successors:
+            self.beside_logits = [successors(logits, self.successors)[None]]
+        return logits
+
+    def _run(self, rows: Rows, tokens: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits of the last ones of `rows`, whose tokens these are (see `Target.rows`)."""
+        hidden, logits = [], []
+        before = len(rows) - len(tokens)
+        for start in range(0, len(tokens), Band.BLOCK):  # a mask of all of a long text would be its square
+            block = tokens[start : start + Band.BLOCK]
+            part = slice(before + start, before + start + len(block))
+            inside = torch.from_numpy(unpack(rows.lineages[part], part.stop)).to(tokens.device)
+            visible = torch.cat([inside.new_ones(len(block), self.base), inside], dim=1)
+            positions = self.base + torch.tensor(rows.depths[part], device=tokens.device)
+            states, scores = self.lm.rows(block, positions, visible, self.cache, last_only=last_only)
+            hidden.append(states)
+            logits.append(scores)
+        return torch.cat(hidden), logits[-1] if last_only else torch.cat(logits)
+
+    def content(self) -> Sequence[tuple[Tensor, Tensor]]:
+        return self.cache.content()
+
+    def commit(self, rows: Sequence[int]) -> None:
+        if not self.finished:  # the text that a drafter begins with, of which nobody has asked the logits
+            self.finish(last_only=True)
+        places = self.places_of(rows)
+        self.cache.keep(self.base, places)
+        if self._last_hidden is not None:
+            self.target_hidden = self._last_hidden[places[-1] : places[-1] + 1]
+        self.base += len(rows)
+        self.start_round()
