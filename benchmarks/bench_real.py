@@ -43,7 +43,7 @@ from inference.settings.kinds import KINDS
 from outrider.errors import require
 from outrider.files import read_json, require_writable, write_json
 from outrider.machine import describe_machine
-from train.time_budget import STEPS_FILE
+from train.core.time_budget import STEPS_FILE
 
 HERE = Path(__file__).parent
 PEERS = (  # what they do decides what is measured

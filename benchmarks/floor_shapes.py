@@ -13,7 +13,7 @@ from draft_models.targets.empty_models import empty_model, layer_stack
 from draft_models.targets.stack import LayerStack
 from inference.drafters.calibrated import Calibrated
 from inference.loading.drafters import prepare
-from train.early_exit import default_exit_layer
+from train.parts.early_exit import default_exit_layer
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, *, key_heads: int = 0, vocabulary: int = 32000) -> Any:

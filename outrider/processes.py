@@ -62,6 +62,12 @@ def only_run_of(state: PartialState, folder: Path, what: str) -> Iterator[None]:
         yield
 
 
+def say(line: str) -> None:
+    """Print a line on the main process."""
+    if PartialState().is_main_process:
+        print(line, flush=True)
+
+
 def _leave() -> None:
     """Let the communication threads finish before the interpreter shuts down.
 

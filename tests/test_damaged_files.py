@@ -40,12 +40,13 @@ from outrider.settings import construct
 from tests.inference.evaluate.test_prompt_results import measured
 from tests.mutants import require_named
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
-from train import pipeline_run, run_dir
-from train.fit import fit
+from train import pipeline_run
+from train.core import run_dir
+from train.core.fit import fit
+from train.core.time_budget import StepBudget
+from train.core.training_state import EARLIER_FILE, STATE_FILE, read_state
 from train.pipeline_run import run_pipeline
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
-from train.time_budget import StepBudget
-from train.training_state import EARLIER_FILE, STATE_FILE, read_state
 
 ROOT = Path(__file__).parents[1]
 

@@ -50,9 +50,9 @@ from tests.tiny import (
     reference_generate,
     save_target,
 )
-from train.early_exit import train_early_exit
-from train.fit_settings import FitConfig
-from train.settings import EesdConfig
+from train.recipes.early_exit import train_early_exit
+from train.settings.drafters import EesdConfig
+from train.settings.fit import FitConfig
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

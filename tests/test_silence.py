@@ -96,44 +96,44 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "eesd": (
         [*DEBUG, f"target={TARGET}", "decode_prompts=2"],
         {
-            "train.early_exit:open_target": "progress: eesd; ",
+            "train.recipes.early_exit:open_target": "progress: eesd; ",
             "draft_models.targets.tensor_files:TensorFiles._read": f"> reading out-debug/tiny_models/{TARGET} 0/",
-            "train.loop:load_share": "progress: eesd > training 0/2 steps; ",
-            "train.watch:collect": " > evaluating after step 1 > decoding held-out prompts 0/2 prompts; ",
+            "train.core.loop:load_share": "progress: eesd > training 0/2 steps; ",
+            "train.parts.heldout:collect": " > evaluating after step 1 > decoding held-out prompts 0/2 prompts; ",
         },
     ),
     "finetune_drafter": (
         [*DEBUG, f"target={TARGET}", "drafter=tiny"],
         {
-            "train.small_lm:target_law": "finetune_drafter > reading held-out text 0/",
-            "train.loop:load_share": "finetune_drafter > training 0/2 steps; ",
-            "train.small_lm:judged": " > evaluating after step 1 > judging held-out text 0/",
+            "train.parts.heldout:supervised_hidden": "finetune_drafter > reading held-out text 0/",
+            "train.core.loop:load_share": "finetune_drafter > training 0/2 steps; ",
+            "train.recipes.small_lm:judged": " > evaluating after step 1 > judging held-out text 0/",
         },
     ),
     "eagle3": (
         [*DEBUG, f"target={TARGET}"],
         {
-            "train.loop:load_share": "eagle3 > training 0/2 steps; ",
-            "train.watch:collect": " > evaluating after step 1 > decoding held-out prompts 0/",
+            "train.core.loop:load_share": "eagle3 > training 0/2 steps; ",
+            "train.parts.heldout:collect": " > evaluating after step 1 > decoding held-out prompts 0/",
         },
     ),
     "calibrate": (
         [*DEBUG, f"checkpoint={EARLY_EXIT}"],
         {
-            "train.calibration:speculative": "calibrate > continuing texts 0/1 shards of 8 > shard 0/",
-            "train.calibration:load_stack": "progress: calibrate; ",
-            "train.calibration:plot_reliability": "progress: calibrate; ",
+            "train.parts.capture:speculative": "calibrate > continuing texts 0/1 shards of 8 > shard 0/",
+            "train.recipes.calibration:load_stack": "progress: calibrate; ",
+            "train.recipes.calibration:plot_reliability": "progress: calibrate; ",
         },
     ),
     "toy_target": (
         [*TEXT, "out_dir=out", "fit.steps=2", "fit.batch_rows=2", "seq_len=32", "layers=1", "hidden=32", "heads=2",
          "kv_heads=2", "intermediate=32", "vocabulary=300", "eval_rows=4", "sample_tokens=4"],
         {
-            "train.toy_model:Tokenizer.train_from_iterator": "toy_target > training the tokenizer; ",
+            "train.parts.toy_lm:Tokenizer.train_from_iterator": "toy_target > training the tokenizer; ",
             "data_prep.text.rows:encode": "toy_target > tokenising train; ",
-            "train.loop:load_share": "toy_target > training 0/2 steps; ",
-            "train.toy_model:linear_cross_entropy": "toy_target > training 0/2 steps; ",
-            "train.toy_model:reduce": "toy_target > training 2/2 steps > evaluating after step 2; ",
+            "train.core.loop:load_share": "toy_target > training 0/2 steps; ",
+            "train.recipes.toy:linear_cross_entropy": "toy_target > training 0/2 steps; ",
+            "train.recipes.toy:reduce": "toy_target > training 2/2 steps > evaluating after step 2; ",
         },
     ),
     "generate_responses": (

@@ -21,7 +21,7 @@ from conf import CONF_DIR, build, register
 from inference.settings.evaluate import EvaluateConfig
 from slurm import sweep_evaluate
 from tests.conf.test_configs import COMMANDS, compose_and_build
-from train.settings import EesdConfig
+from train.settings.drafters import EesdConfig
 
 ROOT = Path(__file__).parent.parent
 SLURM = ROOT / "slurm"

@@ -22,8 +22,8 @@ from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import reference_generate
 from tests.train.jobs import distilling, finetuning, write_corpus
-from train.early_exit import train_early_exit
-from train.small_lm import finetune_drafter
+from train.recipes.early_exit import train_early_exit
+from train.recipes.small_lm import finetune_drafter
 
 FORMATS = ("gguf", "bin")
 

@@ -1,1 +1,1 @@
-"""One entry script per thing trained, over one shared fit."""
+"""Training: the commands. What they train is in recipes/, how it is done in core/."""

@@ -5,13 +5,13 @@ accelerate launch train/calibrate.py checkpoint=runs/small_lm target=runs/target
 """
 
 from conf import entry
-from train.settings import CalibrateConfig
+from train.settings.drafters import CalibrateConfig
 
 
 @entry("calibrate", CalibrateConfig)
 def main(config: CalibrateConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from train.calibration import calibrate
+    from train.recipes.calibration import calibrate
 
     calibrate(config)
 

@@ -4,13 +4,13 @@ accelerate launch train/eagle3.py target=MODEL data=ultrachat out_dir=runs/eagle
 """
 
 from conf import entry
-from train.eagle3_settings import Eagle3Config
+from train.settings.eagle3 import Eagle3Config
 
 
 @entry("eagle3", Eagle3Config)
 def main(config: Eagle3Config) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from train.eagle3_head import train_eagle3
+    from train.recipes.eagle3 import train_eagle3
 
     train_eagle3(config)
 

@@ -4,13 +4,13 @@ accelerate launch train/eesd.py target=MODEL data=ultrachat out_dir=runs/eesd
 """
 
 from conf import entry
-from train.settings import EesdConfig
+from train.settings.drafters import EesdConfig
 
 
 @entry("eesd", EesdConfig)
 def main(config: EesdConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from train.early_exit import train_early_exit
+    from train.recipes.early_exit import train_early_exit
 
     train_early_exit(config)
 

@@ -4,7 +4,7 @@ python train/export_eagle3.py head=runs/eagle3 target=MODEL dialect=speculators 
 """
 
 from conf import entry
-from train.eagle3_settings import ExportHeadConfig
+from train.settings.eagle3 import ExportHeadConfig
 
 
 @entry("export_eagle3", ExportHeadConfig)

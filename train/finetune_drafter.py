@@ -4,13 +4,13 @@ accelerate launch train/finetune_drafter.py target=MODEL drafter=llama_68m data=
 """
 
 from conf import entry
-from train.settings import FinetuneConfig
+from train.settings.drafters import FinetuneConfig
 
 
 @entry("finetune_drafter", FinetuneConfig)
 def main(config: FinetuneConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from train.small_lm import finetune_drafter
+    from train.recipes.small_lm import finetune_drafter
 
     finetune_drafter(config)
 

@@ -1,7 +1,6 @@
 """A finished EAGLE-3 head of any trainer, written in the dialect of another, with the commands that serve it."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from draft_models.targets.model_files import CONFIG_FILE
 from outrider.errors import UserError, require
 from outrider.files import require_writable
 from outrider.processes import from_main, join_processes, only_run_of
-from train.eagle3_settings import ExportHeadConfig
+from train.settings.eagle3 import ExportHeadConfig
 
 
 def export_head(config: ExportHeadConfig) -> None:
@@ -40,7 +39,7 @@ def _export(config: ExportHeadConfig, out_dir: Path) -> None:
     head = make_head(reading, stored.weights(dtype), config.head)
     made_here = stored.made_here and not config.reading.stated()
     save_head(out_dir, head, config.dialect, target, config.target, made_here=made_here)
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "head": config.head,
         "written by": stored.dialect,
         "written for readers of": config.dialect,

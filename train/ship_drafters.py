@@ -1,7 +1,7 @@
 """The drafters that a pipeline has left, small enough to hand on: `python train/ship_drafters.py run=runs/smollm2`."""
 
 from conf import entry
-from train.settings import ShipConfig
+from train.settings.drafters import ShipConfig
 
 
 @entry("ship_drafters", ShipConfig)

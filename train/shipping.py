@@ -31,8 +31,8 @@ from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable
 from outrider.processes import from_main, join_processes, only_run_of
-from train import run_dir
-from train.settings import ShipConfig
+from train.core import run_dir
+from train.settings.drafters import ShipConfig
 
 TOKENIZER_FILE = "tokenizer.json"
 _AGAIN = "train the drafter again"

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from conf import entry
-from train import run_dir
-from train.settings import TOY_REPORT, ToyTargetConfig
+from train.core import run_dir
+from train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 
 @entry("toy_target", ToyTargetConfig)
 def main(config: ToyTargetConfig) -> None:
     if run_dir.finished(Path(config.out_dir), TOY_REPORT, config.deciding(), config.resume, config):
         return print(f"{config.out_dir}: finished already")
-    from train.toy_model import train_toy_target  # heavy, so only when there is something to do
+    from train.recipes.toy import train_toy_target  # heavy, so only when there is something to do
 
     return train_toy_target(config)
 

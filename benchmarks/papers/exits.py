@@ -18,8 +18,8 @@ from draft_models.targets.architectures import read_config
 from draft_models.targets.empty_models import decoder_layers, empty_model
 from outrider.files import require_writable, write_json
 from papers.claims import Claim, Row, Table
-from train.early_exit import train_early_exit
-from train.settings import EesdConfig
+from train.recipes.early_exit import train_early_exit
+from train.settings.drafters import EesdConfig
 
 # No step is chosen by an evaluation: a training ends with its steps.
 COMMON = ["fit.epochs=null", "fit.eval_every=null", "fit.save_every=null", "fit.wandb.mode=disabled", "fit.warmup=0",

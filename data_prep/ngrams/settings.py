@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from data_prep.text.settings import DataConfig, Order
 from draft_models.targets.settings import TARGET, RehearsedConfig
@@ -47,16 +47,22 @@ class TrigramConfig(RehearsedConfig):
 
     def small(self, models: Path) -> Self:
         """A few files, counted in little memory."""
-        given: dict[str, Any] = {"merge": (), "workers": 1, "memory_gb": 0.1}
-        tokenizer = str(models / TARGET)
-        return replace(self, tokenizer=tokenizer, revision=None, data=self.data.small(models), **given)
+        return replace(
+            self,
+            tokenizer=str(models / TARGET),
+            revision=None,
+            data=self.data.small(models),
+            merge=(),
+            workers=1,
+            memory_gb=0.1,
+        )
 
     @property
     def processes(self) -> int:
         """Tokenising processes."""
         return self.workers or os.cpu_count() or 1
 
-    def corpus(self) -> dict[str, Any]:
+    def corpus(self) -> dict[str, object]:
         """What decides which text is counted, JSON-able."""
         silent = ("template", "mix", "streaming")
         own = {key: value for key, value in self.data.deciding().items() if key not in silent}

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from importlib.metadata import packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from data_prep.python_docs.instructions import Instruction, as_lines, halves, make_instructions, read_subjects
 from data_prep.python_docs.modules import PACKAGES, STANDARD_LIBRARY
@@ -40,7 +39,7 @@ def _write(config: PromptsConfig, folder: Path) -> None:
     installed = [name for name in config.packages if find_spec(name) is not None]
     for name in sorted(set(config.packages) - set(installed)):
         print(f"python_docs: {name} is not installed; nothing is asked about it", flush=True)
-    identity: dict[str, Any] = {
+    identity: dict[str, object] = {
         **config.deciding(),
         "python": platform.python_version(),
         "versions": _versions(installed),
@@ -53,7 +52,7 @@ def _write(config: PromptsConfig, folder: Path) -> None:
     subjects = read_subjects(modules, collector)
     for name, why in collector.skipped.items():
         print(f"python_docs: {name} is left out, it cannot be imported ({why})", flush=True)
-    files: dict[str, Any] = {
+    files: dict[str, dict[str, object]] = {
         split: _save(make_instructions(own, config.per_object), folder / FILES[split])
         for split, own in halves(subjects, config.heldout_fraction).items()
     }
@@ -62,7 +61,7 @@ def _write(config: PromptsConfig, folder: Path) -> None:
     print(f"write_prompts out_dir={folder} objects={len(subjects)} {counts}", flush=True)
 
 
-def _save(made: Sequence[Instruction], path: Path) -> dict[str, Any]:
+def _save(made: Sequence[Instruction], path: Path) -> dict[str, object]:
     """Write one half; what there is to say about it."""
     content = as_lines(made)
     write_atomically(path, content)
@@ -80,7 +79,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
     return {name: version(min(distributions[name])) if name in distributions else "unknown" for name in packages}
 
 
-def _finished(folder: Path, identity: dict[str, Any], config: PromptsConfig) -> bool:
+def _finished(folder: Path, identity: dict[str, object], config: PromptsConfig) -> bool:
     """Whether the same prompts are there already. Raises `UserError` where others are, or resume=true is not given."""
     record = folder / RECORD_FILE
     if not record.exists():

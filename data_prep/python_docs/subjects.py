@@ -61,7 +61,7 @@ class Collector:
     def __init__(self, quoted_chars: int):
         self.quoted_chars = quoted_chars
         self.skipped: dict[str, str] = {}  # modules that could not be imported, and why
-        self._objects: dict[int, Any] = {}  # by id, and kept, so that no id is used again
+        self._objects: dict[int, object] = {}  # by id, and kept, so that no id is used again
         self._said: set[str] = set()  # names, texts, and first sentences with their homes
 
     def module(self, name: str) -> Iterator[Subject]:
@@ -103,14 +103,13 @@ class Collector:
                 elif isinstance(value, _ATTRIBUTES):
                     yield from self._subject(value, f"{name}.{leaf}", "attribute", name)
 
-    def _known(self, value: Any) -> bool:
+    def _known(self, value: object) -> bool:
         known = id(value) in self._objects
         self._objects[id(value)] = value
         return known
 
-    def _subject(self, value: Any, name: str, kind: Kind, home: str) -> Iterator[Subject]:
-        wrapped = isinstance(value, classmethod | staticmethod)
-        docstring = (value.__func__ if wrapped else value).__doc__
+    def _subject(self, value: object, name: str, kind: Kind, home: str) -> Iterator[Subject]:
+        docstring = (value.__func__ if isinstance(value, classmethod | staticmethod) else value).__doc__
         if isinstance(docstring, str):
             yield from self._made(name, kind, home, prose(docstring))
 
@@ -129,7 +128,7 @@ def _public(module: types.ModuleType) -> list[str]:
     """The names that a module offers: those it lists, else those that are defined in it or under it."""
     listed = getattr(module, "__all__", None)
 
-    def own(value: Any) -> bool:
+    def own(value: object) -> bool:
         home = getattr(value, "__module__", None)
         return isinstance(home, str) and f"{home.lstrip('_')}.".startswith(f"{module.__name__}.")
 
@@ -137,7 +136,7 @@ def _public(module: types.ModuleType) -> list[str]:
     return [name for name in names if (name in listed if listed is not None else own(vars(module)[name]))]
 
 
-def _shortest_home(module: str, leaf: str, value: Any) -> str:
+def _shortest_home(module: str, leaf: str, value: object) -> str:
     """The package itself where it has the object too: one writes json.JSONDecoder, not json.decoder.JSONDecoder."""
     root = module.partition(".")[0]
     return root if leaf in _names_of(root) and getattr(importlib.import_module(root), leaf) is value else module
@@ -149,7 +148,7 @@ def _names_of(package: str) -> frozenset[str]:
     return frozenset(dir(importlib.import_module(package)))
 
 
-def _is_callable_value(value: Any) -> bool:
+def _is_callable_value(value: object) -> bool:
     """Whether it is an instance that is called like a function and has a docstring of its own, like numpy.add."""
     return (
         callable(value)

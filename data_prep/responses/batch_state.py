@@ -212,7 +212,7 @@ class _SlotLayer(DynamicLayer):
         self.values: Tensor
         self.keys, self.values, self.slot, self.is_initialized = keys, values, slot, True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write one token's keys and values [B, heads, 1, d]; returns the whole buffers."""
         self.keys.index_copy_(2, self.slot, key_states)
         self.values.index_copy_(2, self.slot, value_states)

@@ -151,7 +151,7 @@ def seconds_spent(folder: Path) -> float:
     return spent.get("seconds", 0.0)
 
 
-def open_run(folder: Path, identity: Mapping[str, Any]) -> None:
+def open_run(folder: Path, identity: Mapping[str, object]) -> None:
     """Make a directory ready for more shards: clear what a killed process left, say what decides the responses."""
     for path in folder.iterdir():
         match = _OWN.fullmatch(path.name)
@@ -162,7 +162,7 @@ def open_run(folder: Path, identity: Mapping[str, Any]) -> None:
     write_json(folder / RUN_FILE, identity)
 
 
-def check_run(folder: Path, identity: Mapping[str, Any], resume: bool, config: Settings | None = None) -> list[str]:
+def check_run(folder: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> list[str]:
     """The versions of the code by which the responses of a directory are made, the present one last.
 
     identity: all that decides the responses; config: what it is made of, for options newer than the responses.
@@ -182,7 +182,7 @@ def check_run(folder: Path, identity: Mapping[str, Any], resume: bool, config: S
     return code_history(code, folder)
 
 
-def summarise(folder: Path) -> dict[str, Any]:
+def summarise(folder: Path) -> dict[str, object]:
     """Counts over all shards: responses, tokens, truncated, skipped, and skipped by reason."""
     counts: Counter[str] = Counter(responses=0, tokens=0, truncated=0, skipped=0)
     for shard in shards(folder):
@@ -201,7 +201,7 @@ def _file(folder: Path, kind: str, number: int, suffix: str) -> Path:
     return folder / f"{kind}-{number:05d}.{suffix}"
 
 
-def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+def _lines(records: Sequence[Mapping[str, object]]) -> bytes:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
 
 
@@ -214,7 +214,7 @@ def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
         yield record, str(record["id"]) if "id" in record else _asked_id(record, where)
 
 
-def _asked_id(record: Mapping[str, Any], where: str) -> str:
+def _asked_id(record: Mapping[str, object], where: str) -> str:
     messages = record["messages"]
     if not isinstance(messages, list) or any(
         not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
@@ -223,7 +223,7 @@ def _asked_id(record: Mapping[str, Any], where: str) -> str:
     return prompt_id(messages)
 
 
-def _count(record: Mapping[str, Any], key: str, where: str) -> int:
+def _count(record: Mapping[str, object], key: str, where: str) -> int:
     value = record.get(key)
     if type(value) is not int or value < 0:
         raise UserError(f"{where}: {key}={value!r}: expected an integer ≥ 0")

@@ -75,10 +75,10 @@ class GenerateConfig(TargetConfig):
 
     def small(self, models: Path) -> Self:
         """A few short answers of a tiny target, which runs here."""
-        limits = self.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
-        alone = {field.name: field.default for field in fields(self) if field.name in ("server", *_OF_SERVERS)}
-        given: dict[str, Any] = {**limits, **alone, "data": self.data.small(models)}
-        return replace(self, target=str(models / TARGET), revision=None, **given)
+        of_servers = [field for field in fields(self) if field.name in ("server", *_OF_SERVERS)]
+        alone: dict[str, Any] = {field.name: field.default for field in of_servers}
+        local = replace(self, target=str(models / TARGET), revision=None, data=self.data.small(models), **alone)
+        return local.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
 
     @property
     def sampling(self) -> SamplingConfig:

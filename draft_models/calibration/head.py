@@ -22,7 +22,7 @@ class CalibrationHead(nn.Module):
     feeds it.
 
     Beyond the paper it sees how likely the draft found its own token: `odds` [] weighs the log-odds log(q / (1 − q)).
-    `temperature` [10], by position, divides the logit (see train/sequential_temperature.py).
+    `temperature` [10], by position, divides the logit (see train/parts/calibration_scores.py).
     """
 
     temperature: Tensor

@@ -1,7 +1,7 @@
 """Options that commands share which open a target; light, so that a mistake shows before torch is imported."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -37,10 +37,10 @@ class RehearsedConfig(RunConfig, ABC):
     def small(self, models: Path) -> Self:
         """The same command where it costs nothing, on what `save_tiny_models` has left in the folder `models`."""
 
-    def cut(self, **limits: int) -> dict[str, int]:
-        """The fields named, none of them larger than its limit; those that are null are left out."""
+    def cut(self, **limits: int) -> Self:
+        """The same with the fields named, where they are not null, at most as large as their limits."""
         given = {name: getattr(self, name) for name in limits}
-        return {name: min(value, limits[name]) for name, value in given.items() if value is not None}
+        return replace(self, **{name: min(value, limits[name]) for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)

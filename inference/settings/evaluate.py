@@ -163,7 +163,6 @@ class EvaluateConfig(RehearsedConfig):
         used = [kind for kind in KINDS.values() if kind.option and kind.tiny and self.where(kind)]
         given: dict[str, Any] = {"checkpoint": None}
         given |= {str(kind.option): str(models / str(kind.tiny)) for kind in used}
-        given |= self.cut(prompt_chars=120, max_new_tokens=16)
         given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
         # Tiny models have other layers to skip and to tap, and hold shorter texts. A memory is the whole target's.
         methods = {
@@ -171,7 +170,8 @@ class EvaluateConfig(RehearsedConfig):
             for name, method in self.methods.items()
         }
         given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig(mode="disabled")}
-        return replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
+        small = replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
+        return small.cut(prompt_chars=120, max_new_tokens=16)
 
     def where(self, kind: Kind) -> str | None:
         """Where the model of `kind` lies, None where that is not said or it has none."""

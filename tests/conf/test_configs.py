@@ -19,7 +19,7 @@ from inference.settings.evaluate import EvaluateConfig
 from outrider import cli
 from outrider.errors import UserError
 from tests.tiers import quick_where
-from train.settings import EesdConfig
+from train.settings.drafters import EesdConfig
 
 ROOT = Path(__file__).parent.parent.parent
 # What each command must be told.

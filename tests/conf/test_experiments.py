@@ -21,7 +21,7 @@ from outrider.wandb_config import WandbConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
-from train.fit_settings import FitConfig
+from train.settings.fit import FitConfig
 
 EXPERIMENTS = sorted(f"{f.parent.name}/{f.stem}" for f in (CONF_DIR / "experiment").glob("*/*.yaml"))
 ANY_MODEL = {"eesd/without_self_distillation", *(name for name in EXPERIMENTS if name.endswith("/demo"))}

@@ -10,7 +10,7 @@ import pytest
 from conf import register
 from conf.options import compose_defaults, groups_of, help_text, meanings_of, options_of
 from docs.make_options import COMMANDS, PAGE, page
-from train.settings import EesdConfig
+from train.settings.drafters import EesdConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -33,7 +33,7 @@ from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import LAYERS, VOCABULARY, random_prompt, save_target
 from tests.train import jobs
-from train.early_exit import train_early_exit
+from train.recipes.early_exit import train_early_exit
 
 TOKENS = torch.tensor([3, 7, 100, 101, 256])
 

@@ -11,8 +11,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from draft_models.losses import IGNORE
 from outrider.wandb_config import WandbConfig
-from train.fit import fit
-from train.fit_settings import FitConfig
+from train.core.fit import fit
+from train.settings.fit import FitConfig
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 23, 8, 6, 37
 

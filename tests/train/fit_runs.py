@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import ROOT
-from train.fit import Evaluate, FitResult, fit
-from train.trained_weights import trained_parameters
+from train.core.fit import Evaluate, FitResult, fit
+from train.core.trained_weights import trained_parameters
 
 
 def fit_tiny(

@@ -28,10 +28,10 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.tensor_files import open_tensors
 from outrider.wandb_config import WandbConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
-from train import run_dir
-from train.eagle3_settings import Eagle3Config
-from train.fit_settings import FitConfig
-from train.settings import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
+from train.core import run_dir
+from train.settings.drafters import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
+from train.settings.eagle3 import Eagle3Config
+from train.settings.fit import FitConfig
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog "

@@ -20,9 +20,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from outrider.errors import UserError
 from outrider.processes import join_processes
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
-from train import sharding
-from train.fit import fit
-from train.trained_weights import trained_parameters
+from train.core import sharding
+from train.core.fit import fit
+from train.core.trained_weights import trained_parameters
 
 
 def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> set[bool]:

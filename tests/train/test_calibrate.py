@@ -43,9 +43,10 @@ from tests.fitted_heads import fitted_head
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, save_for_calibration, synthetic
-from train import calibration
-from train.calibration import calibrate, capture, only_tested, own_shards
-from train.calibration_scores import brier, later_half, predict
+from train.parts import capture as capturing
+from train.parts.calibration_scores import brier, later_half, predict
+from train.parts.capture import Drafting, capture, capture_shards, only_tested, own_shards
+from train.recipes.calibration import calibrate
 
 
 @pytest.fixture(scope="module")
@@ -139,16 +140,16 @@ def test_every_shard_is_somebodys_whenever_they_look(tmp_path: Path) -> None:
 def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path, monkeypatch) -> None:
     """Three shards of each kind, ten seconds a look: two before and after every one. A resumed run has no more time."""
     seconds = itertools.count(0, 10)
-    monkeypatch.setattr(calibration, "TimeLimit", functools.partial(TimeLimit, clock=lambda: next(seconds)))
-    monkeypatch.setattr(calibration, "capture", lambda *_: synthetic(40, 0))
+    monkeypatch.setattr(capturing, "TimeLimit", functools.partial(TimeLimit, clock=lambda: next(seconds)))
+    monkeypatch.setattr(capturing, "capture", lambda *_: synthetic(40, 0))
     made = calibrating(folder, tmp_path, prompts=24, heldout_prompts=24, minutes=1, plan=False)
-    state, limit = join_processes(), calibration.TimeLimit(0.5)
-    prompts, left = [[1]] * 24, tmp_path / "left"
+    state, limit = join_processes(), capturing.TimeLimit(0.5)
+    prompts, left, drafting = [[1]] * 24, tmp_path / "left", Drafting(lambda: None, None)  # type: ignore[arg-type]
     for shards in (["000000", "000016"], ["000000", "000016"]):
         left.mkdir(exist_ok=True)
-        calibration.capture_shards(made, left, prompts, lambda: None, None, state, limit)  # type: ignore[arg-type]
+        capture_shards(made, left, prompts, drafting, state, limit)
         assert sorted(path.stem for path in left.glob("*.safetensors")) == shards
-    calibration.capture_shards(made, left, prompts, lambda: None, None, state, TimeLimit(None))  # type: ignore[arg-type]
+    capture_shards(made, left, prompts, drafting, state, TimeLimit(None))
     assert len(list(left.glob("*.safetensors"))) == 3
 
 
@@ -158,7 +159,7 @@ def test_a_machine_that_becomes_slow_ends_in_time(folder: Path, tmp_path: Path, 
 
     At least one text of either kind there is; each here is long enough.
     """
-    now, texts, real = 0.0, 0, calibration.speculative
+    now, texts, real = 0.0, 0, capturing.speculative
 
     def slow(*given: Any, **options: Any) -> Any:
         nonlocal now, texts
@@ -168,9 +169,9 @@ def test_a_machine_that_becomes_slow_ends_in_time(folder: Path, tmp_path: Path, 
     def fit(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibration, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now))
-    monkeypatch.setattr(calibration, "speculative", slow)
-    monkeypatch.setattr(calibration, "fit", fit)
+    monkeypatch.setattr(capturing, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now))
+    monkeypatch.setattr(capturing, "speculative", slow)
+    monkeypatch.setattr("train.core.driver.fit", fit)
     with pytest.raises(KeyboardInterrupt):
         calibrate(calibrating(folder, tmp_path, minutes=1, new_tokens=100))
     assert now <= 1.1 * 60 + 2 * seconds
@@ -194,9 +195,9 @@ def test_a_resumed_run_learns_from_the_texts_that_there_was_time_for(folder: Pat
         identities.append(identity)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibration, "TimeLimit", functools.partial(TimeLimit, clock=clock))
-    monkeypatch.setattr(calibration, "capture", capture)
-    monkeypatch.setattr(calibration, "fit", fit)
+    monkeypatch.setattr(capturing, "TimeLimit", functools.partial(TimeLimit, clock=clock))
+    monkeypatch.setattr(capturing, "capture", capture)
+    monkeypatch.setattr("train.core.driver.fit", fit)
     run = calibrating(folder, tmp_path, prompts=20, heldout_prompts=6, minutes=35 / 60 * 26 / 20, resume=True)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -344,8 +345,8 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
         identities.append(identity)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("train.calibration.capture", capture)
-    monkeypatch.setattr("train.calibration.fit", fit)
+    monkeypatch.setattr(capturing, "capture", capture)
+    monkeypatch.setattr("train.core.driver.fit", fit)
     run = calibrating(folder, tmp_path / "run", resume=True)
 
     def captured(**changes: object) -> int:

@@ -6,17 +6,21 @@ import torch
 from draft_models.calibration.head import CalibrationHead
 from draft_models.losses import IGNORE
 from tests.train.jobs import synthetic
-from train.calibration_model import EXAMPLES, CalibrationModel, Examples
-from train.calibration_scores import (
+from train.parts.calibration_model import EXAMPLES, CalibrationModel, Examples
+from train.parts.calibration_scores import (
+    CANDIDATES,
+    FEWEST,
     brier,
     expected_calibration_error,
+    fit_temperatures,
     judge,
     later_half,
     predict,
     reliability,
+    rounds_of,
+    survivals,
     temper,
 )
-from train.sequential_temperature import CANDIDATES, FEWEST, fit_temperatures, rounds_of, survivals
 
 
 def drawn_rounds(bias: float, scale: float, count: int, seed: int) -> dict[str, torch.Tensor]:

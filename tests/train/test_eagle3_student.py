@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import train.eagle3_student as module
+import train.parts.eagle3 as module
 from draft_models.acceptance import tau_of_rounds
 from draft_models.eagle3 import step_attention
 from draft_models.eagle3.new_head import new_head, new_reading
@@ -21,9 +21,8 @@ from draft_models.targets.band import Band
 from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
-from train.eagle3_head import drafts_of
-from train.eagle3_plan import kept_bytes
-from train.eagle3_student import Eagle3Student
+from train.parts.eagle3 import Eagle3Student, drafts_of
+from train.parts.plans import kept_bytes
 
 TOKENS = torch.arange(0, VOCABULARY, 3)
 STEPS, DECAY, TAPS = 3, 0.5, (1, 2, 4)

@@ -25,10 +25,10 @@ from inference.stopping.fixed import FixedLength
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, heading, interrupted_at, log, same
-from train.eagle3_head import train_eagle3
-from train.eagle3_student import Eagle3Student
-from train.packed_states import pack, unpack
-from train.target_states import MADE_FROM_FILE, STATES_FILE
+from train.parts.eagle3 import Eagle3Student
+from train.parts.packed_states import pack, unpack
+from train.parts.target_states import MADE_FROM_FILE, STATES_FILE
+from train.recipes.eagle3 import train_eagle3
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig)
 def test_what_cannot_be_is_refused_before_a_weight_is_read(
     sure: Path, corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.eagle3_head.make_student", None)
+    monkeypatch.setattr("train.recipes.eagle3.make_student", None)
     for changes, message in (
         ({"taps": (3, 2, 1)}, r"taps=\(3, 2, 1\): expected boundaries in ascending order"),
         ({"taps": (1, 2, 9)}, r"taps=\[1, 2, 9\]: expected 0 to 4, the target's layers"),
@@ -221,7 +221,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
         ({"draft_steps": 47}, r"draft_steps=47: expected at most seq_len - 2 \(46\)"),
         ({"draft_vocabulary": 1000}, "draft_vocabulary=1000: expected at most vocabulary=260"),
         ({"seq_len": 300}, "seq_len=300: the target's context is 256"),
-        ({"decode_tokens": 256}, "decode_tokens=256: the target's context is 256"),
+        ({"decode_tokens": 256}, "decode_tokens=256: expected less than the target's context of 256"),
         ({"step_decay": 1.5}, "step_decay=1.5: expected"),
         ({"data": replace(corpus, heldout_fraction=0.0)}, r"data\.heldout_fraction=0"),
     ):

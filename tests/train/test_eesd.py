@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from draft_models.early_exit.model import EarlyExitStudent
 from draft_models.losses import IGNORE
 from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.open_target import OpenTarget, load_tokenizer, open_target
+from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
@@ -31,9 +33,10 @@ from tests.tiny import open_stack, random_prompt, reference_generate, save_targe
 from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import distilling, same
-from train.early_exit import Watch, default_exit_layer, make_student, train_early_exit
-from train.fit import fit
-from train.watch import heldout_prompt, heldout_prompts
+from train.core.fit import fit
+from train.parts.early_exit import default_exit_layer, make_student
+from train.parts.heldout import heldout_prompt, heldout_prompts
+from train.recipes.early_exit import evaluation_of, train_early_exit
 
 FIT = replace(jobs.FIT, steps=6)
 
@@ -109,7 +112,7 @@ def test_the_drafter_is_the_best_not_the_last(
         seen.append(student.drafter.norm.weight.detach().clone())
         return {"tau": next(taus)}
 
-    monkeypatch.setattr("train.early_exit.decode_student", decode)
+    monkeypatch.setattr("train.recipes.early_exit.decode_student", decode)
     run = distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=2, decode_tokens=8)
     train_early_exit(replace(run, fit=replace(FIT, eval_every=2)))
     assert torch.equal(weights(tmp_path / "eesd")["norm.weight"], seen[1])
@@ -168,7 +171,7 @@ def test_the_fast_frozen_dtype(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
     path = save_target(tmp_path / "target")
     config = distilling(path, corpus, tmp_path / "eesd", frozen_dtype="fast")
-    student = make_student(config, open_target(str(path)), 2, None, torch.device("cpu"), tokens=None)
+    student = make_student(config, open_target(str(path)), 2, torch.device("cpu"), tokens=None)
     assert student.stack.dtype == expected
 
 
@@ -257,7 +260,9 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    metrics = Watch(run, opened, heldout, student, None, active=True)(student, 1)
+    evaluate = evaluation_of(run, opened, heldout, student, active=True)
+    assert evaluate is not None
+    metrics = evaluate(student, 1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
@@ -274,9 +279,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         )[1:]
     ]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
-    idle = Watch(run, opened, heldout, student, None, active=False)
-    assert idle(student, 1) == {}
-    assert idle.whole is None
+    assert evaluation_of(run, opened, heldout, student, active=False) is None
 
 
 def test_the_target_to_watch_with_is_there_before_training(
@@ -284,12 +287,19 @@ def test_the_target_to_watch_with_is_there_before_training(
 ) -> None:
     """An engine may patch how modules are made as soon as `fit` begins."""
 
-    def fit(*_: object, evaluate: Watch, **__: object) -> None:
-        assert evaluate.whole is not None
-        assert len(evaluate.choices) == len(evaluate.batches) > 0
+    made = list[LayerStack]()
+    load = OpenTarget.stack
+
+    def stack(*given: Any, **placed: Any) -> LayerStack:
+        made.append(load(*given, **placed))
+        return made[-1]
+
+    def fit(*_: object, **__: object) -> None:
+        assert len(made) == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("train.early_exit.fit", fit)
+    monkeypatch.setattr(OpenTarget, "stack", stack)
+    monkeypatch.setattr("train.core.driver.fit", fit)
     with pytest.raises(KeyboardInterrupt):
         train_early_exit(distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=1))
 

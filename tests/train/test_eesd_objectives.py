@@ -22,9 +22,9 @@ from outrider.errors import UserError
 from tests.tiers import quick_where
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
 from tests.train.jobs import FIT, distilling, log, same, save_responses
-from train.early_exit import Watch, train_early_exit
-from train.settings import EesdConfig
-from train.top_k_rows import load_top_k_rows
+from train.parts.top_k_rows import load_top_k_rows
+from train.recipes.early_exit import evaluation_of, train_early_exit
+from train.settings.drafters import EesdConfig
 
 K = 5
 
@@ -160,7 +160,9 @@ def test_the_analytic_tau_is_of_the_best_law_at_hand(tmp_path: Path, opened: Ope
             decode_prompts=prompts, decode_tokens=8, eval_batch_rows=3,
         )  # fmt: skip
         student = make_student(opened, objective, cached)
-        metrics = Watch(run, opened, known if cached else text, student, None, active=True)(student, 1)
+        evaluate = evaluation_of(run, opened, known if cached else text, student, active=True)
+        assert evaluate is not None
+        metrics = evaluate(student, 1)
         assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
 
 

@@ -18,9 +18,9 @@ from outrider.versions import code_version
 from tests.tiny import save_target
 from tests.train import jobs
 from tests.train.jobs import distilling, kill_when, launch, same
-from train import run_dir
-from train.early_exit import train_early_exit
-from train.settings import EesdConfig
+from train.core import run_dir
+from train.recipes.early_exit import train_early_exit
+from train.settings.drafters import EesdConfig
 
 FIT = replace(jobs.FIT, steps=6)
 

@@ -15,8 +15,8 @@ from draft_models.targets.settings import EAGLE3, TARGET
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
-from train.eagle3_settings import ExportHeadConfig
 from train.head_export import export_head
+from train.settings.eagle3 import ExportHeadConfig
 
 
 def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:

@@ -31,11 +31,12 @@ from tests.families import save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, finetuning, log, same, weights
-from train.best import Best
-from train.fit_settings import FitConfig
-from train.settings import DrafterConfig
-from train.small_lm import drafter_config, finetune_drafter, start_lm
-from train.watch import decode_metrics
+from train.core.best import Best
+from train.parts.heldout import Decoding
+from train.parts.small_lm import drafter_config, start_lm
+from train.recipes.small_lm import finetune_drafter
+from train.settings.drafters import DrafterConfig
+from train.settings.fit import FitConfig
 
 # ------------------------------------------------------------------------------------------------ the command
 
@@ -129,11 +130,11 @@ def test_the_exported_drafter_is_the_best_not_the_last(
     taus = iter([1.5, 2.5, 2.5, 2.0])
     seen: list[dict[str, Tensor]] = []
 
-    def decode(_stack: object, source: SmallLMSource, *_: object) -> dict[str, float]:
+    def decode(_: Decoding, _stack: object, source: SmallLMSource) -> dict[str, float]:
         seen.append({name: p.clone() for name, p in source.lm.named_parameters()})
         return {"tau": next(taus)}
 
-    monkeypatch.setattr("train.small_lm.decode_metrics", decode)
+    monkeypatch.setattr(Decoding, "__call__", decode)
     finetune_drafter(finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=1)))
     report = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())
     assert report["step"] == 2
@@ -180,7 +181,7 @@ def test_the_best_weights_outlast_a_change_of_processes(
     two = SimpleNamespace(
         is_main_process=True, device=state.device, process_index=0, num_processes=2, wait_for_everyone=lambda: None
     )
-    monkeypatch.setattr("train.small_lm.join_processes", lambda: two)
+    monkeypatch.setattr("train.core.driver.join_processes", lambda: two)
     finetune_drafter(replace(run, resume=True))
     assert same(before, weights(tmp_path / "out"))
 
@@ -219,7 +220,7 @@ def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: 
     source = SmallLMSource(load_small_lm(str(tmp_path), byte_tokenizer(), dtype=torch.float32))
     prompts = [random_prompt(12, seed) for seed in range(3)]
     eos = {list(autoregressive(stack, prompts[0], max_new_tokens=7))[-1].tokens[-1]}
-    metrics = decode_metrics(stack, source, prompts, 20, eos)
+    metrics = Decoding(prompts, 20, eos)(stack, source)
     limits: dict[str, Any] = {"max_new_tokens": 20, "eos": eos}
     drafting = [list(speculative(stack, Shaped(source, Chain(FixedLength(4))), p, **limits)) for p in prompts]
     assert sum(len(r.tokens) for r in drafting[0]) <= 7  # what comes after a text's end is not watched

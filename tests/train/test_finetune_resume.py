@@ -16,9 +16,10 @@ from draft_models.small_lm.model import TRAINING_FILE
 from outrider.errors import UserError
 from tests.tiny import save_target
 from tests.train.jobs import FIT, finetuning, interrupted_at, same, weights
-from train.best import BEST_FOLDER
-from train.settings import DrafterConfig
-from train.small_lm import finetune_drafter
+from train.core.best import BEST_FOLDER
+from train.parts.heldout import Decoding
+from train.recipes.small_lm import finetune_drafter
+from train.settings.drafters import DrafterConfig
 
 
 @pytest.mark.parametrize("lora", [0, 2])
@@ -63,7 +64,7 @@ def test_a_full_disk_leaves_the_best_and_the_checkpoint(
     tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taus = iter([1.5, 2.5])
-    monkeypatch.setattr("train.small_lm.decode_metrics", lambda *_: {"tau": next(taus)})
+    monkeypatch.setattr(Decoding, "__call__", lambda *_: {"tau": next(taus)})
     real = os.replace
     run = finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=2))
 

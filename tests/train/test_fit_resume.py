@@ -13,9 +13,9 @@ from outrider.files import write_json
 from tests.train.fit_job import TinyModel
 from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
 from tests.train.jobs import kill_when, log
-from train import run_dir
-from train.trained_weights import WEIGHTS_FILE
-from train.training_state import STATE_FILE, read_state
+from train.core import run_dir
+from train.core.trained_weights import WEIGHTS_FILE
+from train.core.training_state import STATE_FILE, read_state
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_what_another_process_is_writing_is_neither_published_nor_removed(tmp_pa
 def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
     found = iter([0.25, 0.5])
     model, first = fit_tiny(tmp_path, evaluate=lambda *_: {"agreement": next(found)}, eval_every=4)
-    monkeypatch.setattr("train.fit.Engine", None)  # nothing is to be trained
+    monkeypatch.setattr("train.core.fit.Engine", None)  # nothing is to be trained
     again, second = fit_tiny(tmp_path, resume=True)
     assert second.resumed_from == second.steps == 8
     assert second.metrics == first.metrics == {"agreement": 0.5}

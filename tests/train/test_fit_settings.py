@@ -8,7 +8,7 @@ import pytest
 
 from outrider.errors import UserError
 from outrider.wandb_config import WandbConfig
-from train.fit_settings import FitConfig
+from train.settings.fit import FitConfig
 
 SHAPES = {
     "linear": lambda done: 1 - done,

@@ -15,8 +15,8 @@ from draft_models.targets.open_target import OpenTarget, open_target
 from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, random_prompt
-from train.small_lm_student import OnPolicy, SmallLMStudent, _row_generator, choose_prefix, continue_prefixes
-from train.watch import supervised_hidden, target_choices
+from train.parts.heldout import supervised_hidden, target_choices
+from train.parts.small_lm import OnPolicy, SmallLMStudent, _row_generator, choose_prefix, continue_prefixes
 
 SATURATED = {"final_logit_softcapping": 0.01}  # most logits are the cap, and the first of them is the choice
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,11 +17,11 @@ from outrider.errors import UserError
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import random_prompt, save_target
-from train.early_exit import train_early_exit
-from train.fit_settings import FitConfig
-from train.optimizers import build_optimizer
-from train.plan import describe_plan, make_plan
-from train.settings import EesdConfig
+from train.core.optimizers import build_optimizer
+from train.parts.plans import describe_plan, make_plan
+from train.recipes.early_exit import train_early_exit
+from train.settings.drafters import EesdConfig
+from train.settings.fit import FitConfig
 
 CONFIG = EesdConfig(target="t", data=DataConfig(), fit=FitConfig(steps=1), frozen_dtype="bfloat16")
 

@@ -23,12 +23,12 @@ from tests.launched import free_port
 from tests.tiers import typical_where
 from tests.train.fit_job import TinyModel
 from tests.train.jobs import FIT, distilling, finetuning, heading, options_of
-from train import sharding
-from train.eagle3_head import train_eagle3
-from train.early_exit import train_early_exit
-from train.settings import DrafterConfig
-from train.small_lm import finetune_drafter
-from train.trained_weights import trained_parameters
+from train.core import sharding
+from train.core.trained_weights import trained_parameters
+from train.recipes.eagle3 import train_eagle3
+from train.recipes.early_exit import train_early_exit
+from train.recipes.small_lm import finetune_drafter
+from train.settings.drafters import DrafterConfig
 
 ROOT = Path(__file__).parent.parent.parent
 ZERO3 = {  # conf/accelerate/zero3.yaml leaves parameters of fewer than 100,000 elements whole

@@ -32,8 +32,8 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
-from train.export import export
-from train.settings import ShipConfig
+from train.parts.export import export
+from train.settings.drafters import ShipConfig
 from train.shipping import SHIPPED, ship_drafters
 
 COMMITTED = sorted((Path(__file__).parents[2] / "drafters").glob("*"))

@@ -16,7 +16,7 @@ from draft_models.targets.load_layers import load_layers
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import VOCABULARY, open_stack, random_prompt, save_target
-from train.small_lm_student import (
+from train.parts.small_lm import (
     OnPolicy,
     SmallLMStudent,
     _row_generator,

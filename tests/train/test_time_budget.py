@@ -15,9 +15,9 @@ from outrider.wandb_config import WandbConfig
 from tests.launched import launched
 from tests.train.fit_runs import trained_weights
 from tests.train.jobs import log, same
-from train.fit import FitResult, fit
-from train.fit_settings import FitConfig
-from train.time_budget import FEW, SHARE, STEPS_FILE, TOO_LATE, StepBudget
+from train.core.fit import FitResult, fit
+from train.core.time_budget import FEW, SHARE, STEPS_FILE, TOO_LATE, StepBudget
+from train.settings.fit import FitConfig
 
 QUIET = WandbConfig(mode="disabled")
 FIT = FitConfig(

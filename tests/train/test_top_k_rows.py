@@ -17,9 +17,9 @@ from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from tests.tiny import byte_tokenizer, open_stack
 from tests.train.jobs import CHAT, FIT, TEXT, finetuning, log, same, save_responses
-from train.settings import DrafterConfig
-from train.small_lm import finetune_drafter
-from train.top_k_rows import load_top_k_rows
+from train.parts.top_k_rows import load_top_k_rows
+from train.recipes.small_lm import finetune_drafter
+from train.settings.drafters import DrafterConfig
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -20,20 +20,12 @@ from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from outrider.run_dirs import LOCK_FILE
 from outrider.wandb_config import WandbConfig
-from train.export import export
-from train.fit_settings import FitConfig
-from train.settings import TOY_REPORT, ToyTargetConfig
-from train.time_budget import STEPS_FILE
-from train.toy_model import (
-    ToyTarget,
-    bits_per_byte,
-    build_lm,
-    can_compile,
-    compile_layers,
-    token_bytes,
-    train_tokenizer,
-    train_toy_target,
-)
+from train.core.time_budget import STEPS_FILE
+from train.parts.export import export
+from train.parts.toy_lm import build_lm, can_compile, compile_layers, token_bytes, train_tokenizer
+from train.recipes.toy import ToyTarget, bits_per_byte, train_toy_target
+from train.settings.fit import FitConfig
+from train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 REPOSITORY = Path(__file__).parents[2]
 TEXTS = [

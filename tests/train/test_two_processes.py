@@ -27,13 +27,13 @@ from tests.train.jobs import (
     save_for_calibration,
     start,
 )
-from train.calibration import calibrate
-from train.eagle3_head import train_eagle3
-from train.early_exit import train_early_exit
-from train.row_order import own_share, step_rows
-from train.settings import DrafterConfig
-from train.small_lm import finetune_drafter
-from train.trained_weights import WEIGHTS_FILE
+from train.core.row_order import own_share, step_rows
+from train.core.trained_weights import WEIGHTS_FILE
+from train.recipes.calibration import calibrate
+from train.recipes.eagle3 import train_eagle3
+from train.recipes.early_exit import train_early_exit
+from train.recipes.small_lm import finetune_drafter
+from train.settings.drafters import DrafterConfig
 
 JOB = "tests/train/two_processes_job.py"
 

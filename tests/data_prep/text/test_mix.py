@@ -16,7 +16,7 @@ from data_prep.text.settings import DataConfig, MixPart
 from data_prep.text.sources import read_records
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
-from train.settings import EesdConfig
+from train.settings.drafters import EesdConfig
 
 
 @pytest.fixture

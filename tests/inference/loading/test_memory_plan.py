@@ -23,12 +23,12 @@ from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
 from tests.train.jobs import calibrating, save_for_calibration
-from train.calibration import calibrate
-from train.eagle3_head import train_eagle3
-from train.eagle3_settings import Eagle3Config
-from train.early_exit import train_early_exit
-from train.fit_settings import FitConfig
-from train.settings import EesdConfig
+from train.recipes.calibration import calibrate
+from train.recipes.eagle3 import train_eagle3
+from train.recipes.early_exit import train_early_exit
+from train.settings.drafters import EesdConfig
+from train.settings.eagle3 import Eagle3Config
+from train.settings.fit import FitConfig
 
 EVERY = typical_where(TYPICAL.__contains__, quick_where(lambda name: name in ("llama", "gpt2"), sorted(FAMILIES)))
 

@@ -1,0 +1,207 @@
+"""A trained kind from outside: its recipe, its format and its drafter are all in this file.
+
+A bigram model guesses a token from the one before it alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import outrider
+from data_prep.text.rows import load_rows
+from data_prep.text.settings import DataConfig
+from draft_models.losses import linear_cross_entropy
+from draft_models.targets.open_target import open_target
+from inference.core.drafter import Drafter, DraftModel
+from inference.core.session import TargetSession
+from inference.drafters.shaped import Shaped, allowance_of
+from inference.settings.kinds import KINDS, Kind, Maker, register
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import make_structure
+from inference.sizing.policy import Tuning
+from outrider.errors import UserError
+from outrider.settings import Count, RunConfig, free
+from outrider.streams import Streams
+from tests.train.jobs import FIT, interrupted_at, log, same
+from train.core.driver import run_training
+from train.core.training import Metrics, Trained, Training
+from train.parts.heldout import Decoding, evaluation
+from train.settings.fit import FitConfig
+
+WEIGHTS_FILE = "bigram.safetensors"
+
+
+# ------------------------------------------------------------------------------------------------ what is trained
+
+
+class Bigram(nn.Module):
+    """Logits of the next token from an embedding of this one."""
+
+    def __init__(self, vocabulary: int, width: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
+        """{"loss_sum"}: the cross-entropy of the labels, summed over the supervised positions of a batch [B, T]."""
+        return {"loss_sum": linear_cross_entropy(self.embedding(input_ids), self.head.weight, labels)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigramConfig(RunConfig):
+    """Settings of the training."""
+
+    target: str = free()
+    data: DataConfig
+    fit: FitConfig
+    width: Count = 16
+    seq_len: Count = 48
+    decode_prompts: Count = 2
+    decode_tokens: Count = 8
+
+
+def train_bigram(config: BigramConfig) -> None:
+    """The drafter is `config.out_dir` itself, with the weights of the highest τ."""
+    run_training(config, partial(prepare, config))
+
+
+def prepare(config: BigramConfig, state: PartialState) -> Training[Bigram]:
+    """The recipe."""
+    target = open_target(config.target)
+    rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
+    heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=4)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
+        student = Bigram(target.config.vocab_size, config.width)
+    stack = target.stack(dtype=torch.float32)
+    decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
+    identity = config.deciding() | {"target": target.fingerprint.weights, "data_key": rows.key}
+
+    def decode(student: Bigram) -> Metrics:
+        return decoding(stack, BigramSource(student))
+
+    def save(trained: Trained) -> None:
+        save_file(student.state_dict(), Path(config.out_dir) / WEIGHTS_FILE, {"step": str(trained.step)})
+        print(f"saved drafter={config.out_dir}", flush=True)
+
+    evaluate = evaluation(student, torch.float32, decode)
+    return Training(student, rows, config.fit, identity, evaluate, save, finished=WEIGHTS_FILE, best_of=identity)
+
+
+# ------------------------------------------------------------------------------------------------ how it drafts
+
+
+class BigramSource:
+    """It needs nothing but the token, so there is nothing to commit."""
+
+    split = 0
+    taps: tuple[int, ...] = ()
+    predicted: Tensor | None = None
+    hidden: Tensor
+
+    def __init__(self, model: Bigram):
+        self.model = model
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self.session.target_hidden
+
+    def begin(self, session: TargetSession) -> None:
+        self.session = session
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
+        self.hidden = self.model.embedding(tokens)
+        logits: Tensor = self.model.head(self.hidden)
+        return logits
+
+    def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        pass
+
+
+class BigramMaker(Maker):
+    """The model is a `Bigram`."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"bigram": where}
+
+    def load(self, where: str, target: Any, methods: Mapping[str, MethodConfig], **placed: Any) -> Bigram:
+        if not (Path(where) / WEIGHTS_FILE).exists():
+            raise UserError(f"bigram={where}: no {WEIGHTS_FILE} there")
+        weights = load_file(Path(where) / WEIGHTS_FILE)
+        model = Bigram(*weights["embedding.weight"].shape)
+        model.load_state_dict(weights)
+        return model.to(placed["device"])
+
+    def draft_model(self, model: Bigram, method: MethodConfig) -> DraftModel:
+        return BigramSource(model)
+
+    def make(
+        self, model: Bigram, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> Drafter:
+        structure = make_structure(method, streams, drawn, None, tuning)
+        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
+
+
+MAKER = BigramMaker()
+
+
+@pytest.fixture
+def bigram() -> Iterator[Kind]:
+    """The kind, known while a test runs."""
+    yield register(Kind("bigram", f"{__name__}:MAKER", option="bigram", needs="a directory of train_bigram"))
+    KINDS.pop("bigram", None)
+
+
+# ------------------------------------------------------------------------------------------------ what comes of it
+
+
+@pytest.fixture
+def run(target: Path, corpus: DataConfig, tmp_path: Path) -> BigramConfig:
+    fit = replace(FIT, steps=8, lr=3e-2, log_every=1, eval_every=4)
+    return BigramConfig(target=str(target), data=corpus, fit=fit, out_dir=str(tmp_path / "whole"))
+
+
+def test_it_learns_and_an_interrupted_run_ends_with_the_same_bits(
+    run: BigramConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_bigram(run)
+    lines = log(Path(run.out_dir))
+    assert [line["step"] for line in lines if "eval_tau" in line] == [4, 8]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] - 0.3
+    cut = replace(run, out_dir=str(tmp_path / "cut"))
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            train_bigram(cut)
+
+    interrupted_at(6, interrupted)
+    assert not (tmp_path / "cut" / WEIGHTS_FILE).exists()
+    train_bigram(replace(cut, resume=True))
+    assert same(load_file(tmp_path / "cut" / WEIGHTS_FILE), load_file(tmp_path / "whole" / WEIGHTS_FILE))
+    train_bigram(replace(run, resume=True))
+    assert capsys.readouterr().out.endswith(f"{run.out_dir}: finished already\n")
+    with pytest.raises(UserError, match=r"width=8 \(was 16\)"):
+        train_bigram(replace(run, width=8, resume=True))
+    with pytest.raises(UserError, match="holds an earlier run"):
+        train_bigram(run)
+
+
+def test_it_drafts_losslessly(bigram: Kind, run: BigramConfig) -> None:
+    train_bigram(run)
+    given = {"method": MethodConfig("bigram"), "drafters": {"bigram": run.out_dir}}
+    model = outrider.load(run.target, device="cpu", **given)
+    alone = outrider.load(run.target, device="cpu")
+    for prompt in ("to be or ", "the quick brown "):
+        assert model.generate(prompt, max_new_tokens=20) == alone.generate(prompt, max_new_tokens=20)
+    with pytest.raises(UserError, match=f"no {WEIGHTS_FILE} there"):
+        outrider.load(run.target, device="cpu", method=given["method"], drafters={"bigram": run.target})

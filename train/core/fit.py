@@ -1,0 +1,190 @@
+"""`fit`: a model is trained, from an empty directory or a checkpoint to the last step.
+
+The loop itself is in train/core/loop.py. Around it stand four things: checkpoints that are complete or absent and hold
+only what is trained; a data order that is a pure function of (seed, step); evaluations; one line per logging step.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from safetensors import SafetensorError
+from torch import nn
+
+from draft_models.targets.open_target import fast_dtype
+from inference.core.stopwatch import Clock
+from inference.measure.time_limit import TimeLimit
+from outrider.errors import UserError
+from outrider.files import write_json
+from outrider.processes import from_main, join_processes
+from outrider.settings import Settings
+from train.core import run_dir, sharding
+from train.core.engine import Engine
+from train.core.loop import train
+from train.core.progress import Report, cut_log, start_wandb
+from train.core.time_budget import StepBudget
+from train.core.trained_weights import load_trained, save_trained
+from train.core.training import FitResult, Metrics, Rows
+from train.core.training_state import TrainingState, read_state, write_state
+from train.settings.fit import FitConfig
+
+Evaluate = Callable[[nn.Module, int], Metrics]
+
+
+def fit(
+    model: nn.Module,
+    rows: Rows,
+    config: FitConfig,
+    out_dir: Path,
+    *,
+    resume: bool = False,
+    identity: Mapping[str, object] | None = None,
+    settings: Settings | None = None,
+    evaluate: Evaluate | None = None,
+    on_step: Callable[[int], None] | None = None,
+    minutes: float | None = None,
+    clock: Clock = time.perf_counter,
+) -> FitResult:
+    """Train `model` in place on `rows`. Every process calls it.
+
+    model: `forward(**row batch)` returns {"loss_sum": scalar}, the loss SUMMED over the supervised positions (labels !=
+    IGNORE). The loop divides it by their number in the global batch. Only parameters that require a gradient are
+    trained, saved and restored.
+    identity: JSON-able, what decides the result besides `config`: data, model, their seeds. A resumed run must agree on
+    it. Another version of the code is warned about, and recorded in every checkpoint.
+    settings: what `identity` is made of (see `run_dir.open_run`).
+    evaluate: called on every process, every `eval_every` steps and at the end. The model is then in eval mode, without
+    gradients. It gets the steps that the model has been trained for. Its numbers are logged as eval_<name>.
+    on_step: told the number (from 0) of each optimizer step before it begins, on every process.
+    minutes: by when the last step is to be done, counted by `clock`, in seconds (see `StepBudget`). There are then at
+    most the steps of `config`.
+
+    Leaves checkpoint-<step> directories and log.jsonl in `out_dir`, which the caller keeps other runs out of. A killed
+    run continued with `resume=True` ends with the bits of an uninterrupted one, on the same machine with as
+    many processes.
+
+    Raises `UserError` when the loss stops being finite, when a batch has no supervised token, and when a checkpoint
+    cannot be written.
+    """
+    if not len(rows):
+        raise UserError("data: no rows to train on; check the data set, its split and the length limits")
+    state = join_processes()
+    most = config.total_steps(len(rows))
+    config.micro_rows(state.num_processes)  # raises before anything is written
+    run = {"steps": most, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
+    start = run_dir.open_run(out_dir, run, resume, settings)
+    run["code"] = run_dir.code_of(start)
+    staging = from_main(state, lambda: run_dir.own_staging(out_dir))  # the main process's, for all
+    state.wait_for_everyone()  # nobody writes before everybody has looked
+
+    done = 0 if start is None else run_dir.step_of(start)
+    before = TrainingState(0) if start is None else read_state(start)
+    metrics = before.metrics
+    budget = StepBudget(TimeLimit(minutes, earlier=before.seconds, clock=clock), most, out_dir, done)
+    if start is not None and done >= budget.total(done):
+        load_trained(model, start)
+        return FitResult(done, done, metrics, before.seconds)
+
+    if config.gradient_checkpointing:
+        _enable_gradient_checkpointing(model)
+    if state.is_main_process:
+        shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # of runs that were killed
+        cut_log(out_dir, done)
+    with _autocast(model, config.precision, state.device):
+        engine = Engine(model, config)
+        if start is not None:
+            engine.load(start)
+        start_wandb(engine.accelerator, config.wandb, out_dir, run)
+        steps = range(done, budget.total(done))
+        report = Report(engine.accelerator, out_dir, steps, evaluate is not None)
+
+        def evaluate_now(step: int) -> None:
+            nonlocal metrics
+            assert evaluate is not None
+            model.eval()
+            with report.evaluating(step), torch.no_grad(), sharding.whole(model, engine.module):
+                metrics = evaluate(model, step)
+            model.train()
+            if metrics:
+                report.log(step, {f"eval_{name}": value for name, value in metrics.items()})
+
+        def save(step: int) -> None:
+            reached = TrainingState(step, metrics, budget.spent())
+            with report.paused():
+                _save(engine, model, run, reached, out_dir, staging, config.keep_checkpoints)
+
+        with report.stage:
+            total = train(
+                engine,
+                rows,
+                config,
+                budget,
+                report,
+                on_step=on_step,
+                evaluate=None if evaluate is None else evaluate_now,
+                save=save,
+            )
+        report.close()
+    sharding.make_whole(model)
+    return FitResult(total, done, metrics, budget.spent())
+
+
+def _save(
+    engine: Engine,
+    model: nn.Module,
+    run: Mapping[str, object],
+    reached: TrainingState,
+    out_dir: Path,
+    staging: Path,
+    keep: int,
+) -> None:
+    """Write the checkpoint of `reached` in `staging`, give it its name when all of it is there, drop all but `keep`.
+
+    Call it on every process. Raises `UserError` where it cannot be written, and leaves the ones before as they are.
+    """
+    state = PartialState()
+    final = out_dir / f"checkpoint-{reached.step}"
+    staged = staging / final.name
+    if state.is_main_process:
+        shutil.rmtree(staging, ignore_errors=True)
+    state.wait_for_everyone()
+    try:
+        save_trained(model, staged, state.is_main_process)
+        engine.save(staged)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            write_state(staged, reached)
+            write_json(staged / run_dir.RUN_FILE, run)
+            run_dir.publish(staged, final, keep)
+    except (OSError, SafetensorError, RuntimeError, UserError) as error:
+        run_dir.drop_staging(staging)
+        raise UserError(
+            f"out_dir={out_dir}: the checkpoint of step {reached.step} could not be written ({error}); "
+            f"{run_dir.describe_newest(out_dir)}. Free space and continue with resume=true"
+        ) from error
+    state.wait_for_everyone()
+
+
+@contextmanager
+def _autocast(model: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
+    """`model.forward` in bf16 over float32 masters, whatever trains it.
+
+    Not Accelerate's bf16: DeepSpeed and FSDP take that for weights in bf16.
+    """
+    if precision == "bf16" or (precision == "fast" and fast_dtype(device) == torch.bfloat16):
+        model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
+    try:
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
+
+
+def _enable_gradient_checkpointing(model: nn.Module) -> None:
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise UserError("gradient_checkpointing=true: this model does not support it")
+    enable()

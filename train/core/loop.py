@@ -1,0 +1,123 @@
+"""The training loop: forward, loss, backward, clip, step; the rest of the package stands around it."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import default_collate
+
+from draft_models.losses import IGNORE
+from outrider.errors import UserError
+from train.core import run_dir
+from train.core.engine import Engine
+from train.core.progress import Report
+from train.core.row_order import own_share, step_rows
+from train.core.training import Batch, Rows
+from train.settings.fit import FitConfig
+
+if TYPE_CHECKING:
+    from train.core.time_budget import StepBudget
+
+
+def train(
+    engine: Engine,
+    rows: Rows,
+    config: FitConfig,
+    budget: "StepBudget",
+    report: Report,
+    *,
+    on_step: Callable[[int], None] | None,
+    evaluate: Callable[[int], None] | None,
+    save: Callable[[int], None],
+) -> int:
+    """Do the optimizer steps of `budget` that are left and return how many there are in all; call it on every process.
+
+    on_step is told the number of a step (from 0) before it. evaluate and save are told how many steps are done.
+    Raises `UserError`, on all processes at the same step, for a batch without a supervised token and for a gradient
+    that is not finite.
+    """
+    accelerator = engine.accelerator
+    shares = accelerator.num_processes * accelerator.gradient_accumulation_steps
+    engine.module.train()
+    budget.begin()
+    done = budget.start
+    while done < budget.total(done):
+        step, began = done, budget.spent()
+        if on_step is not None:
+            on_step(step)
+        batches = load_share(rows, config, step, accelerator)
+        supervised = count_supervised(batches, accelerator)
+        if supervised == 0:
+            raise no_supervised_token(step)
+        engine.set_rates(config.lr_scale(step, budget.total(step)))
+        for batch in batches:
+            with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
+                summed = engine.module(**to_device(batch, accelerator))["loss_sum"]
+                # Accelerate averages over processes and micro batches. The factor makes that the sum.
+                accelerator.backward(summed * shares / supervised)
+            report.add(summed, batch["labels"])
+        norm = engine.clip()
+        if norm is not None and not math.isfinite(norm):
+            raise not_finite(step, norm, engine, report)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        report.advance()
+
+        done = step + 1
+        budget.add_step(began)
+        total = report.end_at(budget.decide(done))
+        logged = is_due(done, config.log_every, total)
+        if logged:
+            report.log_interval(done, engine.rate, norm)
+        if evaluate is not None and is_due(done, config.eval_every, total):
+            evaluate(done)
+            total = report.end_at(budget.decide(done))
+            if done == total and not logged:
+                report.log_interval(done, engine.rate, norm)
+        if is_due(done, config.save_every, total):
+            save(done)
+    return done
+
+
+def is_due(done: int, every: int | None, total: int) -> bool:
+    """Whether something that happens `every` so many steps, and after the last one, happens after `done` steps."""
+    return done == total or (every is not None and done % every == 0)
+
+
+def load_share(rows: Rows, config: FitConfig, step: int, accelerator: Accelerator) -> list[Batch]:
+    """The micro batches of this process in optimizer step `step`, on the CPU."""
+    chosen = step_rows(len(rows), config.batch_rows, config.seed, step)
+    micro = config.micro_rows(accelerator.num_processes)
+    shares = own_share(chosen, micro, accelerator.process_index, accelerator.num_processes)
+    return [default_collate([rows[index] for index in share]) for share in shares]
+
+
+def to_device(batch: Batch, accelerator: Accelerator) -> Batch:
+    return {key: value.to(accelerator.device) for key, value in batch.items()}
+
+
+def count_supervised(batches: list[Batch], accelerator: Accelerator) -> int:
+    """The supervised tokens of all processes together."""
+    own = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
+    if accelerator.num_processes == 1:
+        return own  # without waiting for the device
+    return int(accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum"))
+
+
+def no_supervised_token(step: int) -> UserError:
+    return UserError(
+        f"step {step + 1}: no supervised token in the batch (every label is {IGNORE}); check the layout, "
+        "the chat template and the length limits of the data"
+    )
+
+
+def not_finite(step: int, norm: float, engine: Engine, report: Report) -> UserError:
+    """The error of a step whose gradient has no finite norm. All processes call it: it adds up their losses."""
+    summed, supervised, _ = report.drain()
+    when = "in its update" if engine.updates_in_backward else "before the update"
+    return UserError(
+        f"step {step + 1}: loss={summed / supervised:.4g}, grad_norm={norm:.4g} is not finite; stopped "
+        f"{when}; {run_dir.describe_newest(report.out_dir)}. Lower lr, raise warmup, or use precision=fp32"
+    )

@@ -1,0 +1,118 @@
+"""Optimizers: AdamW, and Muon for the matrices of transformer layers."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from draft_models.targets.open_target import fast_dtype
+from outrider.errors import UserError
+from train.settings.fit import FitConfig
+
+
+class Float32Muon(torch.optim.Muon):
+    """Muon that makes its steps orthogonal in float32, for devices that are slow with bfloat16; torch's uses that.
+
+    It takes adjust_lr_fn="original" for granted, and Nesterov's momentum.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+                momentum.lerp_(parameter.grad, 1 - group["momentum"])
+                ahead = parameter.grad.lerp(momentum, group["momentum"])
+                rows, columns = parameter.shape
+                step = orthogonal(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(step, alpha=-group["lr"] * math.sqrt(max(1.0, rows / columns)))
+
+
+def orthogonal(matrix: Tensor, factors: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """`matrix` [m, n] with all singular values near 1, in its dtype, which is at least float32.
+
+    By the Newton-Schulz iteration of Muon (Jordan et al., 2024): with factors a, b, c every singular value s, at
+    first divided by the matrix' norm, becomes a s + b s³ + c s⁵, `steps` times. eps: the smallest norm to divide by.
+    """
+    a, b, c = factors
+    tall = matrix.shape[0] > matrix.shape[1]
+    found = (matrix.T if tall else matrix) / matrix.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """Muon for the layers' matrices and AdamW for everything else, as one optimizer with one state.
+
+    The two parts work on views of this optimizer's groups and state, so a scheduler, a state dict and a
+    launcher see an ordinary optimizer.
+    """
+
+    def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon) -> None:
+        self._parts = (adamw, muon)
+        self._sizes = (len(adamw.param_groups), len(muon.param_groups))
+        super().__init__([*adamw.param_groups, *muon.param_groups], {})
+        self._share()
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        begin = 0
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            part.param_groups = self.param_groups[begin : begin + size]
+            part.state = self.state
+            begin += size
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self._parts:
+            part.step()
+
+
+def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
+    """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors are never decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = layer_matrices(model) if config.optimizer == "muon" else []
+    taken = {id(p) for p in matrices}
+    rest = [p for p in trained if id(p) not in taken]
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True) if groups else None
+    if config.optimizer == "adamw":
+        if adamw is None:
+            raise UserError("model: no parameter requires a gradient; there is nothing to train")
+        return adamw
+    if not matrices:
+        raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
+    # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)). So muon_lr
+    # keeps its meaning across widths. "match_rms_adamw" would tie it to AdamW's scale instead.
+    quick = fast_dtype(matrices[0].device) == torch.bfloat16
+    muon = (torch.optim.Muon if quick else Float32Muon)(
+        matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
+    )
+    return muon if adamw is None else MuonAdamW(adamw, muon)
+
+
+def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained 2-D parameters inside transformer layers: neither embedding nor head, nor norms."""
+    inside = (
+        parameter
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        for parameter in module.parameters()
+    )
+    return list(dict.fromkeys(p for p in inside if p.requires_grad and p.ndim == 2))

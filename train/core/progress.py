@@ -1,0 +1,143 @@
+"""What a training run says while it runs: a line per logging step, how far it is, W&B."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from draft_models.losses import IGNORE
+from outrider.files import write_atomically
+from outrider.progress import Stage
+from outrider.wandb_config import ID_FILE, WandbConfig
+
+LOG_FILE = "log.jsonl"
+FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta": "{:.0f}s"}
+
+
+class Report:
+    """The numbers of the steps `steps`, of all processes together, on the main one's screen, in log.jsonl and W&B.
+
+    Every process has one and calls all of it. Its clock starts when it is made. evaluates: an evaluation
+    follows the last step.
+    """
+
+    def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, evaluates: bool = False) -> None:
+        self._evaluates = evaluates
+        self._evaluation: float | None = None  # seconds that the last one took
+        self.accelerator, self.out_dir, self.steps = accelerator, out_dir, steps
+        self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
+        self._start = self._interval_start = time.perf_counter()
+        self.stage = Stage("training", steps.stop, "steps", first=steps.start, left=lambda: self.left(self.stage.done))
+
+    def add(self, summed: Tensor, labels: Tensor) -> None:
+        """Count a micro batch: its summed loss (scalar) and its labels [B, T], on the CPU."""
+        counts = [int((labels != IGNORE).sum()), labels.numel()]
+        counted = torch.tensor(counts, dtype=torch.float64, device=summed.device)
+        self._sums.append(torch.cat([summed.detach().double().reshape(1), counted]))
+
+    def advance(self) -> None:
+        """A step is done."""
+        self.stage.advance()
+
+    def end_at(self, total: int) -> int:
+        """The run is to end after `total` steps, which it returns."""
+        self.steps, self.stage.total = range(self.steps.start, total), total
+        return total
+
+    def drain(self) -> tuple[float, float, float]:
+        """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""
+        own = torch.stack(self._sums).sum(0)
+        self._sums.clear()
+        return tuple(self.accelerator.reduce(own, "sum").tolist())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count as time of the steps around it."""
+        began = time.perf_counter()
+        yield
+        self._interval_start += time.perf_counter() - began
+
+    @contextmanager
+    def evaluating(self, step: int) -> Iterator[None]:
+        """`paused`, for the evaluation after so many steps; the last one is expected to take as long."""
+        began = time.perf_counter()
+        with self.paused(), Stage(f"evaluating after step {step}"):
+            yield
+        self._evaluation = time.perf_counter() - began
+
+    def left(self, done: float) -> float | None:
+        """Seconds until the run's end when `done` steps are done: those of its steps, and of its last evaluation once
+        there was one. None before the first step."""
+        if done == self.steps.start:
+            return None
+        per_step = (time.perf_counter() - self._start) / (done - self.steps.start)
+        return per_step * (self.steps.stop - done) + (self._evaluation or 0.0)
+
+    def log_interval(self, done: int, rate: float, norm: float | None) -> None:
+        """The line of the steps since the last one; `done` steps are done. rate: the learning rate, of the last."""
+        summed, supervised, tokens = self.drain()
+        now = time.perf_counter()
+        interval, self._interval_start = now - self._interval_start, now
+        values = {"loss": summed / supervised, "lr": rate, "tokens_per_s": tokens / interval}
+        values |= {} if norm is None else {"grad_norm": norm}
+        more = "+evaluation" if self._evaluates and self._evaluation is None else ""
+        self.log(done, {**values, "eta": self.left(done) or 0.0}, more)
+
+    def log(self, done: int, values: Mapping[str, float], more: str = "") -> None:
+        """One line of named numbers, after `done` steps. more: what is to be read after the last one."""
+        if not self.accelerator.is_main_process:
+            return
+        values = {key: float(value) for key, value in values.items()}
+        shown = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items())
+        print(f"step={done}/{self.steps.stop} {shown}{more}", flush=True)
+        with (self.out_dir / LOG_FILE).open("a") as log:
+            log.write(json.dumps({"step": done, **values}) + "\n")
+        self.accelerator.log(values, step=done)
+
+    def close(self) -> None:
+        """The run is over."""
+        for tracker in self.accelerator.trackers:  # `end_training` would end the processes' group as well
+            tracker.finish()
+
+
+def cut_log(out_dir: Path, done: int) -> None:
+    """Drop from log.jsonl the lines that a killed run wrote after step `done`, which will be written again."""
+    file = out_dir / LOG_FILE
+    if not file.exists():
+        return
+    lines = file.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= done]
+    if len(kept) < len(lines):
+        write_atomically(file, b"".join(kept))
+
+
+def _step_of(line: bytes) -> float:
+    """Of a line of log.jsonl; infinity of half a line."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def tracker_of(config: WandbConfig) -> str | None:
+    """What an `Accelerator` is to log with; None where W&B is disabled. Raises `UserError` without wandb otherwise."""
+    return "wandb" if config.is_on() else None
+
+
+def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, run: Mapping[str, object]) -> None:
+    """Begin the W&B run of an accelerator that logs with `tracker_of(config)`; `out_dir` keeps its id.
+
+    run: JSON-able, what W&B shows as the run's config. Does nothing where W&B is disabled.
+    """
+    if not accelerator.log_with:
+        return
+    options = config.init_options(out_dir)
+    accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": options})
+    if accelerator.is_main_process:
+        (out_dir / ID_FILE).write_text(accelerator.get_tracker("wandb", unwrap=True).id)

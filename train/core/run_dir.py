@@ -1,0 +1,137 @@
+"""The protocol of a training run's out_dir: what a complete checkpoint is, and when a run may use it.
+
+A checkpoint is a directory `checkpoint-<step>`. It got its name by a rename after its last byte was written, so
+whatever carries such a name is complete. A command holds its out_dir while it runs (see `outrider.run_dirs.only_run`).
+What is half-written lies in a directory of one process's own all the same. This module is light: an entry asks here
+before heavy imports.
+"""
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from outrider.errors import UserError
+from outrider.files import read_json, require_writable
+from outrider.run_dirs import check_identity
+from outrider.settings import Settings
+from outrider.versions import code_history, code_version
+
+RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
+STAGING = ".staging"  # whatever is being written, by process; never read
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoints(out_dir: Path) -> list[Path]:
+    """The complete checkpoints in `out_dir`, oldest first."""
+    found = out_dir.iterdir() if out_dir.is_dir() else ()
+    return sorted((p for p in found if _CHECKPOINT.fullmatch(p.name) and p.is_dir()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps that led to `checkpoint`."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
+
+
+def describe_newest(out_dir: Path) -> str:
+    """Which checkpoint there is to go back to, in words."""
+    found = checkpoints(out_dir)
+    return f"{found[-1].name} is intact" if found else "there is no checkpoint yet"
+
+
+def require_free(out_dir: Path, resume: bool) -> None:
+    """Make `out_dir`; raise `UserError` if it cannot be written or holds a run that is not to be resumed."""
+    require_writable(out_dir)
+    found = checkpoints(out_dir)
+    if found and not resume:
+        raise UserError(
+            f"out_dir={out_dir}: holds an earlier run ({found[-1].name}); resume=true continues it, "
+            "another out_dir keeps both"
+        )
+
+
+def open_run(
+    out_dir: Path, identity: Mapping[str, object], resume: bool, settings: Settings | None = None
+) -> Path | None:
+    """Make `out_dir` ready and say where the run starts: its newest checkpoint, or None for the beginning.
+
+    identity: JSON-able, everything that decides the result: configs, data, seeds.
+    settings: the config that it is made of, for options newer than the run (see `check_identity`).
+
+    Raises `UserError` when the directory cannot be written, when it holds another run's checkpoints and `resume` is
+    off, and when the run to resume was started with something else; each difference is named.
+    """
+    require_free(out_dir, resume)
+    found = checkpoints(out_dir)
+    if not found:
+        return None
+    before = read_json(found[-1] / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
+    made = {key: value for key, value in before.items() if key != "code"} if isinstance(before, dict) else before
+    check_identity(made, identity, found[-1], settings)
+    return found[-1]
+
+
+def code_of(start: Path | None) -> list[str]:
+    """What a run that begins at `start` records as "code" (see `code_history`)."""
+    if start is None:
+        return [code_version()]
+    record = read_json(start / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
+    return code_history(record.get("code", []), start)
+
+
+def finished(
+    out_dir: Path, report: str, identity: Mapping[str, object], resume: bool, settings: Settings | None = None
+) -> bool:
+    """Whether a run of the same `identity` has already left its report in `out_dir`: nothing is to be done then.
+
+    report: name of a JSON file, written last, whose "settings" are the identity.
+    settings: as for `open_run`.
+
+    Raises `UserError` for an `out_dir` that cannot be written or holds a finished run that is not to be resumed.
+    """
+    require_writable(out_dir)
+    path = out_dir / report
+    if not path.exists():
+        return False
+    if not resume:
+        raise UserError(
+            f"out_dir={out_dir}: holds a finished run ({report}); resume=true keeps it, another out_dir makes a new one"
+        )
+    made = read_json(path, "report of a run", "remove it, or give another out_dir")
+    check_identity(made.get("settings") if isinstance(made, dict) else None, identity, path, settings)
+    return True
+
+
+def own_staging(out_dir: Path) -> Path:
+    """Where this process may write what is to appear in `out_dir` whole; no other process's, whoever holds the lock."""
+    return out_dir / STAGING / f"{socket.gethostname()}-{os.getpid()}"
+
+
+def drop_staging(staging: Path) -> None:
+    """Remove an `own_staging`, and the directory of all of them if it was the last."""
+    shutil.rmtree(staging, ignore_errors=True)
+    with suppress(OSError):
+        staging.parent.rmdir()
+
+
+def publish(staged: Path, final: Path, keep: int) -> None:
+    """Give the finished directory `staged` in an `own_staging` its checkpoint name; drop all but the newest `keep`."""
+    if final.exists():
+        _discard(final, staged.parent)
+    os.replace(staged, final)
+    for old in checkpoints(final.parent)[:-keep]:
+        _discard(old, staged.parent)
+    drop_staging(staged.parent)
+
+
+def _discard(checkpoint: Path, staging: Path) -> None:
+    """Delete a checkpoint; renamed first, because a half-deleted one must not look complete."""
+    grave = staging / f"old-{checkpoint.name}"
+    shutil.rmtree(grave, ignore_errors=True)
+    os.replace(checkpoint, grave)
+    shutil.rmtree(grave, ignore_errors=True)

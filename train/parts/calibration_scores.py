@@ -1,0 +1,197 @@
+"""How good a calibration head is, token by token and for whole drafts, on held-out text, and its temperatures.
+
+Temperatures make the product of a draft's conditionals a probability: that all its tokens so far are right.
+Conditionals that are each a little too sure make a product that is far too sure. So the temperature of position i is
+chosen with those before it in place, for the product up to i.
+"""
+
+import io
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from draft_models.calibration.head import POSITIONS, CalibrationHead
+
+CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, 1 among them
+FEWEST = 100  # rounds whose drafts were right up to a position, for a temperature of its own: others say little of it
+
+
+class Rounds(NamedTuple):
+    """Drafts one by one. logits, there [r, d]: the head's logit of every token, and whether there is one. accepted [r]:
+    how many tokens were right."""
+
+    logits: Tensor
+    there: Tensor
+    accepted: Tensor
+
+    def part(self, rows: slice) -> "Rounds":
+        return Rounds(*(field[rows] for field in self))
+
+
+def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
+    """From tokens [n] in the order of drafting: position 1 begins a round. label: 1 where accepted."""
+    row = (position == 1).cumsum(0) - 1
+    shape = int(row[-1]) + 1, int(position.max())
+    found, there = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    found[row, position - 1], there[row, position - 1] = logits.float(), True
+    return Rounds(found, there, torch.zeros(shape[0]).index_add_(0, row, label.float()))
+
+
+def fit_temperatures(rounds: Rounds) -> Tensor:
+    """T [POSITIONS], one after the other: that of the least log loss of Π_{j≤i} sigmoid(z_j / T_j), 1 where few rounds
+    came so far. Later positions share the last."""
+    found, survival = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
+    for place in range(min(POSITIONS, rounds.logits.shape[1])):
+        there = rounds.there[:, place]
+        right = (rounds.accepted > place).float()
+        if (there & (rounds.accepted >= place)).sum() >= FEWEST:
+            products = survival * (rounds.logits[:, place] / CANDIDATES[:, None]).sigmoid()
+            losses = [F.binary_cross_entropy(product[there], right[there]) for product in products]
+            found[place] = CANDIDATES[int(torch.stack(losses).argmin())]
+        survival = survival * (rounds.logits[:, place] / found[place]).sigmoid()
+    return found
+
+
+def log_loss(rounds: Rounds, temperatures: Tensor) -> float:
+    """Of the products up to every token of every round."""
+    return float(F.binary_cross_entropy(*survivals(rounds, temperatures)))
+
+
+def survivals(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """The products [m] up to every token of every round, and whether all those tokens were right [m]."""
+    places = torch.arange(rounds.logits.shape[1])
+    each = (rounds.logits / temperatures[places.clamp(max=POSITIONS - 1)]).sigmoid()
+    right = (rounds.accepted[:, None] > places).float()
+    return each.cumprod(1)[rounds.there], right[rounds.there]
+
+
+BINS = 10
+Batch = dict[str, Tensor]
+
+
+class Survival(TypedDict):
+    """The calibration error of a draft's products without temperatures and with, and whether the head has them."""
+
+    rounds: int
+    ece_before: float
+    ece_after: float
+    temperature: list[float]
+    kept: bool
+
+
+class Score(TypedDict):
+    """Of one predictor. reliability: see `reliability`."""
+
+    brier: float
+    ece: float
+    reliability: list[dict[str, float]]
+
+
+class Scores(TypedDict):
+    """Of the head and of what it is compared with, by name, on held-out tokens. accepted: the share that was."""
+
+    tokens: int
+    accepted: float
+    predictors: dict[str, Score]
+
+
+@torch.no_grad()
+def predict(head: CalibrationHead, captured: Batch) -> Tensor:
+    """The head's probabilities [n]."""
+    return logits_of(head, captured).sigmoid()
+
+
+def logits_of(head: CalibrationHead, captured: Batch) -> Tensor:
+    """The head's logits [n]."""
+    names = ("target_hidden", "draft_hidden", "position")
+    return head(*(captured[name] for name in names), captured["confidence"].log())
+
+
+@torch.no_grad()
+def temper(head: CalibrationHead, heldout: Batch) -> Survival:
+    """Give `head` temperatures, fitted on the first half of the rounds of `heldout`, if they are better on the other.
+    What is said is of the other half.
+
+    heldout: whole rounds, as `capture` leaves them.
+    """
+    rounds = rounds_of(logits_of(head, heldout), heldout["position"], heldout["label"])
+    half = len(rounds.accepted) // 2
+    temperatures, rest = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
+    none = torch.ones_like(temperatures)
+    kept = log_loss(rest, temperatures) < log_loss(rest, none)
+    before, after = (expected_calibration_error(reliability(*survivals(rest, each))) for each in (none, temperatures))
+    head.temperature.copy_(temperatures if kept else none)
+    return {
+        "rounds": len(rest.accepted),
+        "ece_before": before,
+        "ece_after": after,
+        "temperature": [round(value, 4) for value in temperatures.tolist()],
+        "kept": kept,
+    }
+
+
+def later_half(captured: Batch) -> Batch:
+    """The rounds of `captured` on which `temper` has fitted nothing."""
+    row = (captured["position"] == 1).cumsum(0) - 1
+    kept = row >= (int(row[-1]) + 1) // 2
+    return {name: value[kept] for name, value in captured.items()}
+
+
+def brier(predicted: Tensor, label: Tensor) -> float:
+    """Mean squared difference of predicted probability and outcome; 0 is a perfect prophet."""
+    return float((predicted - label).square().mean())
+
+
+def reliability(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
+    """For `BINS` equal bins of predicted probability: mean prediction, share that came true, number of tokens."""
+    place = (predicted * BINS).long().clamp(0, BINS - 1)
+    rows = []
+    for index in range(BINS):
+        inside = place == index
+        if inside.any():
+            means = {"predicted": float(predicted[inside].mean()), "observed": float(label[inside].mean())}
+            rows.append({**means, "count": int(inside.sum())})
+    return rows
+
+
+def expected_calibration_error(curve: Sequence[dict[str, float]]) -> float:
+    """ECE: |predicted − observed| of each bin, weighted by its share of the tokens."""
+    total = sum(row["count"] for row in curve)
+    return sum(abs(row["predicted"] - row["observed"]) * row["count"] for row in curve) / total
+
+
+def judge(head: CalibrationHead, train: Batch, heldout: Batch) -> Scores:
+    """Brier score, ECE and reliability curve on held-out tokens: of the head, a constant, and the draft's own q."""
+    label = heldout["label"]
+    predictions = {
+        "head": predict(head, heldout),
+        "constant": torch.full_like(label, float(train["label"].mean())),
+        "confidence": heldout["confidence"],
+    }
+    rows = dict[str, Score]()
+    for name, predicted in predictions.items():
+        curve = reliability(predicted, label)
+        rows[name] = {"brier": brier(predicted, label), "ece": expected_calibration_error(curve), "reliability": curve}
+    return {"tokens": len(label), "accepted": float(label.mean()), "predictors": rows}
+
+
+def plot_reliability(judged: Scores) -> bytes:
+    """Predicted against observed acceptance, as a PNG; marker area ~ tokens."""
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--")
+    for index, (name, row) in enumerate(judged["predictors"].items()):
+        curve = row["reliability"]
+        x, y = [point["predicted"] for point in curve], [point["observed"] for point in curve]
+        label = f"{name}: Brier {row['brier']:.3f}, ECE {row['ece']:.3f}"
+        axes.plot(x, y, color=f"C{index}", label=label)
+        axes.scatter(x, y, s=[200 * p["count"] / judged["tokens"] + 8 for p in curve], color=f"C{index}")
+    axes.set(xlabel="predicted", ylabel="accepted by the target", xlim=(0, 1), ylim=(0, 1))
+    axes.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    return image.getvalue()

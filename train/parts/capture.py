@@ -1,0 +1,213 @@
+"""What drafting came to: texts are continued by a target with its drafter, and every tested token is kept.
+
+In shards on disk, so that a killed run goes on where it was.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file, save
+
+from data_prep.responses.directory import SECONDS_FILE, seconds_spent
+from data_prep.text.sources import Split
+from draft_models.targets.target import Target
+from inference.core.decode import speculative
+from inference.core.drafter import DraftModel
+from inference.drafters.shaped import Shaped
+from inference.measure.time_limit import TimeLimit, spread_order
+from inference.shapes.factory import Chain
+from inference.stopping.interface import Step
+from outrider.files import require_writable, write_atomically, write_json
+from outrider.processes import say
+from outrider.progress import counted
+from train.core import run_dir
+from train.parts.calibration_model import EXAMPLES
+from train.parts.calibration_scores import Batch
+from train.settings.drafters import CalibrateConfig
+
+SHARD_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A target and its drafter. stack: loads the target, once. draft_model: makes one, fresh for a generation."""
+
+    stack: Callable[[], Target]
+    draft_model: Callable[[], DraftModel]
+
+
+def capture_splits(
+    config: CalibrateConfig,
+    settings: Mapping[str, object],
+    prompts_of: Callable[[Split, int], list[list[int]]],
+    drafting: Drafting,
+    state: PartialState,
+) -> dict[Split, Batch]:
+    """What is learned from, and what is reported on: `capture` of the texts of each split, kept in `config.out_dir`.
+
+    settings: JSON-able, what decides what is captured of a text. prompts_of: so many texts of a split.
+    """
+    out_dir, found = Path(config.out_dir), dict[Split, Batch]()
+    begun = bool(run_dir.checkpoints(out_dir))  # what is learned from is decided
+    counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
+    minutes, texts = config.minutes, sum(counts.values())  # what is left of both
+    for split, count in counts.items():
+        prompts = prompts_of(split, count)
+        folder = require_writable(out_dir / "captured" / f"{split}-{digest_of([settings, prompts])}")
+        limit = TimeLimit(minutes and minutes * count / texts)
+        there = _captured(folder, prompts)
+        state.wait_for_everyone()  # nobody adds to them before all have looked
+        if not (begun and there):
+            capture_shards(config, folder, prompts, drafting, state, limit, whole=split == "heldout")
+            state.wait_for_everyone()
+            there = [*_starts(prompts)] if limit.minutes is None else _captured(folder, prompts)
+            _end_time(folder, limit, whole=len(there) == len(_starts(prompts)), state=state)
+        elif len(there) < len(_starts(prompts)):
+            said = "goes on with the texts that it learns from; for more another out_dir"
+            say(f"calibrate split={split}: {said}")
+        shards = [load_file(_shard(folder, start)) for start in there]
+        found[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+        minutes, texts = minutes and max(0.0, minutes - seconds_spent(folder) / 60), texts - count
+    return found
+
+
+def _starts(prompts: Sequence[list[int]]) -> range:
+    """The first prompts of all shards."""
+    return range(0, len(prompts), SHARD_PROMPTS)
+
+
+def _captured(folder: Path, prompts: Sequence[list[int]]) -> list[int]:
+    """Those of the shards that are there."""
+    return [start for start in _starts(prompts) if _shard(folder, start).exists()]
+
+
+def _end_time(folder: Path, limit: TimeLimit, *, whole: bool, state: PartialState) -> None:
+    """Where time has left some out, put that on file: a resumed run is to find its time over too, as what is learned
+    from is known by it."""
+    if limit.minutes is not None and not whole and state.is_main_process:
+        write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
+
+
+def capture_shards(
+    config: CalibrateConfig,
+    folder: Path,
+    prompts: Sequence[list[int]],
+    drafting: Drafting,
+    state: PartialState,
+    limit: TimeLimit,
+    whole: bool = False,
+) -> None:
+    """Leave in `folder` this process's shards of what `capture` makes of `prompts`, those that are there already kept.
+
+    When the time of `limit` is over the texts that are left are left out. What there is by then is of texts spread over
+    all, and of the first shard as much as makes a row of `Examples`. The seconds taken are kept too, so a resumed run
+    has no more time.
+    """
+
+    def is_over() -> bool:
+        return limit.is_over(limit.spent())
+
+    limit = replace(limit, earlier=seconds_spent(folder))
+    left = own_shards(folder, len(prompts), state.process_index, state.num_processes)
+    mine = [start for start in left if start == 0 or not limit.is_over(limit.earlier)]
+    if mine:
+        drafting.stack()  # loading takes none of the time
+    limit = replace(limit, started=limit.clock())
+    most = None if limit.minutes is None else 60 * limit.minutes - limit.earlier
+    for start in counted(mine, "continuing texts", f"shards of {SHARD_PROMPTS}", most=most):
+        if start > 0 and is_over():
+            break
+        texts = prompts[start : start + SHARD_PROMPTS]
+        given = (drafting.stack(), drafting.draft_model, texts)
+        shard = capture(*given, config.new_tokens, config.max_draft, whole, is_over)
+        write_atomically(_shard(folder, start), save(shard))
+        if state.is_main_process:
+            write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
+
+
+def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list[int]:
+    """First prompts of the shards that are `process`'s to capture and missing in `folder`, in the order of capture.
+
+    Whose a shard is does not depend on what is there: the processes look at different times. The first of them are
+    spread over all.
+    """
+    starts = [SHARD_PROMPTS * index for index in spread_order(-(-prompts // SHARD_PROMPTS))[process::processes]]
+    return [start for start in starts if not _shard(folder, start).exists()]
+
+
+class Recorder:
+    """A stop rule that never stops early and keeps what the head will see, with the outcome of every tested token.
+
+    Tested are the accepted tokens and the first rejected one; nobody has asked the target about the others. whole: keep
+    those too, with the label 0.
+    """
+
+    def __init__(self, max_draft: int, whole: bool = False):
+        self.max_draft = max_draft
+        self.whole = whole
+        self._round: list[Batch] = []
+        self.kept: list[Batch] = []
+
+    def stop(self, step: Step) -> bool:
+        self._round.append(
+            {
+                "target_hidden": step.source.target_hidden,
+                "draft_hidden": step.hidden,
+                "position": torch.tensor([step.drafted]),
+                "confidence": step.log_probability.exp(),
+            }
+        )
+        return step.drafted >= self.max_draft
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        for place, example in enumerate(self._round[: drafted if self.whole else min(accepted + 1, drafted)]):
+            self.kept.append({**example, "label": torch.tensor([float(place < accepted)])})
+        self._round.clear()
+
+
+def capture(
+    stack: Target,
+    draft_model: Callable[[], DraftModel],
+    prompts: Sequence[list[int]],
+    new_tokens: int,
+    max_draft: int,
+    whole: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Batch:
+    """Continue `prompts` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
+
+    draft_model: makes one, fresh for a generation. is_over: whether to leave out the prompts that are left, once there
+    are tokens for a row of `Examples`.
+
+    Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
+    the token) and label (1: it was the target's), each [n].
+    """
+    recorder = Recorder(max_draft, whole)
+    for prompt in counted(prompts, "shard", "texts"):
+        for _ in speculative(stack, Shaped(draft_model(), Chain(recorder)), prompt, max_new_tokens=new_tokens):
+            pass
+        if len(recorder.kept) >= EXAMPLES and is_over():
+            break
+    names = ("target_hidden", "draft_hidden", "position", "confidence", "label")
+    return {name: torch.cat([example[name].cpu() for example in recorder.kept]) for name in names}
+
+
+def only_tested(captured: Batch) -> Batch:
+    """Of whole rounds the tokens that were put to the test: the first of each, and those after an accepted one."""
+    position, label = captured["position"], captured["label"]
+    kept = (position == 1) | (label.roll(1) == 1)
+    return {name: value[kept] for name, value in captured.items()}
+
+
+def _shard(folder: Path, start: int) -> Path:
+    return folder / f"{start:06d}.safetensors"
+
+
+def digest_of(value: object) -> str:
+    """A short name of what is JSON-able."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

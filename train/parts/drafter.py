@@ -1,0 +1,73 @@
+"""What trainings of drafters have in common besides their evaluation: their tokens, dtypes, limits and records."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage
+from draft_models.early_exit.checkpoint import provenance
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.open_target import OpenTarget, fast_dtype
+from inference.loading.subject import end_tokens
+from outrider.errors import UserError
+from outrider.files import write_json
+from train.core.training import Rows, Trained
+from train.settings.fit import FitConfig
+
+COUNTED_ROWS = 20_000  # evenly spread, that say which tokens are frequent
+
+
+def pick_tokens(
+    size: int | None, target: OpenTarget, rows: Rows, heldout: Rows, limit: int | None = None
+) -> Tensor | None:
+    """The `size` tokens [size] that the drafter predicts; what they cover is said. None for all. Raises `UserError`.
+
+    limit: how many tokens the model has that the drafter starts from, where they are not the target's.
+    """
+    if size is None:
+        return None
+    vocabulary = target.config.vocab_size
+    most = vocabulary if limit is None else min(vocabulary, limit)
+    if size > most:
+        who = "the target" if most == vocabulary else "the model that training starts from"
+        raise UserError(f"draft_vocabulary={size}: {who} has {most} tokens; expected at most as many")
+    step = -(-len(rows) // COUNTED_ROWS)
+    counts = count_tokens((rows[index] for index in range(0, len(rows), step)), vocabulary)
+    always = [token for token in sorted(end_tokens(target)) if token < most][:size]
+    tokens = choose_tokens(counts[:most], size, always)
+    held = count_tokens((heldout[index] for index in range(len(heldout))), vocabulary)
+    shares = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(held, tokens):.4f}"
+    print(f"draft_vocabulary={size} of={vocabulary} {shares}", flush=True)
+    return tokens
+
+
+def frozen_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What layers that are not trained run in, by the option of that name."""
+    return fast_dtype(device) if name == "fast" else getattr(torch, name)
+
+
+def require_context(model: PreTrainedConfig, seq_len: int, decode_tokens: int, whose: str = "target") -> None:
+    """Raise `UserError` where rows or continuations are longer than the model's context. decode_tokens: 0 for none."""
+    limit = context_limit(model)
+    if seq_len > limit:
+        raise UserError(f"seq_len={seq_len}: the {whose}'s context is {limit} tokens")
+    if decode_tokens >= limit:
+        raise UserError(f"decode_tokens={decode_tokens}: expected less than the {whose}'s context of {limit} tokens")
+
+
+def parameters_of(student: nn.Module) -> tuple[int, int]:
+    """How many are trained, and how many are frozen."""
+    trained, frozen = (sum(p.numel() for p in student.parameters() if p.requires_grad == on) for on in (True, False))
+    return trained, frozen
+
+
+def write_record(file: Path, target: str, identity: Mapping[str, object], fit: FitConfig, trained: Trained) -> None:
+    """What a finished training leaves beside the weights: what they are for, how good, and from what they were made."""
+    result = trained.result
+    report = {"target": target, "step": trained.step, "metrics": trained.metrics, "steps": result.steps}
+    report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
+    write_json(file, {**report, "settings": identity, "fit": asdict(fit), "made_with": provenance()})

@@ -1,0 +1,280 @@
+"""The EAGLE-3 head that is trained: what it starts from, and its loss by training-time test beside a frozen target."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+from draft_models.acceptance import judge, tau_of_rounds, whole_law
+from draft_models.draft_vocabulary import places
+from draft_models.eagle3.checkpoint import StoredHead, make_head
+from draft_models.eagle3.export import require_said
+from draft_models.eagle3.model import Eagle3, Mask
+from draft_models.eagle3.new_head import new_head, new_reading
+from draft_models.eagle3.reading import Reading, require_target
+from draft_models.eagle3.step_attention import Steps
+from draft_models.losses import IGNORE, OVERLAPS, head_product, rows_cross_entropy, rows_divergence
+from draft_models.targets.attention import packed_mask
+from draft_models.targets.band import Band
+from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.stack import LayerStack
+from outrider.errors import UserError
+from outrider.progress import counted
+from outrider.streams import Streams
+from train.core.training import Batch, Metrics
+from train.parts.drafter import frozen_dtype, parameters_of, require_context
+from train.parts.heldout import WATCHED_DRAFT
+from train.settings.eagle3 import Eagle3Config
+
+LOGITS_AT_ONCE = 2**25  # 134 MB in float32
+
+
+class Judged(NamedTuple):
+    """What a head makes of the supervised tokens of a batch [B, T] in each of S steps.
+
+    guesses: how many there are, [S]. loss: of the objective, summed over them, [S]. right: at how many the likeliest
+    token is the target's, [S]. accepted: the probability that its token is accepted, by the position whose label it is,
+    [B, T, S], NaN where there is no guess.
+    """
+
+    guesses: Tensor
+    loss: Tensor
+    right: Tensor
+    accepted: Tensor
+
+
+class Eagle3Student(nn.Module):
+    """A head, float32 and trained, on the frozen layers of a whole target, with the contract of `fit`.
+
+    Step t of `steps` guesses token j at place j − 2 − t of its document: from the target's feature there and the token
+    after it in step 0, later from what the step before gave there and the next token of the text. So every token is
+    guessed `steps` times, by drafts that began 0, 1, … tokens earlier. A step counts `decay` times what the one before
+    counts, and all of them add up to 1.
+
+    objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from the target.
+    """
+
+    counts: Tensor
+
+    def __init__(
+        self, stack: LayerStack, head: Eagle3, *, objective: str, steps: int, decay: float, train_head: bool
+    ) -> None:
+        super().__init__()
+        self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
+        self.objective, self.steps = objective, steps
+        counts = torch.tensor([decay**step for step in range(steps)], device=stack.device)
+        self.register_buffer("counts", counts / counts.sum(), persistent=False)
+        head.lm_head.requires_grad_(train_head)
+        if head.embed_tokens is not None:
+            head.embed_tokens.requires_grad_(False)
+        self.recomputed = False
+
+    def train(self, mode: bool = True) -> "Eagle3Student":
+        """What is frozen is the target as it decodes."""
+        super().train(mode)
+        self.stack.eval()
+        return self
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Keep what each step gives and compute what is inside it again in the backward pass."""
+        self.recomputed = True
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, states: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`).
+
+        states: what `states` gave for them; None: the target runs.
+        """
+        kept = _supervised(labels)
+        known = self.states(input_ids, positions, documents) if states is None else states.to(self.stack.dtype)
+        taps, target = known[:, :, :-1].flatten(2), known[:, :, -1]
+        guesses = self.guesses(input_ids, positions, documents, taps, kept, self.steps)
+        shares = self.valid(positions, kept, self.steps) * self.counts
+        return {"loss_sum": self.loss(guesses, target.flatten(0, 1)[kept], labels.flatten()[kept], shares)}
+
+    @torch.no_grad()
+    def states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """The target's k taps and, last, its states after the last norm: [B, T, k + 1, H_t]."""
+        stack = self.stack
+        with torch.autocast(input_ids.device.type, enabled=False):
+            stack.reserve(positions.shape[1])
+            given = (stack.rotary(positions), stack.packed_masks(positions, documents), self.head.reading.taps)
+            hidden, taps = stack.run_tapped(stack.embed(input_ids, positions), 0, len(stack.layers), *given)
+            return torch.stack([*taps, stack.norm(hidden)], 2)
+
+    def guesses(
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, taps: Tensor, kept: Tensor, steps: int
+    ) -> Tensor:
+        """What the head gives where step t of `steps` guesses the label of position kept[i], [n, steps, H].
+
+        kept [n]: flat indices into [B, T]. Where a document has no such place the values say nothing (see `valid`).
+        """
+        head, length = self.head, positions.shape[1]
+        head.reserve(length + steps)
+        mask: Mask = Band.packed(documents) if length > Band.BLOCK else packed_mask(documents)
+        cache, found = Steps(), []
+        features = head.features(taps.float()).float()
+        for step in range(steps):
+            tokens = F.pad(input_ids[:, step + 1 :], (0, min(step + 1, length)))
+            run = partial(self._step, cache, step, mask, positions)
+            if self.recomputed and torch.is_grad_enabled():
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            features = run(self._embedded(tokens), features)
+            found.append(features.flatten(0, 1)[(kept - 1 - step).clamp(min=0)])
+        return torch.stack(found, 1)
+
+    def _step(
+        self, cache: Steps, step: int, mask: Mask, positions: Tensor, embedding: Tensor, features: Tensor
+    ) -> Tensor:
+        cache.now = step
+        masks = dict.fromkeys(self.head.windows, mask)
+        return self.head.run_embedded(embedding, features, masks, self.head.rotary(positions + step), cache)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """As `Eagle3.embed`; a launcher that shares the weights out expects them to be asked of their module."""
+        own = self.head.embed_tokens
+        return F.embedding(tokens, self.stack.embed_tokens.weight if own is None else own.weight)
+
+    def valid(self, positions: Tensor, kept: Tensor, steps: int) -> Tensor:
+        """bool [n, steps]: whether a step's guess at kept[i] lies in its document, whose positions begin at 0."""
+        return positions.flatten()[kept][:, None] > torch.arange(steps, device=positions.device)
+
+    def loss(self, guesses: Tensor, target: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        """The sum over guesses [n, S, H] of n tokens, each counted by its share [n, S].
+
+        target [n, H_t]: after its last norm, where it predicts them. labels [n].
+        """
+        head, steps = self.head, guesses.shape[1]
+        rows, weight = head.normed(guesses).flatten(0, 1), head.lm_head.weight
+        chunk = rows_at_once(head.reading, self.objective)
+        if self.objective == "cross_entropy":
+            if head.draft_tokens is not None:
+                labels = places(labels, head.draft_tokens, head.reading.vocabulary)
+            counted = (shares * (labels != IGNORE)[:, None]).flatten()
+            wanted = labels.clamp(min=0).repeat_interleave(steps)
+            return rows_cross_entropy(rows, weight, wanted, chunk, shares=counted)
+        states, matrix = head_product(self.stack.head, target)
+        return rows_divergence(
+            rows, weight, states, matrix, self.objective, chunk, target_rule=self.stack.anatomy.logits,
+            tokens=head.draft_tokens, shares=shares.flatten(),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def judged(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, steps: int) -> Judged:
+        """How good it is in each of `steps` steps. Other arguments as in `forward`."""
+        kept = _supervised(labels)
+        states = self.states(input_ids, positions, documents)
+        taps, target = states[:, :, :-1].flatten(2), states[:, :, -1]
+        guesses = self.guesses(input_ids, positions, documents, taps, kept, steps)
+        target, wanted, valid = target.flatten(0, 1)[kept], labels.flatten()[kept], self.valid(positions, kept, steps)
+        law = whole_law(self.stack.logits_after_norm, target)
+        choices, _ = judge(self.stack.logits_after_norm, target, None)
+        loss, right, accepted = [], [], []
+        for step in range(steps):
+            said, found = judge(self.head.logits, guesses[:, step], law)
+            assert found is not None
+            loss.append(self.loss(guesses[:, step, None], target, wanted, valid[:, step, None].float()))
+            right.append(((said == choices) & valid[:, step]).sum())
+            accepted.append(found.masked_fill(~valid[:, step], torch.nan))
+        by_place = accepted[0].new_full((labels.numel(), steps), torch.nan)
+        by_place[kept] = torch.stack(accepted, 1)
+        return Judged(valid.sum(0), torch.stack(loss), torch.stack(right), by_place.unflatten(0, labels.shape))
+
+
+def judge_steps(student: Eagle3Student, batches: Sequence[Batch], steps: int) -> Metrics:
+    """Over `batches` of rows, for a recipe's evaluation.
+
+    loss_<i>, agree_<i>: of the i-th token of a draft, the loss and the share of places where the head's likeliest token
+    is the target's own. tau_analytic: what sampling would come to (see `expected_tau`).
+    """
+    device = student.stack.device
+    found = [student.judged(**{key: value.to(device) for key, value in batch.items()}, steps=steps)
+             for batch in counted(batches, "judging held-out text", "batches")]  # fmt: skip
+    metrics = Metrics()
+    for i, count in enumerate(torch.stack([one.guesses for one in found]).sum(0).tolist()):
+        if count:
+            metrics[f"loss_{i + 1}"] = sum(float(one.loss[i]) for one in found) / count
+            metrics[f"agree_{i + 1}"] = sum(int(one.right[i]) for one in found) / count
+    rounds = torch.cat([tau_of_rounds(drafts_of(one.accepted)) for one in found])
+    return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
+
+
+def drafts_of(accepted: Tensor) -> Tensor:
+    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, places, WATCHED_DRAFT], NaN where there is none.
+
+    accepted [B, T, S]: α by label's position and step. Step i of the draft that begins after place t has the label of
+    position t + 1 + i.
+    """
+    count = max(0, accepted.shape[1] - WATCHED_DRAFT)
+    by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
+    return torch.stack(by_step, -1)
+
+
+def rows_at_once(reading: Reading, objective: str) -> int:
+    """Guesses whose logits exist at a time, so many that a GPU is busy with them."""
+    columns = reading.vocabulary if objective in OVERLAPS else reading.draft_vocabulary
+    return max(1024, LOGITS_AT_ONCE // columns)
+
+
+def _supervised(labels: Tensor) -> Tensor:
+    """Flat indices [n] of the supervised positions of labels [B, T]."""
+    return (labels != IGNORE).flatten().nonzero()[:, 0]
+
+
+def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrainedConfig) -> Reading:
+    """What the head that is trained is. Raises `UserError` where it cannot be trained so, or not be written."""
+    if stored is not None:
+        reading = stored.reading
+    else:
+        shape = {name: getattr(config, name) for name in ("taps", "version", "draft_vocabulary", "intermediate")}
+        reading = new_reading(target, **shape)
+        if reading.taps[-1] > target.num_hidden_layers:
+            raise UserError(f"taps={list(reading.taps)}: expected 0 to {target.num_hidden_layers}, the target's layers")
+    if set(reading.windows) != {None}:
+        raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
+                        "all of them are trained here")  # fmt: skip
+    empty = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
+    require_said(empty, config.dialect, target)
+    require_context(target, config.seq_len, config.decode_tokens)
+    return reading
+
+
+def make_student(
+    config: Eagle3Config,
+    target: OpenTarget,
+    stored: StoredHead | None,
+    reading: Reading,
+    tokens: Tensor | None,
+    device: torch.device,
+) -> Eagle3Student:
+    """What is trained: `stored`, or a new head of `tokens`, beside the whole target."""
+    stack = target.stack(dtype=frozen_dtype(config.frozen_dtype, device), device=device)
+    if stored is None:
+        tokens = None if tokens is None else tokens.to(device)
+        head = new_head(reading, stack, tokens, Streams(config.fit.seed).number("weights", bits=63))
+    else:
+        require_target(reading, target.config, stored.source)
+        head = make_head(reading, stored.weights(torch.float32, device), stored.source)
+    return Eagle3Student(
+        stack, head, objective=config.objective, steps=config.draft_steps, decay=config.step_decay,
+        train_head=config.train_head,
+    )  # fmt: skip
+
+
+def describe(student: Eagle3Student, config: Eagle3Config) -> str:
+    """One greppable line: what is trained, on what, and by how many processes."""
+    reading = student.head.reading
+    trained, frozen = parameters_of(student)
+    return (
+        f"eagle3 start={config.start or 'new'} taps={','.join(map(str, reading.taps))} "
+        f"draft_steps={config.draft_steps} draft_vocabulary={reading.draft_vocabulary} trained_parameters={trained} "
+        f"frozen_parameters={frozen} "
+        f"processes={PartialState().num_processes} objective={config.objective}"
+    )

@@ -1,0 +1,36 @@
+"""A trained model as an ordinary Hugging Face directory."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draft_models.draft_vocabulary import save_tokens
+from draft_models.targets.narrowed import own_tokens_of
+from outrider.errors import UserError
+from train.core import run_dir
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The ids under which configs know the tokenizer's special tokens."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+
+
+def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
+    """Write the Hugging Face directory; config.json appears last, so a half-written one does not load."""
+    staged = run_dir.own_staging(out_dir)
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        lm.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        if (own := own_tokens_of(lm)) is not None:
+            save_tokens(staged, own)
+        for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, out_dir / file.name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"out_dir={out_dir}: cannot be written ({error}); free space, then resume=true") from None
+    finally:
+        run_dir.drop_staging(staged)

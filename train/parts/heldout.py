@@ -1,0 +1,202 @@
+"""What is evaluated of a drafter while it trains, on held-out text: the number that training is for."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from draft_models.acceptance import Law, analytic_tau, judge, placed, whole_law
+from draft_models.losses import IGNORE
+from draft_models.targets.anatomy import context_limit
+from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import speculative
+from inference.core.drafter import DraftModel
+from inference.core.generation import collect
+from inference.drafters.shaped import Shaped
+from inference.loading.subject import end_tokens
+from inference.measure.statistics import acceptance_by_position, decode_statistics
+from inference.shapes.factory import Chain
+from inference.stopping.fixed import FixedLength
+from outrider.progress import counted
+from train.core.trained_weights import trained_parameters
+from train.core.training import Batch, Metrics, Rows, Student
+
+WATCHED_DRAFT = 4  # draft length of the τ of an evaluation: fixed, so that τ depends on the weights alone
+
+
+def evaluation(
+    student: Student, saved_dtype: torch.dtype, *parts: Callable[[Student], Metrics]
+) -> Callable[[Student, int], Metrics]:
+    """What all `parts` say of the student, in turn, and `norms_moved` (see `MovedNorms`)."""
+    norms = MovedNorms(student, saved_dtype)
+
+    def evaluate(student: Student, step: int) -> Metrics:
+        found = Metrics()
+        for part in parts:
+            found |= part(student)
+        return found | norms(student, step)
+
+    return evaluate
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Real decoding of held-out prompts, greedy, to at most `new_tokens` new ones or a token of `eos`.
+
+    What a chat model says after its answer is nothing that anyone asks for.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    eos: Collection[int]
+
+    @classmethod
+    def of(cls, target: OpenTarget, rows: Rows, prompts: int, new_tokens: int) -> Self:
+        """The beginnings of the first rows, so short that the context of the target holds the new tokens too."""
+        longest = context_limit(target.config) - new_tokens
+        return cls(heldout_prompts(rows, prompts, longest), new_tokens, end_tokens(target))
+
+    def __call__(self, stack: LayerStack, model: DraftModel) -> Metrics:
+        """By the target `stack`, drafted by `model`, `WATCHED_DRAFT` tokens a round.
+
+        tau: tokens per target pass, the bonus included.
+        accept_<i>: share of the rounds that drafted an i-th token in which it was accepted.
+        """
+        generations = []
+        for prompt in counted(self.prompts, "decoding held-out prompts", "prompts"):
+            drafter = Shaped(model, Chain(FixedLength(WATCHED_DRAFT)))
+            rounds = speculative(stack, drafter, prompt, max_new_tokens=self.new_tokens, eos=self.eos)
+            generations.append(collect(rounds))
+        positions = {f"accept_{int(row['position'])}": row["accepted"] for row in acceptance_by_position(generations)}
+        return {"tau": decode_statistics(generations)["tau"], **positions}
+
+
+class MovedNorms:
+    """norms_moved: the share of a model's trained norms that differ, in the dtype they are saved in, from their start.
+
+    None of them moving is worth a warning: near 1, bfloat16 has steps of 0.8 %. Without any there is nothing to say.
+    """
+
+    def __init__(self, model: nn.Module, saved_dtype: torch.dtype):
+        self.dtype = saved_dtype
+        self.start = {name: norm.clone() for name, norm in self._norms(model).items()}
+
+    def __call__(self, model: nn.Module, step: int) -> Metrics:
+        if not self.start:
+            return {}
+        now = self._norms(model)
+        moved = sum(not torch.equal(norm, now[name]) for name, norm in self.start.items())
+        if not moved:
+            print(
+                f"warning: step {step}: none of the {len(self.start)} trained norms has moved, rounded to "
+                f"{self.dtype}; raise lr or train longer",
+                flush=True,
+            )
+        return {"norms_moved": moved / len(self.start)}
+
+    def _norms(self, model: nn.Module) -> dict[str, Tensor]:
+        trained = trained_parameters(model).items()
+        return {name: p.detach().to(self.dtype) for name, p in trained if p.ndim == 1 and "norm" in name}
+
+
+class HeldOutText:
+    """Held-out rows, `size` at a time, and what the whole target says at their supervised positions, if it is given.
+
+    laws: whether the target's law there is kept besides its argmax.
+    """
+
+    def __init__(self, rows: Rows, size: int, target: LayerStack | None = None, *, laws: bool = True) -> None:
+        self.batches = batches_of(rows, size)
+        self.choices, self.laws = list[Tensor](), list[Law | None]()
+        for batch in counted(self.batches, "reading held-out text", "batches"):
+            law = None
+            if target is not None:
+                hidden = supervised_hidden(target, batch)
+                self.choices.append(target_choices(target, batch["labels"], hidden))
+                law = whole_law(target.logits_after_norm, hidden.cpu()) if laws else None
+            self.laws.append(law)
+
+    def judge(self, judged: Callable[[Batch, Law | None], tuple[Tensor, Tensor | None]]) -> Metrics:
+        """top1: the share of supervised positions at which a drafter's argmax is the text's next token. top1_target:
+        the same against the target's argmax, where that is known. tau_analytic: see `expected_tau`.
+
+        judged: of a batch, by the target's law there, the drafter's argmax and its acceptance, [B, T] each.
+        """
+        pairs = list(zip(self.batches, self.laws, strict=True))
+        found = [judged(*pair) for pair in counted(pairs, "judging held-out text", "batches")]
+        guesses, accepted = [guess for guess, _ in found], [known for _, known in found if known is not None]
+        metrics = {"top1": agreement(guesses, [batch["labels"] for batch in self.batches])}
+        if accepted:
+            metrics |= expected_tau(accepted, [batch["documents"] for batch in self.batches])
+        return metrics | ({"top1_target": agreement(guesses, self.choices)} if self.choices else {})
+
+
+def batches_of(rows: Rows, size: int) -> list[Batch]:
+    """All of `rows`, `size` at a time and the rest of them last."""
+    numbers = range(len(rows))
+    return [default_collate([rows[i] for i in numbers[start : start + size]]) for start in numbers[::size]]
+
+
+def heldout_prompts(rows: Rows, count: int, longest: int) -> list[list[int]]:
+    """The beginnings of up to `count` held-out rows as prompts of at most `longest` tokens, the last ones kept."""
+    return [heldout_prompt(rows[i])[-longest:] for i in range(min(count, len(rows)))]
+
+
+def heldout_prompt(row: Batch, length: int = 128) -> list[int]:
+    """The start of a held-out row as a prompt: up to its first answer, or `length` tokens of plain text."""
+    first = int((row["labels"] != IGNORE).nonzero()[0]) + 1
+    document = int((row["documents"] == row["documents"][0]).sum())
+    return row["input_ids"][: max(first, min(length, document // 2))].tolist()
+
+
+def packed_hidden(stack: LayerStack, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+    """A causal LM's hidden states after its last norm [B, T, d], for packed rows [B, T]."""
+    stack.reserve(positions.shape[1])
+    masks = stack.packed_masks(positions, documents)
+    hidden = stack.embed(input_ids, positions)
+    return stack.norm(stack.run(hidden, 0, len(stack.layers), stack.rotary(positions), masks))
+
+
+@torch.no_grad()
+def supervised_hidden(stack: LayerStack, batch: Batch) -> Tensor:
+    """A causal LM's hidden states after its last norm [n, d] at the supervised positions of packed rows [B, T]."""
+    moved = {key: batch[key].to(stack.device) for key in ("input_ids", "labels", "positions", "documents")}
+    return packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[moved["labels"] != IGNORE]
+
+
+@torch.no_grad()
+def target_choices(stack: LayerStack, labels: Tensor, hidden: Tensor) -> Tensor:
+    """The target's argmax [B, T] at the supervised positions, of which `hidden` [n, d] are, IGNORE elsewhere."""
+    choices, _ = judge(stack.logits_after_norm, hidden, None)
+    return placed(choices, labels.to(stack.device) != IGNORE, IGNORE)
+
+
+@torch.no_grad()
+def judged(drafter: LayerStack, batch: Batch, law: Law | None) -> tuple[Tensor, Tensor | None]:
+    """A small LM's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere, and its acceptance
+    [B, T] by the target's `law` there, NaN elsewhere; None without a law."""
+    keep = batch["labels"].to(drafter.device) != IGNORE
+    choices, accepted = judge(drafter.logits_after_norm, supervised_hidden(drafter, batch), law)
+    return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
+
+
+def agreement(guesses: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """The share of the positions [B, T] with something wanted (not IGNORE) at which the guess is that."""
+    pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, wanted, strict=True)]
+    right = sum(int(((guess == labels) & (labels != IGNORE)).sum()) for guess, labels in pairs)
+    return right / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
+
+
+def expected_tau(accepted: Sequence[Tensor], documents: Sequence[Tensor]) -> Metrics:
+    """tau_analytic: the mean over held-out text of `analytic_tau`, for drafts of `WATCHED_DRAFT` tokens.
+
+    It is what sampling at temperature 1 would come to if it went on as the text does. accepted, documents: [B, T] each.
+    Empty where the law is not known of so many positions on end.
+    """
+    pairs = zip(accepted, documents, strict=True)
+    found = torch.cat([analytic_tau(one, owner.to(one.device), WATCHED_DRAFT) for one, owner in pairs])
+    return {"tau_analytic": found.double().mean().item()} if len(found) else {}

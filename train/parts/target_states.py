@@ -1,0 +1,161 @@
+"""What a target makes of the rows, kept on disk: a head then trains on it without running the target again.
+
+    states.bin     [rows, T, k + 1, H_t] of the dtype: the taps, ascending, and the states after the last norm; in int8
+                   as `train.parts.packed_states` packs them
+    states.json    written last: what they were made from
+
+Until then states.filling.json says it, and states.done has a byte for every block of rows, 1 where it is there: a run
+that is killed goes on with those that are not. Every process of a launcher writes its share of the rows into one file,
+so the folder is one that all of them see.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from data_prep.text.rows import Rows
+from outrider.errors import UserError
+from outrider.files import read_json, require_writable, write_json
+from outrider.processes import from_main, only_run_of
+from outrider.progress import counted
+from outrider.run_dirs import changes
+from outrider.settings import listed
+from train.parts.eagle3 import Eagle3Student
+from train.parts.packed_states import pack, packed_width, unpack
+
+STATES_FILE, MADE_FROM_FILE = "states.bin", "states.json"
+FILLING_FILE, DONE_FILE = "states.filling.json", "states.done"
+ROWS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class RowsWithStates:
+    """`Rows` whose items have besides: states [T, k + 1, H_t]."""
+
+    rows: Rows
+    states: Tensor  # as they are kept
+    width: int  # H_t
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        kept = self.states[index]
+        return {**self.rows[index], "states": unpack(kept, self.width) if kept.dtype == torch.int8 else kept}
+
+
+def with_states(
+    rows: Rows,
+    build: Callable[[], Eagle3Student],
+    item: tuple[int, int, int],
+    folder: Path,
+    dtype: torch.dtype,
+    made_from: Mapping[str, object],
+    state: PartialState,
+) -> RowsWithStates:
+    """`rows` with what the target makes of them, read from `folder`, which is filled where it is not yet.
+
+    build: makes the student whose target that is. item: (T, k + 1, H_t). made_from: JSON-able, what decides the states.
+    What they take is said before the first one is made. All processes call this. Raises `UserError` where the folder
+    holds others, where it cannot be written or has no room for them, and where `dtype` cannot hold them.
+    """
+    require_writable(folder)
+    blocks = -(-len(rows) // ROWS_AT_ONCE)
+    width = item[-1]
+    shape = (len(rows), *item[:-1], packed_width(width) if dtype == torch.int8 else width)
+    identity = {**made_from, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
+    size = math.prod(shape) * dtype.itemsize
+    with only_run_of(state, folder, "states of a target"):
+        there = from_main(state, lambda: _is_there(folder, identity, size))
+        if not there:
+            if state.is_main_process:
+                said = f"rows={shape[0]} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}"
+                print(f"features={folder} {said}", flush=True)
+            from_main(state, lambda: _make_room(folder, identity, size, blocks))
+        states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
+        if not there:
+            done = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
+            _fill(states, done, rows, build(), folder, state)
+            state.wait_for_everyone()
+            from_main(state, lambda: _finish(folder, identity))
+    return RowsWithStates(rows, states, width)
+
+
+def _finish(folder: Path, identity: Mapping[str, object]) -> None:
+    write_json(folder / MADE_FROM_FILE, identity)
+    for name in (FILLING_FILE, DONE_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _is_there(folder: Path, identity: Mapping[str, object], size: int) -> bool:
+    """Whether the states are complete, all of their `size` bytes. Raises `UserError` where they are others."""
+    file, states = folder / MADE_FROM_FILE, folder / STATES_FILE
+    if not file.exists():
+        return False
+    found = changes(read_json(file, "record of a target's states", "remove its folder"), identity)
+    if found:
+        wrong = [f"{key}={new!r} (was {old!r})" for key, old, new in found]
+        raise UserError(
+            f"features={folder}: holds what was made with other settings: {listed(wrong)}; give another folder"
+        )
+    return states.exists() and states.stat().st_size == size
+
+
+def _make_room(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> None:
+    """Keep what an earlier run of these states has made, and remove any other.
+
+    Raises `UserError` without room: a full disk kills who writes to a mapped file.
+    """
+    filling, sizes = folder / FILLING_FILE, {STATES_FILE: size, DONE_FILE: blocks}
+    begun = read_json(filling, "record of a target's states", "remove its folder") if filling.exists() else {}
+    whole = all((folder / name).exists() and (folder / name).stat().st_size == own for name, own in sizes.items())
+    if whole and isinstance(begun, dict) and not changes(begun, identity):
+        there = int(torch.from_file(str(folder / DONE_FILE), False, blocks, dtype=torch.uint8).sum())
+        print(f"features={folder} goes_on_after={there} of {blocks} blocks of {ROWS_AT_ONCE} rows", flush=True)
+        return
+    for name in (MADE_FROM_FILE, STATES_FILE, FILLING_FILE, DONE_FILE):
+        (folder / name).unlink(missing_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise UserError(
+            f"features={folder}: the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; "
+            "free space, choose another folder, or leave it at null"
+        )
+    (folder / DONE_FILE).write_bytes(bytes(blocks))
+    write_json(filling, identity)
+
+
+def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, folder: Path, state: PartialState) -> None:
+    """This process's share, every so many rows, but for what is `done`, uint8 [blocks]."""
+    device = student.stack.device
+    shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
+    missing = [begin for begin in shares if not done[begin // ROWS_AT_ONCE]]
+    for begin in counted(missing, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
+        chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
+        batch = default_collate([rows[index] for index in chosen])
+        given = {name: batch[name].to(device) for name in ("input_ids", "positions", "documents")}
+        made = student.states(**given)
+        try:
+            kept = pack(made) if states.dtype == torch.int8 else _converted(made, states.dtype)
+        except OverflowError:
+            name = str(states.dtype).removeprefix("torch.")
+            raise UserError(
+                f"features={folder}: {name} cannot hold the target's states of rows {chosen.start} to "
+                f"{chosen.stop - 1}; expected finite ones: give features_dtype=bfloat16"
+            ) from None
+        states[chosen.start : chosen.stop] = kept.cpu()
+        done[begin // ROWS_AT_ONCE] = 1  # both are the kernel's to keep, whatever becomes of this process
+
+
+def _converted(states: Tensor, dtype: torch.dtype) -> Tensor:
+    converted = states.to(dtype)
+    if not bool(converted.isfinite().all()):
+        raise OverflowError
+    return converted

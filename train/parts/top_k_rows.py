@@ -1,0 +1,165 @@
+"""Packed rows that carry the target's cached top-k: responses of data_prep/generate_responses.py, to distil from."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from data_prep.responses.answers import TopK
+from data_prep.responses.directory import Response, law_document, read_shard
+from data_prep.text.chat import Document
+from data_prep.text.records import Record, SkipRecordError, find_layout, to_record
+from data_prep.text.rows import Rows, load_rows, pack
+from data_prep.text.settings import DataConfig
+from data_prep.text.sources import Split, content_key, is_heldout, resolve_paths
+from draft_models.losses import IGNORE
+from outrider.errors import UserError
+from outrider.processes import join_processes
+
+
+class TopKRows:
+    """Rows as `data_prep.text.rows` makes them, in memory (about 6 k bytes a token), and beside each label the law.
+
+    An item has input_ids, labels, positions and documents, int64 [T] each. Besides, it has the target's k likeliest
+    next tokens and the probability of all others (see `linear_topk_divergence`): top_ids int64 [T, k], top_logprobs
+    float32 [T, k] and tail float32 [T]. Labels are only where a law is known. `key` identifies the content.
+    """
+
+    def __init__(
+        self, examples: list[tuple[Document, np.ndarray, TopK]], seq_len: int, max_rows: int | None = None
+    ) -> None:
+        self.seq_len = seq_len
+        documents = [document for document, _, _ in examples]
+        self._tokens = torch.from_numpy(np.concatenate([document.ids for document in documents])).int()
+        self._labels = torch.full((len(self._tokens),), IGNORE, dtype=torch.int32)
+        width = examples[0][2].ids.shape[1]
+        self._ids = torch.zeros(len(self._tokens), width, dtype=torch.int32)
+        self._logprobs = torch.zeros(len(self._tokens), width, dtype=torch.float16)
+        self._tail = torch.zeros(len(self._tokens), dtype=torch.float16)
+        starts = np.cumsum([0, *(len(document.ids) for document in documents)])
+        for start, (_, places, law) in zip(starts, examples, strict=False):
+            at = torch.from_numpy(start + places - 1)  # the position that predicts the token
+            self._labels[at], self._ids[at] = law.tokens.int(), law.ids.int()
+            self._logprobs[at], self._tail[at] = law.logprobs.half(), law.tail.half()
+        # Packed are the documents' places in these arrays, in place of their ids.
+        places_of = (
+            Document(np.arange(start, stop), np.ones(stop - start, bool), whole=True)
+            for start, stop in pairwise(starts.tolist())
+        )
+        self._rows = [[segment.ids for segment in row] for row in islice(pack(places_of, seq_len), max_rows)]
+        digest = hashlib.sha256(str([[segment.tolist() for segment in row] for row in self._rows]).encode())
+        for part in (self._tokens, self._labels, self._ids, self._logprobs, self._tail):
+            digest.update(part.numpy().tobytes())
+        self.key = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        segments = self._rows[index]
+        places = torch.from_numpy(np.concatenate(segments))
+        padding = self.seq_len - len(places)
+        lengths = [*(len(segment) for segment in segments), padding]
+        numbers = [*range(len(segments)), -1]
+
+        def padded(values: Tensor, fill: int = 0) -> Tensor:
+            empty = values.new_full((padding, *values.shape[1:]), fill)
+            return torch.cat([values, empty])
+
+        return {
+            "input_ids": padded(self._tokens[places].long()),
+            "labels": padded(self._labels[places].long(), IGNORE),
+            "positions": torch.cat([torch.arange(length) for length in lengths]),
+            "documents": torch.tensor(numbers).repeat_interleave(torch.tensor(lengths)),
+            "top_ids": padded(self._ids[places].long()),
+            "top_logprobs": padded(self._logprobs[places].float()),
+            "tail": padded(self._tail[places].float()),
+        }
+
+
+TaughtRows = Rows | TopKRows
+
+
+def load_taught_rows(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Split,
+    *,
+    cached: bool,
+    max_rows: int | None = None,
+) -> TaughtRows:
+    """The rows of one split, `max_rows` at most, with the target's top-k where that is what is to be learnt."""
+    return (load_top_k_rows if cached else load_rows)(config, tokenizer, seq_len, split, max_rows=max_rows)
+
+
+def load_top_k_rows(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    split: Split = "train",
+    *,
+    max_rows: int | None = None,
+) -> TopKRows:
+    """One split of the first `config.max_records` responses in the files that `config.path` names; its first rows.
+
+    A response without a law is left out. So is one whose text is not tokenised as it was generated. The counts are
+    printed. Raises `UserError` where none is left, or where they were made with different k.
+    """
+    counts = Counter(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised"), 0))
+    examples = list(_examples(config, tokenizer, seq_len, split, counts))
+    found = " ".join(f"{name}={count}" for name, count in counts.items())
+    if join_processes().is_main_process:
+        print(f"data top-k split={split} {found}", flush=True)
+    if not examples:
+        raise UserError(
+            f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
+            f"{found}); make more of them with data_prep/generate_responses.py top_k_logits=K"
+        )
+    widths = {law.ids.shape[1] for _, _, law in examples}
+    if len(widths) > 1:
+        raise UserError(f"data path={', '.join(config.path)}: top-k of several k ({sorted(widths)}); give one run's")
+    return TopKRows(examples, seq_len, max_rows)
+
+
+def _examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: Counter[str]
+) -> Iterator[tuple[Document, np.ndarray, TopK]]:
+    files = resolve_paths(config.path)
+    read = ((response, file) for file in files for response in read_shard(file))
+    for response, file in islice(read, config.max_records):
+        record = _record(response, file)
+        if record is None or is_heldout(content_key(record), config.heldout_fraction) != (split == "heldout"):
+            continue
+        counts["responses"] += 1
+        if response.top is None:
+            counts["without_top_k"] += 1
+            continue
+        found = law_document(response, tokenizer, config.template)
+        if found is None:
+            counts["retokenised"] += 1
+            continue
+        document, places = found
+        kept = (places > 0) & (places < seq_len)
+        if not kept.any():
+            counts["unsupervised"] += 1
+            continue
+        law = response.top
+        known = torch.from_numpy(np.flatnonzero(kept))
+        cut = TopK(law.tokens[known], law.ids[known], law.logprobs[known], law.tail[known])
+        yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
+
+
+def _record(response: Response, file: Path) -> Record | None:
+    """In normal form, as `read_records` has it, so that the held-out split is the same; None if it is unusable."""
+    where = f"{file}: {response.record['id']}"
+    try:
+        return to_record(response.record, find_layout(response.record, "auto", None, where), where)
+    except SkipRecordError:
+        return None

@@ -1,0 +1,95 @@
+"""The toy target before it is trained: a byte-level BPE tokenizer and a small Llama, both from scratch."""
+
+import importlib.util
+import math
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.streams import Streams
+from train.core.optimizers import layer_matrices
+from train.parts.export import special_tokens
+from train.settings.toy import ToyTargetConfig
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `vocabulary` ids that puts BOS in front; a function of its arguments."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, backend.token_to_id(BOS))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The untrained model: a fixed function of the config. Every layer starts as the identity."""
+    special = special_tokens(tokenizer)
+    lm_config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=config.tied,
+        **special,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
+        lm = LlamaForCausalLM(lm_config)
+        with torch.no_grad():
+            for layer in lm.model.layers:
+                for matrix in layer_matrices(layer):
+                    matrix.normal_(0, 0.6 / math.sqrt(matrix.shape[1]))  # a matrix learns at its own scale
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+    lm.generation_config = GenerationConfig(do_sample=False, **special)
+    return lm
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether `torch.compile` pays and works here: on a GPU, with Triton, a C compiler and Python's headers at hand."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()  # often a package of its own
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None and compiler is not None and headers
+
+
+def compile_layers(lm: LlamaForCausalLM, backend: str = "inductor") -> None:
+    """Compile the transformer layers in place, one compilation for all; parameters keep their names."""
+    for layer in lm.model.layers:
+        layer.compile(backend=backend, dynamic=False)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """int64 [V]: how many bytes of text each token stands for, 0 for special ones."""
+    sizes = torch.zeros(len(tokenizer), dtype=torch.long)
+    for token, index in tokenizer.get_vocab().items():
+        if index not in tokenizer.all_special_ids:
+            sizes[index] = len(token)  # byte-level BPE writes each byte as one character
+    return sizes

@@ -1,0 +1,135 @@
+"""The toy target is trained: a small Llama, from scratch, on text."""
+
+import functools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from data_prep.text.rows import Rows, load_rows
+from data_prep.text.sources import read_records
+from draft_models.losses import IGNORE, linear_cross_entropy
+from draft_models.targets.attention import packed_mask
+from outrider.errors import UserError
+from outrider.files import write_json
+from outrider.processes import join_processes
+from outrider.progress import Stage, counted
+from train.core.driver import run_training
+from train.core.training import Metrics, Trained, Training
+from train.parts.export import export
+from train.parts.toy_lm import build_lm, can_compile, compile_layers, token_bytes, train_tokenizer
+from train.settings.toy import TOY_REPORT, ToyTargetConfig
+
+
+class ToyTarget(nn.Module):
+    """A causal LM with the forward contract of `fit`."""
+
+    def __init__(self, lm: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor) -> dict[str, Tensor]:
+        """All [B, T]; labels pre-shifted, attention within a document only. Returns the summed loss."""
+        hidden = self.lm.model(
+            input_ids=input_ids,
+            position_ids=positions,
+            attention_mask=packed_mask(documents),
+            use_cache=False,
+        ).last_hidden_state
+        return {"loss_sum": linear_cross_entropy(hidden, self.lm.lm_head.weight, labels)}
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.lm.gradient_checkpointing_enable()
+
+
+def train_toy_target(config: ToyTargetConfig) -> None:
+    """Tokenizer, training, held-out bits per byte; leaves a Hugging Face directory in `out_dir`."""
+    transformers_logging.disable_progress_bar()
+    run_training(config, functools.partial(prepare, config, time.perf_counter()))
+
+
+def prepare(config: ToyTargetConfig, began: float, state: PartialState) -> Training[ToyTarget]:
+    """The training of a command that began at `began`."""
+    with Stage("training the tokenizer"):
+        tokenizer = train_tokenizer(_texts(config), config.vocabulary)
+    rows = load_rows(config.data, tokenizer, config.seq_len, "train")
+    heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
+    sizes = token_bytes(tokenizer)
+    student = ToyTarget(build_lm(config, tokenizer))
+    if can_compile(state.device) if config.compile is None else config.compile:
+        compile_layers(student.lm)
+
+    def evaluate(fitted: ToyTarget, _: int) -> Metrics:
+        return {"bits_per_byte": bits_per_byte(fitted, heldout, sizes)}
+
+    def save(trained: Trained) -> None:
+        parameters, out_dir = sum(p.numel() for p in student.parameters()), Path(config.out_dir)
+        seconds = time.perf_counter() - began
+        sample = greedy_sample(student.lm, tokenizer, heldout, config.sample_tokens)
+        report = {"bits_per_byte": trained.metrics["bits_per_byte"], "parameters": parameters}
+        report |= {"steps": trained.step, "training_seconds": trained.result.seconds}
+        export(student.lm, tokenizer, out_dir)
+        more = {"seconds": seconds, "sample": sample, "settings": config.deciding()}
+        write_json(out_dir / TOY_REPORT, {**report, **more})
+        print(describe(trained, parameters, seconds, sample, out_dir))
+
+    identity = config.deciding() | {"data_key": rows.key}
+    return Training(student, rows, config.fit, identity, evaluate, save, minutes=config.minutes)
+
+
+def _texts(config: ToyTargetConfig) -> Iterator[str]:
+    for record in read_records(config.data, "train"):
+        if "text" not in record:
+            raise UserError("data: the toy target learns from plain text, but these are conversations")
+        yield record["text"]
+
+
+@torch.compiler.set_stance("force_eager")  # other shapes than in training: each would be compiled again
+def bits_per_byte(model: nn.Module, rows: Rows, sizes: Tensor, batch_rows: int = 8) -> float:
+    """Loss of `rows` in bits per byte of the text predicted (EOS costs bits too); split over processes."""
+    process = join_processes()
+    sums = torch.zeros(2, dtype=torch.float64)
+    mine = range(process.process_index, len(rows), process.num_processes)
+    for start in counted(range(0, len(mine), batch_rows), "judging held-out text", "batches"):
+        batch = default_collate([rows[index] for index in mine[start : start + batch_rows]])
+        labels = batch["labels"]
+        loss = model(**{key: value.to(process.device) for key, value in batch.items()})["loss_sum"]
+        sums += torch.stack([loss.cpu().double(), sizes[labels[labels != IGNORE]].sum().double()])
+    nats, size = reduce(sums.to(process.device), "sum").tolist()
+    return nats / size / math.log(2)
+
+
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def greedy_sample(
+    lm: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Rows,
+    new_tokens: int,
+    prompt_tokens: int = 48,
+) -> str:
+    """A held-out beginning, `⟫`, and the model's greedy continuation; empty for no tokens."""
+    if not new_tokens:
+        return ""
+    prompt = rows[len(rows) // 2]["input_ids"][:prompt_tokens][None].to(lm.device)
+    mask = torch.ones_like(prompt)
+    text = lm.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens)[0]  # type: ignore[misc]
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    return f"{decode(text[: prompt.shape[1]])}⟫{decode(text[prompt.shape[1] :])}"
+
+
+def describe(trained: Trained, parameters: int, seconds: float, sample: str, out_dir: Path) -> str:
+    """What it came to, for the screen."""
+    shown = f"greedy text after ⟫:\n{sample}\n" if sample else ""
+    return (
+        f"{shown}toy target: {trained.metrics['bits_per_byte']:.3f} bits per byte held out, "
+        f"{parameters / 1e6:.1f} M parameters, {trained.step} steps, {seconds:.0f} s → {out_dir}"
+    )

@@ -1,0 +1,342 @@
+"""Settings of the trainings of drafters. Light on purpose: a mistake shows before torch is imported."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from data_prep.text.settings import DataConfig
+from draft_models.eagle3.changes import ReadingChanges
+from draft_models.targets.settings import (
+    SMALL_LM,
+    TARGET,
+    Divergence,
+    DrafterFolder,
+    FloatDtype,
+    Model,
+    RehearsedConfig,
+    RunDtype,
+    TargetConfig,
+)
+from inference.settings.kinds import KINDS, kind_in
+from outrider.errors import require
+from outrider.settings import Count, Place, Positive, RunConfig, Settings, Share, at_least, free, require_default
+from train.settings.fit import FitConfig
+
+NotNegative = Annotated[int, at_least(0)]
+Width = Annotated[int, at_least(2)]  # of a row in tokens
+REHEARSED_WIDTH, REHEARSED_VOCABULARY = 64, 64
+Objective = Literal["cross_entropy", Divergence]
+Teacher = Literal["online", "cached"]
+# options that a finished early exit has decided
+OF_A_NEW_EXIT = ("exit_layer", "exit_depth", "train_head", "train_layer", "draft_vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EesdConfig(TargetConfig):
+    """EESD: train an early-exit drafter on the first layers of `target`."""
+
+    by_layers: ClassVar[bool] = True  # it needs the layers of the target
+
+    target: Model = free()  # model directory or Hub name; only the layers needed are read
+    data: DataConfig
+    fit: FitConfig
+    # an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
+    # layer, norm and head
+    start: DrafterFolder | None = None
+    exit_layer: Count | None = None  # of a new one: N, the target layers under the exit layer; null: 8 % of them
+    exit_depth: Count = 1  # of a new one: transformer layers of the exit
+    train_head: bool = True  # of a new one; false: share the target's head, the thing to do with a large vocabulary
+    draft_vocabulary: Count | None = None  # of a new one: tokens that it predicts, the text's most frequent; null: all
+    # of a new one; false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
+    train_layer: bool = True
+    # cross_entropy: the paper's, on the text's tokens; others: from the target's law, see draft_models/losses.py; kl:
+    # forward_kl by its first name
+    objective: Literal[Objective, "kl"] = "cross_entropy"
+    # where any but cross_entropy has that law from: the whole target, run along, or cached top-k beside `data`
+    teacher: Teacher = "online"
+    # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
+    frozen_dtype: Literal["fast", FloatDtype] = "fast"
+    seq_len: Width = 2048  # tokens of a row
+    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
+    eval_rows: Count = free(64)  # held-out rows that give eval_top1 and eval_tau_analytic
+    eval_batch_rows: Count = free(4)  # held-out rows run together
+    # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
+    decode_prompts: NotNegative = 0
+    decode_tokens: Count = 64  # new ones of each of those prompts
+    plan: bool = free(False)  # only say what it would read, hold and compute; needs no weights
+    out_dir: str = free("runs/eesd")  # where everything goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in OF_A_NEW_EXIT if self.start is not None else ():
+            require_default(self, name, f"start={self.start} has decided it")
+        require(
+            self.train_layer or self.fit.optimizer == "adamw",
+            "fit.optimizer",
+            self.fit.optimizer,
+            "adamw for train_layer=false: muon is for a layer's matrices",
+        )
+        require(self.train_layer or self.exit_depth == 1, "exit_depth", self.exit_depth, "1 with train_layer=false")
+        require_cache(self.teacher, self.objective, self.data, self.debug)
+        require_heldout(self.data, "training is watched on held-out text")
+
+    @property
+    def loss(self) -> str:
+        """The objective by the one name that `draft_models.losses` has for it."""
+        return "forward_kl" if self.objective == "kl" else self.objective
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss compares with the target's distribution."""
+        return self.objective != "cross_entropy"
+
+    @property
+    def online(self) -> bool:
+        """Whether the whole target runs along for the loss."""
+        return self.distils and self.teacher == "online"
+
+    def deciding(self) -> dict[str, object]:
+        """As of all settings; what chooses among the weights on the way decides only where they are chosen from.
+
+        forward_kl is recorded by its first name, so that a run may go on under either.
+        """
+        decided = super().deciding() | {"objective": "kl" if self.loss == "forward_kl" else self.objective}
+        if self.decode_prompts:
+            return decided | {"eval_every": self.fit.eval_every}
+        return {key: value for key, value in decided.items() if key not in ("decode_prompts", "decode_tokens")}
+
+    def small(self, models: Path) -> Self:
+        """Two steps on the first layer of a tiny target."""
+        cut = self.cut(
+            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
+            draft_vocabulary=REHEARSED_VOCABULARY,
+        )  # fmt: skip
+        begun = None if self.start is None else str(models / str(KINDS["early_exit"].tiny))
+        return replace(
+            cut,
+            target=str(models / TARGET),
+            revision=None,
+            data=self.data.small(models),
+            fit=self.fit.small(),
+            start=begun,
+            exit_layer=1 if begun is None else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(RehearsedConfig):
+    """Train the calibration head of a drafter on what became of the tokens it drafted.
+
+    The texts that are continued are known by what is captured of them, drafter and target by their digests.
+    """
+
+    # directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there
+    checkpoint: Annotated[str, Place("a drafter directory (train/eesd.py, finetune_drafter.py, eagle3.py)")] = free()
+    data: DataConfig = free()
+    fit: FitConfig  # a row is `EXAMPLES` drafted tokens
+    target: Model | None = free(None)  # null: the one the early exit in `checkpoint` was trained for
+    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    # how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too
+    reading: ReadingChanges = free(factory=ReadingChanges)
+    prompts: Count = free(400)  # texts continued to learn from; a row's start each
+    heldout_prompts: Count = free(64)  # texts continued to report on
+    # continue texts until this time is over, of all runs in out_dir together, but until 64 tokens of either kind are
+    # drafted; those to learn from and those to report on share it by their numbers; null: all of them
+    minutes: Positive | None = free(None)
+    seq_len: Width = free(512)  # tokens of a text at most that are continued
+    # per prompt, greedy; the first is the prefill's, and the last is never drafted
+    new_tokens: Annotated[int, at_least(3)] = 128
+    max_draft: Count = 10  # tokens drafted every round: the paper's positions
+    l2: Annotated[float, at_least(0)] = 1000.0  # penalty on the head's weights: what so many tokens weigh
+    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
+    dtype: RunDtype = "auto"
+    plan: bool = free(False)  # only say what every device would hold; needs no weights
+    out_dir: str = free("runs/calibrate")  # where everything goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_heldout(self.data, "the head is judged on held-out text")
+
+    def small(self, models: Path) -> Self:
+        """Two steps for a tiny drafter."""
+        kind = kind_in(self.checkpoint) or KINDS["early_exit"]
+        return replace(
+            self.cut(prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4),
+            checkpoint=str(models / str(kind.tiny)),
+            data=self.data.small(models),
+            fit=self.fit.small(),
+            target=str(models / TARGET),
+            revision=None,
+            reading=ReadingChanges(),
+        )
+
+
+@dataclass(frozen=True)
+class DrafterConfig(Settings):
+    """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
+
+    path: Model | None = None  # model directory or Hub name
+    revision: str | None = None  # of it on the Hub
+    layers: Count | None = None  # of a new drafter, in place of `path`
+    hidden: Count | None = None  # width
+    heads: Count | None = None  # of attention
+    kv_heads: Count | None = None  # null: heads
+    intermediate: Count | None = None  # width inside the MLPs
+    tied: bool = False  # from a shape: one matrix for embedding and head
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}
+        given = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
+        if self.path is not None:
+            require(
+                not given and not self.tied, "path", self.path, "no shape beside it; drafter=pretrained leaves it out"
+            )
+            return
+        require(self.revision is None, "revision", self.revision, "a path it belongs to")
+        for key, value in shape.items():
+            require(value is not None, key, value, "a positive number, or a path (drafter.path=MODEL)")
+        assert self.hidden is not None
+        assert self.heads is not None
+        require(
+            self.hidden % (2 * self.heads) == 0,
+            "hidden",
+            self.hidden,
+            f"an even multiple of heads ({self.heads})",
+        )
+        require(
+            self.kv_heads is None or self.heads % self.kv_heads == 0,
+            "kv_heads",
+            self.kv_heads,
+            f"a divisor of heads ({self.heads})",
+        )
+
+    def small(self, models: Path) -> "DrafterConfig":
+        """A tiny one; one from random weights keeps what else it has (see `rehearsable`)."""
+        shape = DrafterConfig(layers=1, hidden=64, heads=4, intermediate=96, tied=self.tied)
+        return DrafterConfig(path=str(models / SMALL_LM)) if self.path else shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig(TargetConfig):
+    """A small LM as a drafter for `target`, trained on text or towards the target's own distribution."""
+
+    data: DataConfig
+    drafter: DrafterConfig
+    fit: FitConfig
+    objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy needs no target
+    # where a divergence has the target from: run along, or cached top-k beside `data`
+    teacher: Teacher = "online"
+    on_policy: Share = 0.0  # share of the steps on continuations that the drafter itself has sampled
+    on_policy_tokens: int = 64  # sampled per row in such a step
+    # tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
+    # finished drafter
+    draft_vocabulary: Count | None = None
+    lora_rank: NotNegative = 0  # 0: all weights are trained
+    lora_alpha: Positive | None = None  # null: 2 · lora_rank
+    # of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it
+    frozen_dtype: RunDtype = "auto"
+    seq_len: Width = 2048  # tokens of a row
+    # as many steps as take this long here, but at most those of `fit`
+    minutes: Positive | None = None
+    decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the drafter
+    decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's
+    out_dir: str = free("runs/finetune_drafter")  # where everything goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.on_policy == 0 or (self.objective != "cross_entropy" and self.teacher == "online"),
+            "on_policy",
+            self.on_policy,
+            "0 without a target in the loop: give a divergence as objective and teacher=online",
+        )
+        require(
+            1 <= self.on_policy_tokens < self.seq_len or self.on_policy == 0,
+            "on_policy_tokens",
+            self.on_policy_tokens,
+            f"at least 1 and less than seq_len ({self.seq_len})",
+        )
+        require(
+            self.on_policy == 0 or self.minutes is None,
+            "minutes",
+            self.minutes,
+            "null with on_policy: its steps take longer than the others",
+        )
+        require(
+            self.lora_alpha is None or self.lora_rank > 0,
+            "lora_alpha",
+            self.lora_alpha,
+            "null, or a positive number with a lora_rank",
+        )
+        require(
+            self.lora_rank == 0 or self.drafter.path is not None,
+            "lora_rank",
+            self.lora_rank,
+            "0 for a drafter from random weights, which adapters cannot train; or drafter.path",
+        )
+        require_cache(self.teacher, self.objective, self.data, self.debug)
+        require_heldout(self.data, "the drafter is chosen on held-out text")
+
+    def small(self, models: Path) -> Self:
+        """Two steps of a tiny drafter: a finished one where one was given, else a new one."""
+        cut = self.cut(
+            seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8,
+            draft_vocabulary=REHEARSED_VOCABULARY,
+        )  # fmt: skip
+        return replace(
+            cut,
+            target=str(models / TARGET),
+            revision=None,
+            data=self.data.small(models),
+            drafter=self.drafter.small(models),
+            fit=self.fit.small(),
+        )
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss compares with the target's distribution."""
+        return self.objective != "cross_entropy"
+
+    @property
+    def online(self) -> bool:
+        """Whether the target runs along for the loss."""
+        return self.distils and self.teacher == "online"
+
+    def deciding(self) -> dict[str, object]:
+        """As of all settings; besides, the best one of those evaluated is exported."""
+        return super().deciding() | {"revision": self.revision, "eval_every": self.fit.eval_every}
+
+
+def require_cache(teacher: Teacher, objective: str, data: DataConfig, debug: bool) -> None:
+    """With teacher=cached there must be something to learn from the cache, and data that has one."""
+    require(
+        not debug or teacher == "online",
+        "debug",
+        debug,
+        "teacher=online: a tiny target has no cached answers",
+    )
+    require(
+        teacher == "online" or (objective != "cross_entropy" and data.source == "local"),
+        "teacher",
+        teacher,
+        "online; cached needs a divergence as objective and data=local with the responses of "
+        "data_prep/generate_responses.py (top_k_logits=K)",
+    )
+
+
+def require_heldout(data: DataConfig, why: str) -> None:
+    fraction = data.heldout_fraction
+    require(fraction > 0, "data.heldout_fraction", fraction, f"more than 0: {why}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShipConfig(RunConfig):
+    """ship-drafters: the drafters that a pipeline has left, in 16 bits and without what only training needs."""
+
+    run: Annotated[str, Place("a pipeline's directory")] = "runs/smollm2"  # where the drafters are now
+    out_dir: str = free("drafters/smollm2")  # where they go; resume=true replaces what is there
+    # name or directory of the target for the commands on the cards, where others have it; null: as it was trained with
+    target: str | None = None
+    dtype: FloatDtype = "bfloat16"  # of the weights that are written
+    max_mb: Positive = 20.0  # all of them together, in megabytes; larger ones are refused

@@ -1,0 +1,112 @@
+"""Config of the training of EAGLE-3 heads. Light on purpose: a mistake shows before torch is imported."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from data_prep.text.settings import DataConfig
+from draft_models.eagle3.changes import ReadingChanges
+from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, Model, TargetConfig
+from outrider.errors import require
+from outrider.settings import Count, Positive, RunConfig, Share, at_least, free, require_default
+from train.settings.drafters import (
+    REHEARSED_VOCABULARY,
+    REHEARSED_WIDTH,
+    NotNegative,
+    Objective,
+    Width,
+    require_heldout,
+)
+from train.settings.fit import FitConfig
+
+OF_A_NEW_HEAD = ("version", "taps", "intermediate", "draft_vocabulary")  # options that a finished one has decided
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(TargetConfig):
+    """EAGLE-3: train a head on hidden states of `target`, which runs along, by training-time test."""
+
+    by_layers: ClassVar[bool] = True  # it needs the layers of the target
+
+    data: DataConfig
+    fit: FitConfig
+    # an EAGLE-3 head to go on with, a directory or Hub name; null: a new one, of random weights but for its logits',
+    # which begin as the target's
+    start: Head | None = None
+    # how that head is read where its config.json is wrong
+    reading: ReadingChanges = field(default_factory=ReadingChanges)
+    # of a new head: 3.1 norms each tap and what a step hands on; 3: neither, as first published
+    version: Literal["3", "3.1"] = "3.1"
+    # of a new head: boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one
+    taps: tuple[NotNegative, ...] = ()
+    intermediate: Count | None = None  # of a new head: width inside its MLP; null: the target's
+    draft_vocabulary: Count | None = None  # of a new head: tokens that it predicts, the text's most frequent; null: all
+    train_head: bool = True  # false: the matrix of its logits stays as it begins
+    draft_steps: Count = 7  # of training-time test: as many tokens in a row as it learns to draft
+    step_decay: Annotated[Share, at_least(0)] = 0.8  # a step counts so many times what the one before counts
+    objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy: on the text's tokens
+    # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
+    frozen_dtype: Literal["fast", FloatDtype] = "fast"
+    # whose names and words config.json and the tensors have: SpecForge's heads have three taps
+    dialect: Dialect = "specforge"
+    # a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
+    # null: it runs along
+    features: str | None = None
+    features_dtype: Literal["int8", FloatDtype] = "float16"  # of what is kept there; int8: 32 values share a scale
+    seq_len: Width = 2048  # tokens of a row
+    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
+    eval_rows: Count = free(64)  # held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic
+    eval_batch_rows: Count = free(4)  # held-out rows run together
+    decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the head
+    decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's
+    plan: bool = free(False)  # only say what it would hold and compute; needs no weights
+    out_dir: str = free("runs/eagle3")  # where everything goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in OF_A_NEW_HEAD if self.start is not None else ():
+            require_default(self, name, f"start={self.start} has decided it")
+        started = self.start is not None or not self.reading.stated()
+        require(started, "reading", str(self.reading), "nothing without start=, which it is about")
+        ascending = all(low < high for low, high in zip(self.taps, self.taps[1:], strict=False))
+        require(ascending, "taps", self.taps, "boundaries in ascending order, or none")
+        longest = self.seq_len - 2
+        require(self.draft_steps <= longest, "draft_steps", self.draft_steps, f"at most seq_len - 2 ({longest})")
+        if self.features is None:
+            require_default(self, "features_dtype", "features=null does not read it")
+        require_heldout(self.data, "the head is chosen on held-out text")
+
+    def deciding(self) -> dict[str, object]:
+        """As of all settings; besides, the best head of those evaluated is kept."""
+        return super().deciding() | {"eval_every": self.fit.eval_every}
+
+    def small(self, models: Path) -> Self:
+        """Two steps for a tiny target: of a new head, or of a finished one where one was given."""
+        cut = self.cut(
+            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
+            draft_vocabulary=REHEARSED_VOCABULARY, draft_steps=4,
+        )  # fmt: skip
+        return replace(
+            cut,
+            target=str(models / TARGET),
+            revision=None,
+            data=self.data.small(models),
+            fit=self.fit.small(),
+            start=None if self.start is None else str(models / EAGLE3),
+            reading=ReadingChanges(),
+            taps=(),
+            features=None if self.features is None else str(models.parent / "features"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportHeadConfig(RunConfig):
+    """export-eagle3: an EAGLE-3 head in the words of another trainer, for the servers that read those."""
+
+    head: Head = free()  # of any trainer
+    target: Model = free()  # directory or Hub name of the model that it was trained for; only its config.json is read
+    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    reading: ReadingChanges = field(default_factory=ReadingChanges)  # where the head's config.json is wrong
+    dialect: Dialect = "speculators"  # whose config.json and names of tensors are written
+    dtype: FloatDtype | None = None  # of the weights that are written; null: as they are
+    out_dir: str = free("runs/export_eagle3")  # where it goes; resume=true replaces what is there

@@ -1,0 +1,103 @@
+"""Config of the training loop; light, so that a mistake shows before torch is imported."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from outrider.errors import UserError, require
+from outrider.settings import Count, Positive, Seed, Settings, at_least, below, free
+from outrider.wandb_config import WandbConfig
+
+REHEARSED_STEPS = 2
+Beta = Annotated[float, at_least(0), below(1)]
+NotNegative = Annotated[float, at_least(0)]
+
+
+@dataclass(frozen=True)
+class FitConfig(Settings):
+    """The training loop. Exactly one of `steps` (optimizer steps) and `epochs` is given."""
+
+    steps: Count | None = None  # optimizer steps, or:
+    epochs: Positive | None = None  # passes over the rows; one of the two is null
+    batch_rows: Count = 64  # rows in one optimizer step, over all processes
+    micro_batch_rows: Count | None = free(None)  # rows in one forward of one process; null: batch_rows / processes
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon is for the layers' matrices
+    lr: Positive = 1e-3  # the highest learning rate
+    muon_lr: Positive = 0.02  # optimizer=muon: the layers' matrices; everything else is AdamW at `lr`
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
+    weight_decay: NotNegative = 0.0  # of matrices; norms and biases have none
+    warmup: NotNegative = 0.0  # below 1: share of the steps; from 1: number of steps
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warm-up
+    max_grad_norm: NotNegative = 1.0  # 0: no clipping
+    # autocast over float32 masters, or plain fp32; fast: fp32 on a CPU without instructions for bf16, else bf16
+    precision: Literal["fast", "bf16", "fp32"] = "fast"
+    gradient_checkpointing: bool = free(False)  # compute activations again instead of keeping them
+    log_every: Count = free(10)  # steps between lines of the log
+    eval_every: Count | None = free(None)  # steps; null: at the end only
+    save_every: Count | None = free(None)  # steps; null: at the end only
+    keep_checkpoints: Count = free(2)  # so many of the latest ones stay
+    seed: Seed = 0  # of the order of rows, and of all that training draws
+    wandb: WandbConfig = free(factory=WandbConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            (self.steps is None) != (self.epochs is None),
+            "steps",
+            self.steps,
+            f"exactly one of steps and epochs (which is {self.epochs}), the other null",
+        )
+        micro, rows = self.micro_batch_rows, self.batch_rows
+        require(micro is None or micro <= rows, "micro_batch_rows", micro, f"1 to batch_rows ({rows}), or null")
+        short = self.steps is None or self.warmup <= self.steps
+        require(short, "warmup", self.warmup, f"at most steps ({self.steps})")
+
+    def small(self) -> "FitConfig":
+        """Two steps, evaluated and saved each; the rows of a step stay, as the processes are to share them evenly."""
+        return replace(
+            self,
+            steps=REHEARSED_STEPS,
+            epochs=None,
+            warmup=min(self.warmup, REHEARSED_STEPS),
+            log_every=1,
+            eval_every=1,
+            save_every=1,
+            wandb=WandbConfig(mode="disabled"),
+        )
+
+    def total_steps(self, rows: int) -> int:
+        """Optimizer steps of the whole run over `rows` rows."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return max(1, math.ceil(self.epochs * rows / self.batch_rows))
+
+    def micro_rows(self, processes: int) -> int:
+        """Rows in one forward of one process; raises `UserError` if `batch_rows` does not split evenly."""
+        require(
+            self.batch_rows % processes == 0,
+            "batch_rows",
+            self.batch_rows,
+            f"a multiple of the number of processes ({processes})",
+        )
+        share = self.batch_rows // processes
+        micro = self.micro_batch_rows or share
+        if share % micro:
+            raise UserError(
+                f"micro_batch_rows={micro}: must divide batch_rows / processes = {self.batch_rows} / "
+                f"{processes} = {share}; null takes all of it"
+            )
+        return micro
+
+    def lr_scale(self, step: int, total: int) -> float:
+        """Factor on every learning rate at `step` (0-based) of `total`: linear warm-up, then the schedule.
+
+        `linear` and `cosine` reach 0 at `total`, so the last step still moves.
+        """
+        warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        left = 1.0 - (step - warmup) / max(1, total - warmup)
+        if self.schedule == "constant":
+            return 1.0
+        return left if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))

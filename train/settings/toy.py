@@ -1,0 +1,54 @@
+"""Settings of toy-target. Light on purpose: a mistake shows before torch is imported."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from data_prep.text.settings import DataConfig
+from outrider.errors import require
+from outrider.settings import Count, Positive, RunConfig, at_least, free
+from train.settings.drafters import NotNegative, Width
+from train.settings.fit import FitConfig
+
+TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyTargetConfig(RunConfig):
+    """A small Llama trained from scratch, to learn and to test on.
+
+    Out comes an ordinary Hugging Face directory: weights, config and a byte-level BPE tokenizer.
+    """
+
+    data: DataConfig
+    fit: FitConfig
+    out_dir: str = free("runs/toy_target")  # where everything goes
+    # tokens, of a byte-level BPE made from the data: bytes, special tokens, merges
+    vocabulary: Annotated[int, at_least(300)] = 2048
+    layers: Count = 12  # of the Llama to train
+    hidden: Count = 256  # width
+    intermediate: Count = 704  # width inside the MLPs
+    heads: Count = 4  # of attention
+    kv_heads: Count = 4  # heads of keys and values
+    tied: bool = False  # one matrix for embedding and head
+    seq_len: Width = 256  # tokens of a row
+    max_positions: Count = 2048  # the context that the model says it has
+    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
+    compile: bool | None = free(None)  # the layers, by torch.compile; null: on a GPU, where a C compiler is at hand
+    eval_rows: NotNegative = free(200)  # held-out rows of seq_len tokens that give the final bits per byte; 0: all
+    sample_tokens: NotNegative = free(160)  # greedy text printed at the end; 0: none
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.hidden % (2 * self.heads) == 0,
+            "hidden",
+            self.hidden,
+            f"an even multiple of heads ({self.heads})",
+        )
+        require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads ({self.heads})")
+        require(
+            self.max_positions >= self.seq_len,
+            "max_positions",
+            self.max_positions,
+            f"at least seq_len ({self.seq_len})",
+        )
