@@ -1,4 +1,4 @@
-"""Which layers of a target a draft may leave out (`methods.skip_beta.skip`), measured on answers of the target.
+"""Which layers of a target a draft may leave out (`methods.NAME.skip`), measured on answers of the target.
 
     python benchmarks/choose_skip.py --target T --prompts questions.jsonl --out skip.json
 

@@ -26,6 +26,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from conf.methods import no_such_method, store_composed
 from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
 from outrider.cli import COMMANDS
 from outrider.errors import UserError
@@ -53,7 +54,7 @@ def entry(
     *,
     complete: Callable[[Sequence[str]], list[str]] = list,
     waits: bool = False,
-) -> Callable[[Callable[[Config], Any]], Callable[[], None]]:
+) -> Callable[[Callable[[Config], object]], Callable[[], None]]:
     """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
 
     complete: adds the overrides that follow from those given. waits: for people, so its silence means nothing.
@@ -64,7 +65,7 @@ def entry(
     register(name, schema)
     _ENTRIES[name] = (schema, complete)
 
-    def decorate(run: Callable[[Config], Any]) -> Callable[[], None]:
+    def decorate(run: Callable[[Config], object]) -> Callable[[], None]:
         def job(composed: DictConfig) -> None:
             with reported():  # here: Hydra would print its own banner around an exception that leaves the job
                 config = build(schema, composed, HydraConfig.get().overrides.task)
@@ -83,6 +84,7 @@ def entry(
             with reported():
                 refuse_flags(name, schema, sys.argv[1:])
                 sys.argv[1:] = complete(sys.argv[1:])
+                store_composed(sys.argv[1:])
             # Importing accelerate loads DeepSpeed, which warns on every machine without a GPU.
             logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
             try:
@@ -205,14 +207,14 @@ def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] =
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         raise UserError(f"{key}: missing; give it as {key}=VALUE. {_describe(schema, key)}".rstrip()) from None
-    config = typing.cast(Config, construct(schema, _at_home(values)))
+    config = construct(schema, _at_home(values))
     if overrides:
         keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
         object.__setattr__(config, "given", frozenset(key.rpartition("@")[2] for key in keys))  # data@data.mix.open=…
     return config
 
 
-def _at_home(value: Any) -> Any:
+def _at_home(value: object) -> object:
     if isinstance(value, dict):
         return {key: _at_home(inner) for key, inner in value.items()}
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
@@ -243,6 +245,8 @@ def explain(error: Exception, schema: type) -> str:
 def _no_such_choice(missing: str) -> str:
     """missing: "GROUP/CHOICE"."""
     group, _, name = missing.partition("/")
+    if group == "method":
+        return no_such_method(name)
     files = sorted((CONF_DIR / group).rglob("*.yaml"))
     choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
     hint = did_you_mean(name, choices)
@@ -254,15 +258,15 @@ def _fail(message: str) -> typing.NoReturn:
     sys.exit(USER_ERROR_STATUS)
 
 
-def _thaw(kind: Any) -> Any:
+def _thaw(kind: object) -> object:
     """`kind` with every frozen dataclass in it replaced by a mutable twin: OmegaConf makes frozen ones read-only."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         fields = []
         for f in dataclasses.fields(kind):
             twin = _thaw(hints[f.name])
-            if dataclasses.is_dataclass(twin):
-                default: Any = dataclasses.field(default_factory=typing.cast(Any, twin))
+            if isinstance(twin, type) and dataclasses.is_dataclass(twin):
+                default: object = dataclasses.field(default_factory=twin)
             elif f.default_factory is not dataclasses.MISSING:
                 default = dataclasses.field(default_factory=f.default_factory)
             elif f.default is not dataclasses.MISSING:
@@ -271,22 +275,22 @@ def _thaw(kind: Any) -> Any:
                 default = dataclasses.field(default="???")  # mandatory
             fields.append((f.name, twin, default))
         return dataclasses.make_dataclass(typing.cast(type, kind).__name__, fields)
-    arguments = typing.get_args(kind)
-    if not arguments:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is None:
         return kind
-    if typing.get_origin(kind) is typing.Literal:
+    if origin is typing.Literal:
         return typing.Union[tuple(map(type, arguments))]  # noqa: UP007 (built at run time)
     arguments = tuple(_thaw(a) for a in arguments)
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+    if origin in (types.UnionType, typing.Union):
         given = [a for a in arguments if a is not type(None)]
         if len(given) > 1 and any(map(typing.get_args, given)):
             return typing.Any  # OmegaConf has no unions with containers; the dataclass checks such values itself
         return typing.Union[arguments]  # noqa: UP007 (built at run time)
-    return typing.get_origin(kind)[arguments]
+    return origin[arguments]
 
 
-def _field_type(schema: type, key: str) -> Any:
-    kind: Any = schema
+def _field_type(schema: type, key: str) -> object:
+    kind: object = schema
     for part in key.split(".") if key else []:
         if dataclasses.is_dataclass(kind):
             kind = typing.get_type_hints(kind).get(part)

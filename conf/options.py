@@ -15,17 +15,17 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from conf.methods import PARTS, choices_of, store_composed
 from outrider.cli import Command
-from outrider.settings import Limit, conditions
+from outrider.settings import conditions, limits
 
 CONF_DIR = Path(__file__).resolve().parent
-_WORDS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false", Any: "any"}
+_WORDS: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", typing.Any: "any"}
 _WIDTH = 110
 
 
@@ -78,23 +78,28 @@ def markdown(commands: Mapping[str, Command]) -> str:
 
 def compose_defaults(name: str, overrides: list[str]) -> DictConfig:
     """conf/<name>.yaml over its schema, which is registered, with `overrides`."""
+    store_composed(overrides)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base=None):
         return compose(name, overrides=overrides)
 
 
 def groups_of(name: str) -> dict[str, list[str]]:
-    """The groups that conf/<name>.yaml chooses from, and the experiments for it, with their choices."""
+    """The groups that conf/<name>.yaml chooses from, the experiments for it, and the parts of a method, with their
+    choices."""
     defaults = OmegaConf.load(CONF_DIR / f"{name}.yaml").defaults
     named = [next(iter(item)) for item in defaults if not isinstance(item, str)]
-    groups = {group: sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml")) for group in named}
+    groups = {group: choices_of(group) for group in named}
     for group in groups:
         own = [f"{name}/{file.stem}" for file in sorted((CONF_DIR / group / name).glob("*.yaml"))]
         groups[group] = own if group == "experiment" and own else groups[group]
+    if "method" in groups:
+        groups["method"] += ["SOURCE/SHAPE", "SOURCE/STOP", "SOURCE/SHAPE/STOP"]
+        groups |= {f"+{part}@methods.NAME": choices_of(part) for part in PARTS}
     return {group: choices for group, choices in groups.items() if choices}
 
 
-def options_of(schema: type, composed: Any, prefix: str = "") -> Iterator[Option]:
+def options_of(schema: type, composed: DictConfig | None, prefix: str = "") -> Iterator[Option]:
     """Every option of `schema`, the nested ones by their dotted keys; composed: where their defaults are."""
     meanings, hints = meanings_of(schema), typing.get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
@@ -117,11 +122,10 @@ def options_of(schema: type, composed: Any, prefix: str = "") -> Iterator[Option
         yield Option(key, words(kind), "" if missing else shown(value), meaning)
 
 
-def words(kind: Any) -> str:
+def words(kind: object) -> str:
     """A type in words, with its choices or its range."""
     if typing.get_origin(kind) is typing.Annotated:
-        limits = " and ".join(str(one) for one in kind.__metadata__ if isinstance(one, Limit))
-        return f"{words(kind.__origin__)} {limits}".rstrip()
+        return f"{words(typing.get_args(kind)[0])} {limits(kind)}".rstrip()
     if typing.get_origin(kind) is typing.Literal:
         return _either(typing.get_args(kind))
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
@@ -135,20 +139,20 @@ def words(kind: Any) -> str:
     return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def _either(values: Sequence[Any]) -> str:
+def _either(values: Sequence[object]) -> str:
     *others, last = map(shown, values)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as it is given on a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list | tuple) or OmegaConf.is_list(value):
+    if isinstance(value, list | tuple | ListConfig):
         return "[" + ",".join(map(shown, value)) + "]"
-    return "{}" if OmegaConf.is_dict(value) or isinstance(value, dict) else str(value)
+    return "{}" if isinstance(value, dict | DictConfig) else str(value)
 
 
 def first_sentence(schema: type) -> str:

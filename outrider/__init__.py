@@ -4,7 +4,7 @@ The plumbing: errors, settings, files, run directories, processes, random stream
 `load` needs, torch among it, is imported when it is asked for.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outrider.errors import UserError
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Model", "UserError", "load", "preset"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
     from outrider.api import model

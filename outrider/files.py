@@ -67,7 +67,7 @@ def parse_json(content: bytes | str) -> Any:
     return value
 
 
-def _require_shallow(value: Any) -> None:
+def _require_shallow(value: object) -> None:
     level, depth = [value], 0
     while level:
         if depth > _DEEPEST:
@@ -77,7 +77,7 @@ def _require_shallow(value: Any) -> None:
         depth += 1
 
 
-def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(value: Mapping[str, object]) -> dict[str, Any]:
     """`value` with a digest of itself, by which `unsealed` tells damage. Sets in it become sorted lists."""
     plain = json.loads(json.dumps(dict(value), default=sorted))
     return {**plain, _SEAL: _digest(plain)}
@@ -92,7 +92,7 @@ def read_sealed(path: Path | str, what: str, remedy: str) -> dict[str, Any]:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
 
 
-def unsealed(value: Any) -> dict[str, Any]:
+def unsealed(value: object) -> dict[str, Any]:
     """What was `sealed`. Raises `UserError` where anything in it is no longer as it was."""
     if not isinstance(value, dict) or _SEAL not in value:
         raise UserError(f"no mapping with a {_SEAL}")
@@ -102,7 +102,7 @@ def unsealed(value: Any) -> dict[str, Any]:
     return plain
 
 
-def _digest(plain: Mapping[str, Any]) -> str:
+def _digest(plain: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -3,12 +3,11 @@
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
 
-def describe_machine(device: str | None = None) -> dict[str, Any]:
+def describe_machine(device: str | None = None) -> dict[str, str | int | None]:
     """What the numbers were measured on; None: the GPU where there is one."""
     measured = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return {

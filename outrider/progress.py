@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import parent_process
 from threading import Event, Lock, Thread
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -115,16 +115,15 @@ def command(name: str) -> Iterator[None]:
 class _Heard:
     """A stream that lets the speaker know what is written to it."""
 
-    def __init__(self, stream: Any):
+    def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> int:
         if _speaker is not None:
             _speaker.hear(text)
-        written: int = self._stream.write(text)
-        return written
+        return self._stream.write(text)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 
@@ -179,14 +178,14 @@ class _Speaker:
             return
         words = " > ".join(map(str, stages))
         if self._bar is None:
-            shown: dict[str, Any] = {"bar_format": "{desc} |{bar:20}| {elapsed}", "dynamic_ncols": True}
-            self._bar = tqdm(total=1.0, desc=words, leave=False, file=self._out, **shown)
+            shape = "{desc} |{bar:20}| {elapsed}"
+            self._bar = tqdm(total=1.0, desc=words, leave=False, file=self._out, bar_format=shape, dynamic_ncols=True)
         self._bar.n = next(filter(None, (stage.share for stage in stages)), 0.0)
         self._bar.set_description_str(words)
         self._drawn = True
 
 
-def _has_room(stream: Any) -> bool:
+def _has_room(stream: TextIO) -> bool:
     """Whether it is a terminal that a bar is seen on; what `script` or a container makes may have no lines."""
     if not stream.isatty():
         return False

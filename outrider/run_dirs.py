@@ -94,7 +94,7 @@ def require_rehearsal(folder: Path, mark: str) -> None:
         raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> dict[str, str | int | None]:
     command = shlex.join(sys.argv)
     return {
         "process": os.getpid(),
@@ -116,17 +116,17 @@ def _held_by(holder: Path) -> str:
 
 
 def changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], config: Settings | None = None
-) -> list[tuple[str, Any, Any]]:
+    before: Mapping[str, object], now: Mapping[str, object], config: Settings | None = None
+) -> list[tuple[str, object, object]]:
     """The `differences` of two identities, without options of `config` newer than `before` that have their default."""
 
-    def is_new(key: str, old: Any, new: Any) -> bool:
+    def is_new(key: str, old: object, new: object) -> bool:
         return old is ABSENT and not differences(default_at(config, key), new)
 
     return [found for found in differences(before, json.loads(json.dumps(now))) if not is_new(*found)]
 
 
-def check_identity(before: Any, now: Mapping[str, Any], where: Path, config: Settings | None = None) -> None:
+def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
     An option of `config`, the settings of now, that `before` lacks is new. It had its default then. Entries of
@@ -158,7 +158,7 @@ def recorded_at_first(identity: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if value is ABSENT:
         return "absent"
     return "given" if isinstance(value, Mapping) else json.dumps(value)

@@ -1,8 +1,8 @@
 """Settings: what a field may be is said in its type, and checked whoever makes them.
 
-A field's type gives its choices (`Literal`), its range (`Annotated[int, at_least(1)]`) and the options that it has a
-meaning with (`only`). `free` says that it decides no result. Plain containers, as YAML and JSON hold them, become
-settings by `construct`.
+A field's type gives its choices (`Literal`), its range (`Annotated[int, Ge(1)]`, of annotated_types) and the options
+that it has a meaning with (`only`). `free` says that it decides no result. Plain containers, as YAML and JSON hold
+them, become settings by `construct`.
 """
 
 import dataclasses
@@ -15,13 +15,18 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar, overload
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.errors import UserError, require
 from outrider.files import is_local, read_json
 
-_hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
-_SCALARS = {
+Made = TypeVar("Made")
+_hints: Callable[[Any], dict[str, object]] = functools.cache(
+    functools.partial(typing.get_type_hints, include_extras=True)
+)
+_SCALARS: dict[object, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a finite number",
@@ -30,41 +35,7 @@ _SCALARS = {
     Path: "a path",
 }
 _UNIONS = (types.UnionType, typing.Union)
-
-
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """One end of the range of a number."""
-
-    sign: str  # ≥, >, ≤ or <
-    bound: float
-
-    def holds(self, value: Any) -> bool:
-        compare = {"≥": operator.ge, ">": operator.gt, "≤": operator.le, "<": operator.lt}[self.sign]
-        return bool(compare(value, self.bound))
-
-    def __str__(self) -> str:
-        return f"{self.sign} {self.bound}"
-
-
-def at_least(bound: float) -> Limit:
-    """Numbers from `bound` on."""
-    return Limit("≥", bound)
-
-
-def above(bound: float) -> Limit:
-    """Numbers greater than `bound`."""
-    return Limit(">", bound)
-
-
-def at_most(bound: float) -> Limit:
-    """Numbers up to `bound`."""
-    return Limit("≤", bound)
-
-
-def below(bound: float) -> Limit:
-    """Numbers less than `bound`."""
-    return Limit("<", bound)
+_SIGNS: dict[type, str] = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +43,6 @@ class Named:
     """A text that must not be empty. what: the thing that it names, for the error."""
 
     what: str
-
-    def holds(self, value: Any) -> bool:
-        return bool(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +66,18 @@ class Place(Named):
 class Only:
     """The values of other options with which a field is read; with others it must stay at its default."""
 
-    options: tuple[tuple[str, tuple[Any, ...]], ...]
+    options: tuple[tuple[str, tuple[object, ...]], ...]
 
 
-def only(**options: Any) -> Only:
+def only(**options: object) -> Only:
     """`only(rule="beta")`: read with rule=beta. Several values stand in a tuple; of several options all must hold."""
     return Only(tuple((key, value if isinstance(value, tuple) else (value,)) for key, value in options.items()))
 
 
-Count = Annotated[int, at_least(1)]
-Share = Annotated[float, at_least(0), at_most(1)]
-Positive = Annotated[float, above(0)]
-Seed = Annotated[int, at_least(0), below(2**31)]
+Count = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+Positive = Annotated[float, Gt(0)]
+Seed = Annotated[int, Ge(0), Lt(2**31)]
 
 
 def free(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
@@ -124,14 +92,13 @@ class Settings:
     """
 
     given: ClassVar[Collection[str]] = ()  # the keys that a command line gave, of settings that were made from one
+    __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]  # every subclass is a dataclass
 
     def __post_init__(self) -> None:
         """Raises `UserError` naming the first field that is not of its type, out of its range, or not read."""
-        for field in _fields(self):
-            kind, value = _hints(type(self))[field.name], getattr(self, field.name)
-            if not _allows(kind, value):
-                _refuse(_kinds(kind), value, field.name)
-        for field in _fields(self):
+        for field in dataclasses.fields(self):
+            _read(_hints(type(self))[field.name], getattr(self, field.name), field.name, made=True)
+        for field in dataclasses.fields(self):
             for option, values in conditions(_hints(type(self))[field.name]):
                 if getattr(self, option) not in values:
                     require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
@@ -145,7 +112,7 @@ class Settings:
 
         wanted: whether the option of that dotted key is looked at. path: the key of these settings.
         """
-        for field in _fields(self):
+        for field in dataclasses.fields(self):
             key, value = _at(path, field.name), getattr(self, field.name)
             for name, item in value.items() if isinstance(value, Mapping) else [("", value)]:
                 if isinstance(item, Settings):
@@ -156,7 +123,8 @@ class Settings:
 
     def deciding(self) -> dict[str, Any]:
         """The fields that decide the result, as plain containers; a resumed run must agree on these."""
-        return {field.name: _decided(getattr(self, field.name)) for field in _fields(self) if decides(field)}
+        fields = dataclasses.fields(self)
+        return {field.name: _decided(getattr(self, field.name)) for field in fields if decides(field)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,25 +140,24 @@ def decides(field: "dataclasses.Field[Any]") -> bool:
     return bool(field.metadata.get("decides", True))
 
 
-def conditions(kind: Any) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def conditions(kind: object) -> tuple[tuple[str, tuple[object, ...]], ...]:
     """The options, with their values, that a field of the type `kind` has a meaning with (see `only`)."""
-    found = kind.__metadata__ if typing.get_origin(kind) is Annotated else ()
-    return tuple(pair for one in found if isinstance(one, Only) for pair in one.options)
+    return tuple(pair for one in _said_of(kind) if isinstance(one, Only) for pair in one.options)
 
 
 def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
     """Raise `UserError` unless a field is at its default: nothing would come of another value."""
-    default = next(field.default for field in _fields(config) if field.name == name)
+    default = next(field.default for field in dataclasses.fields(config) if field.name == name)
     given = getattr(config, name)
     require(given == default, prefix + name, given, f"{default!r}, its default: {why}")
 
 
-def default_at(config: Any, key: str) -> Any:
+def default_at(config: object, key: str) -> object:
     """The default of the deciding field at the dotted `key` below `config`, plain; `ABSENT` where there is none."""
     *outer, last = key.split(".")
     for part in outer:
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
-    for field in _fields(config) if isinstance(config, Settings) else ():
+    for field in dataclasses.fields(config) if isinstance(config, Settings) else ():
         if field.name == last and decides(field):
             if field.default_factory is not dataclasses.MISSING:
                 return _decided(field.default_factory())
@@ -208,36 +175,56 @@ def keyed(config: Settings, first: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in decided if name in first or value != default_at(config, name)}
 
 
-def construct(kind: Any, value: Any, path: str = "") -> Any:
+@overload
+def construct(kind: type[Made], value: object, path: str = "") -> Made: ...
+
+
+@overload
+def construct(kind: object, value: object, path: str = "") -> Any: ...  # a union, or what else is no class
+
+
+def construct(kind: object, value: object, path: str = "") -> object:
     """`value`, what `dataclasses.asdict` leaves of a `kind` in JSON, as a `kind` again: dataclasses, tuples, sets.
 
     Raises `UserError` naming the key path of what is missing, unknown or of another type, and of what a
     `__post_init__` refuses. A number of type float may be written as an integer; NaN and infinities are none.
     """
+    return _read(kind, value, path)
+
+
+def _read(kind: object, value: object, path: str, made: bool = False) -> object:
+    """See `construct`. made: `value` is finished, with no plain mapping where a dataclass belongs."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind in (Any, object):
-        return value
     if origin in _UNIONS:
-        kind = next((one for one in arguments if _holds(one, value)), None)
-        return _refuse(arguments, value, path) if kind is None else construct(kind, value, path)
+        kinds = [one for one in arguments if _holds(one, value)]
+        return _read(kinds[0], value, path, made) if kinds else _refuse(arguments, value, path)
     if not _holds(kind, value):
-        return _refuse(_kinds(kind), value, path)
+        _refuse(_kinds(kind), value, path)
     if origin is Annotated:
-        return construct(arguments[0], value, path)
-    if _is_dataclass(kind):
+        return _read(arguments[0], value, path, made)
+    if _is_dataclass(kind) and isinstance(value, Mapping):
+        require(not made, path, value, f"a {kind.__name__}")
         return _construct_dataclass(kind, value, path)
-    if origin in (dict, Mapping):
-        return {key: construct(arguments[1], inner, _at(path, key)) for key, inner in value.items()}
-    if origin in (list, tuple, frozenset):
-        if arguments[0] in _SCALARS and not _is_fixed(kind) and all(_holds(arguments[0], item) for item in value):
-            return origin(map(float, value) if arguments[0] is float else value)  # quick: tokens are many
-        kinds = arguments if _is_fixed(kind) else arguments[:1] * len(value)
-        pairs = enumerate(zip(kinds, value, strict=True))
-        return origin(construct(one, item, f"{path}[{i}]") for i, (one, item) in pairs)
-    return kind(value) if kind in (float, Path) else value
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
+        return {key: _read(arguments[1], item, _at(path, key), made) for key, item in value.items()}
+    if origin in (list, tuple, frozenset) and isinstance(value, list | tuple | frozenset):
+        return origin(_items(kind, value, path, made))
+    if kind is float and isinstance(value, int):
+        return float(value)
+    return Path(value) if kind is Path and isinstance(value, str) else value
 
 
-def read_as(kind: Any, path: Path | str, what: str, remedy: str) -> Any:
+def _items(kind: object, value: Collection[object], path: str, made: bool) -> Iterator[object]:
+    arguments, one = typing.get_args(kind), typing.get_args(kind)[0]
+    if one in _SCALARS and not _is_fixed(kind) and all(_holds(one, item) for item in value):
+        yield from map(float, typing.cast(Collection[float], value)) if one is float else value  # tokens are many
+        return
+    kinds = arguments if _is_fixed(kind) else [one] * len(value)
+    for place, (inner, item) in enumerate(zip(kinds, value, strict=True)):
+        yield _read(inner, item, f"{path}[{place}]", made)
+
+
+def read_as(kind: type[Made], path: Path | str, what: str, remedy: str) -> Made:
     """The JSON file `path` as a `kind` (see `construct`). Raises `UserError` as `read_json` does."""
     value = read_json(path, what, remedy)
     try:
@@ -246,7 +233,7 @@ def read_as(kind: Any, path: Path | str, what: str, remedy: str) -> Any:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
 
 
-def _construct_dataclass(kind: Any, value: Mapping[str, Any], path: str) -> Any:
+def _construct_dataclass(kind: type, value: Mapping[str, object], path: str) -> object:
     hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     unknown = next((key for key in value if key not in fields), None)
     if unknown is not None:
@@ -261,45 +248,49 @@ def _construct_dataclass(kind: Any, value: Mapping[str, Any], path: str) -> Any:
         raise UserError(_at(path, str(error))) from None
 
 
-def _holds(kind: Any, value: Any) -> bool:
+def _holds(kind: object, value: object) -> bool:
     """Whether `value` is of a `kind`, as far as it shows without looking into containers."""
-    origin = typing.get_origin(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in (Any, object):
         return True
     if origin is Annotated:
-        return _holds(kind.__origin__, value) and all(limit.holds(value) for limit in _limits(kind))
+        return _holds(arguments[0], value) and all(_is_within(one, value) for one in _said_of(kind))
     if origin in _UNIONS:
-        return any(_holds(one, value) for one in typing.get_args(kind))
+        return any(_holds(one, value) for one in arguments)
     if origin is typing.Literal:
-        return value in typing.get_args(kind)
-    if _is_dataclass(kind) or origin in (dict, Mapping):
-        return isinstance(value, dict)
+        return value in arguments
+    if _is_dataclass(kind):
+        return isinstance(value, (dict, kind))
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping)
     if origin in (list, tuple, frozenset):
-        return isinstance(value, list | tuple) and (not _is_fixed(kind) or len(value) == len(typing.get_args(kind)))
+        sized = len(arguments) if _is_fixed(kind) else None
+        return isinstance(value, list | tuple | frozenset) and sized in (None, len(value))
     if kind is float:
-        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+        return isinstance(value, int | float) and type(value) in (int, float) and abs(value) <= sys.float_info.max
     return type(value) is (str if kind is Path else kind)
 
 
-def _allows(kind: Any, value: Any) -> bool:
-    """Whether a field of the type `kind` may have `value`, which is finished: dataclasses are made already."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        return _allows(kind.__origin__, value) and all(limit.holds(value) for limit in _limits(kind))
-    if origin in _UNIONS:
-        return any(_allows(one, value) for one in arguments)
-    if _is_dataclass(kind):
-        return isinstance(value, kind)
-    if origin in (dict, Mapping):
-        return isinstance(value, Mapping) and all(_allows(arguments[1], item) for item in value.values())
-    if origin in (list, tuple, frozenset) and not _is_fixed(kind):
-        return isinstance(value, list | tuple | frozenset) and all(_allows(arguments[0], item) for item in value)
-    if origin is tuple:
-        return _holds(kind, value) and all(map(_allows, arguments, value))
-    return _holds(kind, value)
+def _is_within(limit: object, value: Any) -> bool:
+    """Whether `value` is in the range whose end `limit` is, or not empty where that is `Named`."""
+    if isinstance(limit, Named):
+        return bool(value)
+    how = type(limit).__name__.lower()  # Ge(ge=1): as the operator is called
+    return type(limit) not in _SIGNS or bool(getattr(operator, how)(value, getattr(limit, how)))
 
 
-def _decided(value: Any) -> Any:
+def limits(kind: object) -> str:
+    """The range of a number of the type `kind`, "≥ 1 and < 8"; empty where it has none."""
+    ends = [one for one in _said_of(kind) if type(one) in _SIGNS]
+    return " and ".join(f"{_SIGNS[type(end)]} {getattr(end, type(end).__name__.lower())}" for end in ends)
+
+
+def _said_of(kind: object) -> tuple[object, ...]:
+    """What stands beside the type in `Annotated`."""
+    return typing.get_args(kind)[1:] if typing.get_origin(kind) is Annotated else ()
+
+
+def _decided(value: object) -> object:
     if isinstance(value, Settings):
         return value.deciding()
     if isinstance(value, Mapping):
@@ -307,55 +298,46 @@ def _decided(value: Any) -> Any:
     return type(value)(map(_decided, value)) if isinstance(value, list | tuple) else value
 
 
-def _fields(config: Any) -> "tuple[dataclasses.Field[Any], ...]":
-    return dataclasses.fields(config)
-
-
-def _places(kind: Any) -> Iterator[Place]:
+def _places(kind: object) -> Iterator[Place]:
     """The `Place` that texts of the type `kind` are, also in a union or a list."""
-    if typing.get_origin(kind) is Annotated:
-        yield from (one for one in kind.__metadata__ if isinstance(one, Place))
+    yield from (one for one in _said_of(kind) if isinstance(one, Place))
     for inner in typing.get_args(kind):
         yield from _places(inner)
 
 
-def _limits(kind: Any) -> list[Limit | Named]:
-    return [one for one in kind.__metadata__ if isinstance(one, Limit | Named)]
-
-
-def _kinds(kind: Any) -> tuple[Any, ...]:
+def _kinds(kind: object) -> tuple[object, ...]:
     """The types of a union, also of one within `Annotated`; a tuple of any other."""
-    inner = kind.__origin__ if typing.get_origin(kind) is Annotated and not _limits(kind) else kind
+    bare = not any(isinstance(one, Named) or type(one) in _SIGNS for one in _said_of(kind))
+    inner = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated and bare else kind
     return typing.get_args(inner) if typing.get_origin(inner) in _UNIONS else (inner,)
 
 
-def _is_dataclass(kind: Any) -> bool:
+def _is_dataclass(kind: object) -> TypeGuard[type]:
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
-def _is_fixed(kind: Any) -> bool:
+def _is_fixed(kind: object) -> bool:
     """Whether a kind is a tuple with a type for each of its items."""
     return typing.get_origin(kind) is tuple and ... not in typing.get_args(kind)
 
 
-def _refuse(kinds: tuple[Any, ...], value: Any, path: str) -> typing.NoReturn:
+def _refuse(kinds: tuple[object, ...], value: object, path: str) -> typing.NoReturn:
     found = f"{path}={reprlib.repr(value)}" if path else f"found {reprlib.repr(value)}"
     raise UserError(f"{found}: expected {_either(kinds)}")
 
 
-def _either(kinds: Sequence[Any]) -> str:
+def _either(kinds: Sequence[object]) -> str:
     *others, last = dict.fromkeys(map(_name, kinds))
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _name(kind: Any) -> str:
+def _name(kind: object) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        limits = _limits(kind)
-        named = [limit.what for limit in limits if isinstance(limit, Named)]
-        bounded = arguments[0] is float and any(str(limit)[0] in "≤<" for limit in limits)
+        named = [one.what for one in _said_of(kind) if isinstance(one, Named)]
+        bounded = arguments[0] is float and any(isinstance(one, Le | Lt) for one in _said_of(kind))
         number = "a number" if bounded else _name(arguments[0])
-        return named[0] if named else " ".join([number, " and ".join(map(str, limits))]).rstrip()
+        return named[0] if named else f"{number} {limits(kind)}".rstrip()
     if origin in _UNIONS:
         return _either(arguments)
     if origin is typing.Literal:
@@ -367,7 +349,7 @@ def _name(kind: Any) -> str:
     return _SCALARS.get(kind, "a mapping")
 
 
-def _shown(choice: Any) -> str:
+def _shown(choice: object) -> str:
     return str(choice).lower() if isinstance(choice, bool) else str(choice)
 
 
@@ -388,7 +370,7 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:
     """(dotted key, old value, new value) of all that differs between two plain values; what one lacks is `ABSENT`.
 
     A mapping that only one of them has counts as one difference. Values are compared as JSON holds them.
@@ -400,5 +382,5 @@ def differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]
     return [] if _plain(old) == _plain(new) else [(key, old, new)]
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return repr(value) if value is ABSENT else json.dumps(value, sort_keys=True)

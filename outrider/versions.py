@@ -4,7 +4,6 @@ import functools
 import hashlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from outrider.errors import warn
 
@@ -30,7 +29,7 @@ def code_version() -> str:
     return f"{package_version()}+{digest.hexdigest()[:12]}"
 
 
-def code_history(before: Any, where: Path) -> list[str]:
+def code_history(before: object, where: Path) -> list[str]:
     """The versions of the code by which a run that goes on in `where` was made, `before` and now.
 
     Another version than the last is said on one line and not refused. A run of a week is to survive the repair of

@@ -2,7 +2,9 @@
 
 import ast
 import importlib.util
+import re
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -114,6 +116,19 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = {name: imports_of(path, typing=False) & KNOWN.keys() - {name} for name, path in KNOWN.items()}
     assert sum(map(len, graph.values())) > 400
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_only_what_numba_compiles_has_no_types() -> None:
+    """In the modules where mypy asks for none."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    [names] = [one["module"] for one in settings if one.get("disallow_untyped_defs") is False]
+    for name in names:
+        tree = ast.walk(ast.parse((ROOT / KNOWN[name]).read_text()))
+        functions = [node for node in tree if isinstance(node, ast.FunctionDef) and node.returns is None]
+        untyped = [node for node in functions if not any(argument.annotation for argument in node.args.args)]
+        assert untyped, name
+        compiled = [any(re.match("njit|lean", ast.unparse(one)) for one in node.decorator_list) for node in untyped]
+        assert all(compiled), name
 
 
 def test_no_command_is_forgotten() -> None:

@@ -35,7 +35,10 @@ def chain(rule: str, source: str = "early_exit", longest: int = FIXED, **setting
 
 
 def tree(rule: str, temperature: float = 0.5) -> MethodConfig:
-    """As the presets eesd_tree_*: the rule says how many levels the tree gets. temperature: of q, which ranks."""
+    """As early_exit/opt_tree/STOP with delta=0: the rule says how many levels the tree gets.
+
+    temperature: of q, which ranks.
+    """
     shape = StructureConfig(kind="opt_tree", nodes=25, delta=0.0, temperature=temperature)
     return MethodConfig(structure=shape, stop=StopConfig(rule=rule))  # type: ignore[arg-type]
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+from annotated_types import Ge, Gt
+
 from data_prep.text.settings import DataConfig, Order
 from draft_models.targets.settings import TARGET, RehearsedConfig
 from outrider.errors import require
-from outrider.settings import Count, Place, above, at_least, free
+from outrider.settings import Count, Place, free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +35,10 @@ class TrigramConfig(RehearsedConfig):
     # finished tables whose counts are added to the corpus's own, before min_count and max_successors apply
     merge: tuple[Annotated[str, Place("the directory of a finished table")], ...] = ()
     # leave the rarest n-grams out until their arrays take no more, suffixes not counted; null: all stay
-    max_mb: Annotated[float, above(0)] | None = None
+    max_mb: Annotated[float, Gt(0)] | None = None
     workers: Count | None = free(None)  # tokenising processes; null: one for each CPU core
     # what counting and merging may take, beside the program and the text of the largest record
-    memory_gb: Annotated[float, at_least(0.1)] = free(1.0)
+    memory_gb: Annotated[float, Ge(0.1)] = free(1.0)
     out_dir: str = free("runs/trigrams")  # where everything goes
 
     def __post_init__(self) -> None:

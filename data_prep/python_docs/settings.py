@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Ge, Lt
+
 from data_prep.python_docs.modules import PACKAGES
 from outrider.errors import require_choice
-from outrider.settings import Count, RunConfig, at_least, below, free
+from outrider.settings import Count, RunConfig, free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,9 +16,9 @@ class PromptsConfig(RunConfig):
 
     packages: tuple[str, ...] = tuple(PACKAGES)  # whose documentation is read beside the standard library's
     # share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name
-    heldout_fraction: Annotated[float, at_least(0), below(1)] = 0.1
+    heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
     per_object: Count = 4  # prompts about one object alone, at most; more of them are comparisons of two
-    quoted_chars: Annotated[int, at_least(200)] = 900  # of a documentation that is given with a prompt, at most
+    quoted_chars: Annotated[int, Ge(200)] = 900  # of a documentation that is given with a prompt, at most
     out_dir: str = free("runs/prompts")  # where everything goes
 
     def __post_init__(self) -> None:

@@ -4,13 +4,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from annotated_types import Ge
+
 from data_prep.text.settings import DataConfig
 from draft_models.targets.settings import TARGET, Model, RunDtype, TargetConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, Seed, at_least, free, require_default
+from outrider.settings import Count, Positive, Seed, free, require_default
 
-NotNegative = Annotated[int, at_least(0)]
+NotNegative = Annotated[int, Ge(0)]
 _OF_SERVERS = ("server_model", "concurrency", "server_timeout", "server_retries")
 
 

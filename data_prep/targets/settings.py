@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from annotated_types import Gt
+
 from draft_models.targets.settings import Dtype, FloatDtype, Model
 from outrider.errors import require
-from outrider.settings import Place, RunConfig, above, free
+from outrider.settings import Place, RunConfig, free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +18,7 @@ class ConvertConfig(RunConfig):
     revision: str | None = None  # of the target on the Hub: branch, tag or commit
     out_dir: str = free("runs/convert_target")  # where everything goes
     dtype: Dtype = "auto"  # of what is written; auto: the type of every tensor, of quantised ones float32
-    shard_gb: Annotated[float, above(0)] = 5.0  # the largest file of weights
+    shard_gb: Annotated[float, Gt(0)] = 5.0  # the largest file of weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Le, Lt
+
 from outrider.errors import UserError, require
-from outrider.settings import Count, Named, Settings, at_least, at_most, below, free
+from outrider.settings import Count, Named, Settings, free
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 ChatTemplate = Literal["tokenizer", "vicuna"]  # how a conversation becomes text: by the tokenizer's own, or as Vicuna's
 PromptTemplate = Literal["auto", ChatTemplate, "none"]  # how a prompt does (see `render_prompt`)
 REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
-Order = Annotated[int, at_least(2), at_most(4)]  # n of an n-gram
+Order = Annotated[int, Ge(2), Le(4)]  # n of an n-gram
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class SourceConfig(Settings):
 class MixPart(SourceConfig):
     """One source of a mix. weight: its share of the supervised tokens, relative to the others'; 0 leaves it out."""
 
-    weight: Annotated[float, at_least(0)] = 1.0
+    weight: Annotated[float, Ge(0)] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +94,7 @@ class DataConfig(SourceConfig):
     """
 
     mix: dict[str, MixPart] = field(default_factory=dict)
-    heldout_fraction: Annotated[float, at_least(0), below(1)] = 0.05
+    heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.05
     cache_dir: str | None = free(None)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ _OUTRIDER = """An EAGLE-3 head: it drafts from hidden states of the target, and 
 Outrider:
 
 ```
-evaluate-checkpoint target={target} eagle3={path} method=eagle3_opt_tree
+evaluate-checkpoint target={target} eagle3={path} method=eagle3/opt_tree
 ```"""
 
 _VLLM = """vLLM:

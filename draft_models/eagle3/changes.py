@@ -3,7 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from outrider.settings import Positive, Settings, at_least
+from annotated_types import Ge
+
+from outrider.settings import Positive, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +13,7 @@ class ReadingChanges(Settings):
     """Where the config.json of an EAGLE-3 head is wrong; null: as it says."""
 
     # boundaries of the target's layers, e.g. [2,16,29]: 0 is the embedding, i the output of layer i − 1
-    taps: tuple[Annotated[int, at_least(0)], ...] | None = None
+    taps: tuple[Annotated[int, Ge(0)], ...] | None = None
     # plain: every dimension rotates, positions as they are; target: the rope of the target
     rope: Literal["plain", "target"] | None = None
     rope_theta: Positive | None = None  # its base

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.targets.anatomy import RESCALING_ROPE
 from outrider.errors import UserError, require
-from outrider.settings import Count, Positive, Settings, at_least
+from outrider.settings import Count, Positive, Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class Reading(Settings):
     Raises `UserError` naming the field that is impossible.
     """
 
-    taps: tuple[Annotated[int, at_least(0)], ...]  # boundaries of the target's layers (see `LayerStack.run_tapped`)
+    taps: tuple[Annotated[int, Ge(0)], ...]  # boundaries of the target's layers (see `LayerStack.run_tapped`)
     target_hidden: Count  # width of a tap
     hidden: Count
     intermediate: Count

@@ -5,6 +5,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
+from annotated_types import Ge
+
 from data_prep.text.settings import PromptTemplate
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.targets.settings import (
@@ -21,15 +23,7 @@ from inference.settings.kinds import KINDS, Kind, Maker, kind_in
 from inference.settings.method import MethodConfig, NgramConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
-from outrider.settings import (
-    Count,
-    Named,
-    Place,
-    Positive,
-    at_least,
-    free,
-    only,
-)
+from outrider.settings import Count, Named, Place, Positive, free, only
 from outrider.wandb_config import WandbConfig
 
 Runtime = Literal["auto", "eager", "graphed"]
@@ -67,7 +61,7 @@ class EvaluateConfig(RehearsedConfig):
     # than the drafters' is refused, but for none: bare text
     template: PromptTemplate = "auto"
     # the first is the prefill's; target=replay: the length of the recorded answer where that is longer
-    max_new_tokens: Annotated[int, at_least(2)] = 128
+    max_new_tokens: Annotated[int, Ge(2)] = 128
     ignore_eos: bool = False  # go on to max_new_tokens
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     # target: what acts on greedy decoding there is taken over; none: ignored
@@ -89,10 +83,10 @@ class EvaluateConfig(RehearsedConfig):
     # examine the drafters before they are measured: how often they agree with the target, and whether read in another
     doctor: bool | None = None  # way they would more; null: only EAGLE-3 heads of other trainers, and quickly
     # texts of so many tokens, joined from the prompts, on which agreement is looked at too
-    doctor_lengths: Annotated[tuple[Annotated[int, at_least(256)], ...], only(doctor=True)] = ()
+    doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = ()
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
     # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
-    show_prompts: Annotated[int, at_least(0)] = free(4)
+    show_prompts: Annotated[int, Ge(0)] = free(4)
     # the table and the page in Weights & Biases too
     wandb: WandbConfig = free(factory=lambda: WandbConfig(mode="disabled"))
     card: bool = free(False)  # also put the table into README.md of the drafters evaluated

@@ -5,22 +5,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Final, Literal, get_args
 
+from annotated_types import Ge, Gt, Le, Lt
+
 from inference.settings.kinds import KINDS, Kind
 from inference.settings.limits import LONGEST_CHAIN, MOST_NODES
 from outrider.errors import require, require_choice
-from outrider.settings import (
-    Count,
-    Named,
-    Positive,
-    Settings,
-    Share,
-    above,
-    at_least,
-    at_most,
-    below,
-    only,
-    require_default,
-)
+from outrider.settings import Count, Named, Positive, Settings, Share, only, require_default
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
 # depend on it, nor does the law of sampled ones. Which tokens a seed draws depends on it, and so on the machine's
@@ -38,7 +28,7 @@ def number(value: int | str) -> int:
 
 def _require_defaults(config: Settings, why: str, *, prefix: str = "", names: Collection[str] | None = None) -> None:
     """Refuse fields (those in `names`, or any) that are not at their defaults: nothing would come of them."""
-    for own in fields(config):  # type: ignore[arg-type]
+    for own in fields(config):
         if names is None or own.name in names:
             require_default(config, own.name, why, prefix)
 
@@ -61,13 +51,13 @@ class StopConfig(Settings):
     max_draft: Size | None = None  # null: 8 tokens, 15 of rule=survival, as many levels as the structure has by itself
     # stop below this probability (confidence, posterior_mean) or bound of it (adaedl), above this √entropy (svip) or
     # risk (rejection_risk); null: 0.4, 0.5, 0.5, 0.6 and 0.7
-    threshold: Annotated[Annotated[float, above(0), below(1)] | None, only(rule=tuple(THRESHOLDS))] = None
+    threshold: Annotated[Annotated[float, Gt(0), Lt(1)] | None, only(rule=tuple(THRESHOLDS))] = None
     gamma: Annotated[Positive, only(rule="adaedl")] = 0.2  # γ, of the entropy in the bound
     alpha: Annotated[Positive, only(rule="beta")] = 4.0  # successes that the prior counts for
     beta: Annotated[Positive, only(rule="beta")] = 2.0  # failures that the prior counts for
     update: Annotated[Literal["natural", "printed"], only(rule="beta")] = "natural"  # printed: the paper's formula
     # what trials keep of their weight in every further round; 1: all, as in the paper
-    discount: Annotated[float, above(0), at_most(1), only(rule="beta")] = 1.0
+    discount: Annotated[float, Gt(0), Le(1), only(rule="beta")] = 1.0
     # model: the head alone; sample: what was observed alone
     evidence: Annotated[Literal["both", "model", "sample"], only(rule="calibrated")] = "both"
     # σ_M, how far off the head is taken to be
@@ -134,7 +124,7 @@ class StructureConfig(Settings):
     # so does one less probable than this share of its likeliest sibling
     theta_sibling: Annotated[Share, only(kind="token_graph")] = 0.3
     # nodes that end in the same τ tokens are merged; 0: none, which is GSD's TSD
-    tau: Annotated[int, at_least(0), only(kind="token_graph")] = 2
+    tau: Annotated[int, Ge(0), only(kind="token_graph")] = 2
     shape: Annotated[str, only(kind="static")] = "eagle"  # eagle | binary | a JSON file of rank paths
     # of q under greedy decoding, where q only ranks: the target takes its likeliest token far more often than q says,
     temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0  # so a sharper q (below 1) drafts deeper
@@ -166,7 +156,7 @@ class NgramConfig(Settings):
     # raise the n-grams of prompt and output (Algorithm 2)
     adapt: Annotated[bool, only(evidence="table")] = True
     # what Algorithm 2 adds to an n-gram that occurs
-    increment: Annotated[float, above(0), at_most(1), only(evidence="table", adapt=True)] = 0.4
+    increment: Annotated[float, Gt(0), Le(1), only(evidence="table", adapt=True)] = 0.4
     # and the most that it comes to; at least increment
     max_probability: Annotated[Share, only(evidence="table", adapt=True)] = 0.7
     search: Annotated[Literal["best_first", "puct"], only(evidence="table")] = "best_first"  # the paper's is puct
@@ -174,17 +164,17 @@ class NgramConfig(Settings):
     sentences: Annotated[Count, only(evidence="table", search="puct")] = 24  # n, the best ones that make the tree
     # t, likeliest successors of a state in the table that count
     widest: Annotated[Count, only(evidence="table", search="puct")] = 12
-    c1: Annotated[float, at_least(0), only(evidence="table", search="puct")] = 32.0  # more explores more
+    c1: Annotated[float, Ge(0), only(evidence="table", search="puct")] = 32.0  # more explores more
     # larger makes exploration grow more slowly
     c2: Annotated[Positive, only(evidence="table", search="puct")] = 8.0
     # longest context that is looked up in the text; 0: the text says nothing
-    longest: Annotated[int, at_least(0), only(evidence="mixed")] = 16
+    longest: Annotated[int, Ge(0), only(evidence="mixed")] = 16
     # what a count keeps when its context occurs again
-    decay: Annotated[float, above(0), at_most(1), only(evidence="mixed")] = 0.85
+    decay: Annotated[float, Gt(0), Le(1), only(evidence="mixed")] = 0.85
     # how many tokens' evidence the prior weight of a source counts for
     strength: Annotated[Positive, only(evidence="mixed")] = 60.0
     # likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none
-    recycle: Annotated[int, at_least(0), at_most(64), only(evidence="mixed")] = 0
+    recycle: Annotated[int, Ge(0), Le(64), only(evidence="mixed")] = 0
     # a file that keeps what was learnt from one prompt to the next, and to the next run; null: every text begins anew
     keep: Annotated[str, Named("a file")] | None = None
     keep_mb: Positive = 64.0  # what it may take; what was used least is forgotten
@@ -214,7 +204,7 @@ class MethodConfig(Settings):
     max_ngram: Count = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
     ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams or structure.kind=fused
     # skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
-    skip: tuple[Annotated[int, at_least(0)], ...] | None = None  # the first and the last
+    skip: tuple[Annotated[int, Ge(0)], ...] | None = None  # the first and the last
 
     def __post_init__(self) -> None:
         super().__post_init__()

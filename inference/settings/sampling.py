@@ -3,15 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Ge, Gt, Le
+
 from outrider.errors import require
-from outrider.settings import (
-    Positive,
-    Settings,
-    Share,
-    above,
-    at_least,
-    at_most,
-)
+from outrider.settings import Positive, Settings, Share
 
 
 @dataclass(frozen=True)
@@ -19,10 +14,10 @@ class SamplingConfig(Settings):
     """From logits to probabilities, the same for target and drafter (see inference/core/sampling.py)."""
 
     # 0: greedy; top_k, top_p and min_p then have nothing to choose from
-    temperature: Annotated[float, at_least(0)] = 0.0
-    top_k: Annotated[int, at_least(0)] = 0  # keep the k likeliest tokens; 0: all
+    temperature: Annotated[float, Ge(0)] = 0.0
+    top_k: Annotated[int, Ge(0)] = 0  # keep the k likeliest tokens; 0: all
     # keep the likeliest tokens that together have this probability; 1: all
-    top_p: Annotated[float, above(0), at_most(1)] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     min_p: Share = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0: all
     # divides positive logits of tokens in the text so far (prompt too); 1: none; null: the target's own where its
     repetition_penalty: Positive | None = None  # generation config is taken over, else none

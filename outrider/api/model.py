@@ -17,10 +17,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from conf.options import CONF_DIR
+from conf.methods import known_as, settings_of
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import PromptTemplate
@@ -31,9 +30,9 @@ from inference.core.stop_strings import StopStrings
 from inference.core.stopwatch import Round, synchronized_clock
 from inference.engines.choose import make_runtime
 from inference.evaluate.compare import evaluate_checkpoint
-from inference.loading.drafters import Drafters, new_drafter, prepare
+from inference.loading.drafters import new_drafter, prepare
 from inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
-from inference.loading.subject import Subject, find_subject, finish, load_drafters, load_stack
+from inference.loading.subject import find_subject, finish, load_drafters, load_stack
 from inference.measure.probe import tune
 from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.evaluate import EvaluateConfig, Runtime
@@ -105,11 +104,10 @@ class Model:
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
         with Stage("loading"):
-            self.subject: Subject = find_subject(config)
-            target, by_layers, int8 = self.subject.target, config.by_layers, self.subject.int8
-            dtype, device = self.subject.dtype, self.subject.device
-            self.drafters: Drafters = load_drafters(config, target, dtype=dtype, device=device)
-            self.stack = load_stack(target, None, dtype, device, by_layers=by_layers, int8=int8)
+            self.subject = subject = find_subject(config)
+            target, dtype, device = subject.target, subject.dtype, subject.device
+            self.drafters = load_drafters(config, target, dtype=dtype, device=device)
+            self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=subject.int8)
             prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.subject.device)
         self.last: Passes | None = None
@@ -186,7 +184,7 @@ class Model:
 
         name: what those are called. Raises `UserError` for an unknown preset, and where its drafter was not given.
         """
-        name = name or (method if isinstance(method, str) else "method")
+        name = name or (known_as(method) if isinstance(method, str) else "method")
         other = copy(self)
         other.method = preset(method) if isinstance(method, str) else method
         other.name, other.config = name, replace(self.config, methods={name: other.method})
@@ -314,8 +312,8 @@ def load(
 
     source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit knows its target.
     With any other drafter `target` must be given: an EAGLE-3 head, an n-gram table, a small LM.
-    method: a preset of conf/method, such as "eesd_beta", or settings of your own. None: eesd_survival for an early
-    exit, vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none of them.
+    method: as the option of that name: "eesd_beta", "eagle3/opt_tree"; or settings of your own. None: eesd_survival for
+    an early exit, vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none.
     name: what settings of your own are called.
     target: what the drafter is for; of an early exit, where it is now.
     small_lm, eagle3, table, drafters, template: as evaluate-checkpoint's options.
@@ -325,11 +323,11 @@ def load(
     held = kind_in(str(source))
     require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
     is_drafter = held is not None and (target is not None or held.name != "small_lm")  # a causal LM decodes by itself
-    if method is None and held is not None and is_drafter:
-        method = held.preset
     if method is None:
-        method = [*presets_of({"small_lm": small_lm, "eagle3": eagle3, "table": table}), "prompt_lookup"][0]
-    name = construct(str, name or (method if isinstance(method, str) else "method"), "name")
+        given = {"small_lm": small_lm, "eagle3": eagle3, "table": table}
+        own = held.preset if held is not None and is_drafter else None
+        method = own or [*presets_of(given), "prompt_lookup"][0]
+    name = construct(str, name or (known_as(method) if isinstance(method, str) else "method"), "name")
     config = EvaluateConfig(
         checkpoint=str(source) if is_drafter else None,
         target=target if is_drafter else str(source),
@@ -348,13 +346,8 @@ def load(
 
 
 def preset(name: str) -> MethodConfig:
-    """The method that conf/method/<name>.yaml describes. Raises `UserError` for a name that is none."""
-    known = {file.stem: file for file in (CONF_DIR / "method").glob("*.yaml")}
-    if name not in known:
-        hint = did_you_mean(name, known)
-        raise UserError(f"method={name}: no such preset{hint}; there are {', '.join(sorted(known))}")
-    method: MethodConfig = construct(MethodConfig, OmegaConf.to_container(OmegaConf.load(known[name])))
-    return method
+    """The method of that name, as `method=` takes it. Raises `UserError` for a name that is none."""
+    return construct(MethodConfig, settings_of(name))
 
 
 def _sampling(

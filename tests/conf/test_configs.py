@@ -1,5 +1,6 @@
 """Every command's config composes with every choice, and says clearly what is wrong with a bad one."""
 
+import itertools
 import os
 import re
 import shlex
@@ -10,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
+from conf.methods import RENAMED, choices_of, known_as, settings_of
+from conf.options import compose_defaults
 from inference.settings.chat import ChatConfig
 from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig, StopConfig
 from outrider import cli
 from outrider.errors import UserError
+from outrider.settings import construct
 from tests.tiers import quick_where
 from train.settings.drafters import EesdConfig
 
@@ -44,8 +49,7 @@ REQUIRED = {"drafter=pretrained": ["drafter.path=x"], "data=local": ["data.path=
 def compose_and_build(command: str, overrides: list[str]) -> Any:
     schema = COMMANDS[command][0]
     register(command, schema)
-    with initialize_config_dir(str(CONF_DIR), version_base=None):
-        return build(schema, compose(command, overrides=overrides))
+    return build(schema, compose_defaults(command, overrides))
 
 
 def test_every_primary_config_belongs_to_a_command() -> None:
@@ -149,11 +153,11 @@ def test_sizes_are_numbers_or_auto() -> None:
 
 
 def test_layers_to_skip_are_a_list_or_null() -> None:
-    options, skip = ["target=t", "method=skip_beta"], "methods.skip_beta.skip"
+    options, skip = ["target=t", "method=skip_layers/beta"], "methods.skip_layers_beta.skip"
     given = {"null": None, "[5,7]": (5, 7)}
     for text, value in given.items():
         methods = compose_and_build("evaluate_checkpoint", [*options, f"{skip}={text}"]).methods
-        assert methods["skip_beta"].skip == value
+        assert methods["skip_layers_beta"].skip == value
     for wrong in ("5", "[-1]", "[x]"):
         with pytest.raises((UserError, HydraException), match="skip"):
             compose_and_build("evaluate_checkpoint", [*options, f"{skip}={wrong}"])
@@ -263,36 +267,102 @@ def test_places_that_a_plan_or_a_rehearsal_does_not_read_need_not_be_there() -> 
         ["debug=true", "experiment=eesd/llama2_13b"],
     ):
         register("eesd", schema)
-        with initialize_config_dir(str(CONF_DIR), version_base=None):
-            look_for_places(build(schema, compose("eesd", overrides=overrides), overrides))
+        look_for_places(build(schema, compose_defaults("eesd", overrides), overrides))
+
+
+def method(name: str) -> MethodConfig:
+    found: MethodConfig = construct(MethodConfig, settings_of(name))
+    return found
+
+
+def refusal(name: str) -> str:
+    try:
+        return "accepted" if method(name).source == name.split("/")[0] else "of another source"
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("source", KINDS)
+def test_every_shape_and_stop_composes_with_every_source_or_says_why_not(source: str) -> None:
+    """What is refused is refused by its key, with what it may be."""
+    shapes, stops = (["", *(f"/{part}" for part in choices_of(group))] for group in ("shape", "stop"))
+    accepted = set()
+    for shape, stop in itertools.product(shapes, stops):
+        if not shape + stop:
+            continue
+        said = refusal(f"{source}{shape}{stop}")
+        assert re.match(r"(stop|structure|ngrams)\.\w+=.*: expected |accepted$", said)
+        if said == "accepted":
+            accepted.add((shape, stop))
+    if KINDS[source].calibration is not None:
+        assert {shape for shape, _ in accepted} == {*shapes}
+        assert {stop for _, stop in accepted} == {*stops}
+        assert {("/opt_tree", "/beta"), ("/chain", "/survival"), ("/fused", "")} < accepted
+    assert not accepted & {("/opt_tree", "/survival"), ("/opt_tree_auto", "/beta"), ("/k_config", "/auto")}
+
+
+def test_presets_are_what_their_parts_compose() -> None:
+    parts = {
+        "vanilla": "small_lm/fixed", "mcsd": "small_lm/k_config", "gsd": "small_lm/token_graph",
+        "opt_tree": "small_lm/opt_tree", "opt_tree_auto": "small_lm/opt_tree_auto", "eagle3": "eagle3/fixed",
+        "eesd_fixed": "early_exit/fixed", "eesd_auto": "early_exit/auto", "eesd_beta": "early_exit/beta",
+        "eesd_cali": "early_exit/calibrated", "eesd_survival": "early_exit/survival",
+    }  # fmt: skip
+    assert all(method(name) == method(composed) for name, composed in parts.items())
+    assert {*GROUPS["method"]} - {*parts} == {"aded", "ngrams", "ngrams_recycled", "prompt_lookup"}
+    assert not {*GROUPS["shape"]} & {*GROUPS["stop"]}
+
+
+def test_composed_methods_stand_beside_presets_and_have_their_options() -> None:
+    options = [
+        "checkpoint=c", "small_lm=s", "method=[early_exit/opt_tree/beta,mcsd,small_lm/survival]",
+        "methods.early_exit_opt_tree_beta.structure.nodes=7", "+method@methods.naive=mcsd",
+        "methods.naive.verify=naive", "+stop@methods.mcsd=beta", "+shape@methods.small_lm_survival=chain",
+    ]  # fmt: skip
+    methods = compose_and_build("evaluate_checkpoint", options).methods
+    assert list(methods) == ["early_exit_opt_tree_beta", "mcsd", "small_lm_survival", "naive"]
+    tree, mcsd, chain, naive = methods.values()
+    assert tree == replace(method("early_exit/opt_tree/beta"), structure=replace(tree.structure, nodes=7))
+    assert (mcsd, chain) == (replace(method("mcsd"), stop=StopConfig(rule="beta")), method("small_lm/survival"))
+    assert naive == replace(method("mcsd"), verify="naive")
+
+
+def test_an_old_preset_is_refused_with_its_new_spelling() -> None:
+    """Which composes; the old name is known to nothing else."""
+    for old, given in RENAMED.items():
+        with pytest.raises(UserError, match=f"^method={old}: it is given as {re.escape(given)} now$"):
+            settings_of(old)
+    assert not {*RENAMED} & {*GROUPS["method"]}
+    left = [given.split() for given in RENAMED.values()]
+    while left:  # those of different methods in one command
+        now = {word.removeprefix("method="): options for word, *options in left}
+        words = [f"method=[{','.join(now)}]", *itertools.chain.from_iterable(now.values())]
+        methods = compose_and_build("evaluate_checkpoint", [*COMMANDS["evaluate_checkpoint"][2], *words]).methods
+        assert list(methods) == [known_as(name) for name in now]
+        left = [given for given in left if given[1:] != now[given[0].removeprefix("method=")]]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("method=vanilla_survival", "method=vanilla_survival: it is given as method=small_lm/survival now"),
+        ("method=[mcsd,small_lm/optree]", "method=small_lm/optree: no such method; did you mean 'opt_tree'? There are"),
+        ("method=eesd_bta", "method=eesd_bta: no such method; did you mean 'eesd_beta'? There are aded, "),
+        ("method=small_lm/beta/opt_tree", "method=small_lm/beta/opt_tree: no such method; There are aded, "),
+    ],
+)
+def test_a_method_that_is_none_is_refused_before_torch_is_imported(tmp_path: Path, word: str, said: str) -> None:
+    assert said in refused_without_torch(tmp_path, "evaluate_checkpoint", "small_lm=s", "target=t", word)
 
 
 def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
-    """But for two trees that rank by a softer q, as how far to trust it is learnt there."""
-    softer = {"eesd_tree_auto": 0.7, "opt_tree_auto": 0.7}
-    pairs = {"eesd_auto": "eesd_fixed", "vanilla_auto": "vanilla", "mcsd_auto": "mcsd"}
-    pairs |= {"eesd_tree_auto": "eesd_tree", "opt_tree_auto": "opt_tree"}
-    pairs |= {"eagle3_auto": "eagle3", "eagle3_opt_tree_auto": "eagle3_opt_tree"}
-    assert set(pairs) == {name for name in GROUPS["method"] if name.endswith("_auto")}
-    names = ",".join([*pairs, *pairs.values()])
-    places = COMMANDS["evaluate_checkpoint"][2]
-    methods = compose_and_build("evaluate_checkpoint", [*places, f"method=[{names}]"]).methods
-    for measured, given in pairs.items():
-        method, sizes = methods[given], methods[measured].structure
-        tree = replace(method.structure, nodes=sizes.nodes, max_depth=sizes.max_depth, widths=sizes.widths)
-        tree = replace(tree, temperature=softer.get(measured, tree.temperature))
-        stop = replace(method.stop, max_draft=methods[measured].stop.max_draft)
-        assert replace(method, structure=tree, stop=stop) == methods[measured]
-
-
-def test_trees_that_thompson_sampling_stops() -> None:
-    """EESD's Table 7: eesd_tree with each rule, which alone decides how deep."""
-    names = ["eesd_tree", "eesd_tree_beta", "eesd_tree_cali", "eesd_beta", "eesd_cali"]
-    methods = compose_and_build("evaluate_checkpoint", ["checkpoint=c", f"method=[{','.join(names)}]"]).methods
-    for rule in ("beta", "cali"):
-        method = methods[f"eesd_tree_{rule}"]
-        assert method.structure == replace(methods["eesd_tree"].structure, delta=0.0)
-        assert method.stop == replace(methods[f"eesd_{rule}"].stop, max_draft=None)
+    """But for a tree that ranks by a softer q, as how far to trust it is learnt there."""
+    for given, measured in (("fixed", "auto"), ("opt_tree", "opt_tree_auto")):
+        plain, auto = method(f"small_lm/{given}"), method(f"small_lm/{measured}")
+        sizes = {"nodes": auto.structure.nodes, "max_depth": auto.structure.max_depth}
+        tree = replace(plain.structure, **sizes, temperature=auto.structure.temperature)
+        assert replace(plain, structure=tree, stop=replace(plain.stop, max_draft=auto.stop.max_draft)) == auto
+    assert auto.structure.temperature == 0.7
 
 
 @pytest.mark.parametrize(

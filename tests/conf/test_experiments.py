@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf import CONF_DIR, build, register
+from conf.methods import known_as
 from conf.options import compose_defaults
 from data_prep.text.rehearsal import MODELS
 from data_prep.text.settings import DataConfig, MixPart
@@ -131,15 +132,15 @@ def test_every_architecture_can_be_rehearsed(architecture: str, tmp_path: Path) 
     run("eesd", composed("eesd/llama2_13b", *overrides, "fit.micro_batch_rows=64", "decode_prompts=16"))
     fingerprint = json.loads((tmp_path / "run-debug/run/drafter.json").read_text())["fingerprint"]
     assert fingerprint["architecture"] == architecture
-    methods = ["eesd_cali", "eesd_tree_cali", "vanilla", "ngrams", "prompt_lookup"]
+    methods = ["eesd_cali", "early_exit/opt_tree/calibrated", "vanilla", "ngrams", "prompt_lookup"]
     if architecture != "llama":  # drafters without layers have nothing to do with it
-        methods = ["eesd_tree_cali", "vanilla"]
+        methods = ["early_exit/opt_tree/calibrated", "vanilla"]
     table = ["table=t"] if "ngrams" in methods else []
     drafters = ["checkpoint=c", "small_lm=s", *table, f"method=[{','.join(methods)}]"]
     run("evaluate_checkpoint", compose_and_build("evaluate_checkpoint", [*overrides, *drafters]))
     report = json.loads((tmp_path / "run-debug/run/report.json").read_text())
     assert {arm["target"] for arm in report["reports"]} == {str(tmp_path / "run-debug" / MODELS / TARGET)}
-    assert [arm["method"] for arm in report["reports"]] == methods
+    assert [arm["method"] for arm in report["reports"]] == [*map(known_as, methods)]
 
 
 @pytest.mark.slow

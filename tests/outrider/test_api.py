@@ -107,7 +107,7 @@ def test_a_fault_of_the_runtime_shows(folder: Path, model: Any) -> None:
         assert faulty.report([PROMPT], max_new_tokens=40)["verdict"] == "not lossless"
 
 
-@pytest.mark.parametrize("method", ["eesd_auto", "eesd_tree"])
+@pytest.mark.parametrize("method", ["eesd_auto", "early_exit/opt_tree"])
 @pytest.mark.slow
 def test_sizes_that_are_measured(folder: Path, model: Any, method: str) -> None:
     """They are, once, after the first prompt; the text is the same."""
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused(model: Any, tiny_models: Path) -> None:
             model.generate(PROMPT, **options)
     target = str(tiny_models / TARGET)
     for given, message in (
-        ({"method": "eesd"}, "method=eesd: no such preset; did you mean 'eesd_.*'.; there are aded, "),
+        ({"method": "eesd"}, "method=eesd: no such method; did you mean 'eesd_.*'. There are aded, "),
         ({"method": "eesd_beta"}, "checkpoint=None: expected an early-exit drafter directory for eesd_beta"),
     ):
         with pytest.raises(UserError, match=message):

@@ -7,25 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.errors import UserError
 from outrider.run_dirs import check_identity
-from outrider.settings import (
-    Count,
-    Named,
-    Positive,
-    Settings,
-    Share,
-    above,
-    at_least,
-    at_most,
-    below,
-    construct,
-    decides,
-    free,
-    keyed,
-    only,
-)
+from outrider.settings import Count, Named, Positive, Settings, Share, construct, decides, free, keyed, only
 
 
 @dataclass(frozen=True)
@@ -39,7 +25,7 @@ class Outer(Settings):
     kind: Literal["plain", "deep", "wide"] = "plain"
     depth: Annotated[Count | Literal["auto"], only(kind=("deep", "wide"))] = 3
     widths: Annotated[tuple[Count, ...], only(kind="wide")] = (2,)
-    ends: tuple[Annotated[float, at_least(0), below(1)], Annotated[float, above(0), at_most(1)]] = (0.0, 1.0)
+    ends: tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Gt(0), Le(1)]] = (0.0, 1.0)
     share: Share | None = None
     rate: Positive = 1.0
     name: Annotated[str, Named("a name")] = "n"
@@ -79,9 +65,14 @@ def test_a_number_is_finite(rate: Any) -> None:
 
 
 def test_items_are_checked_too() -> None:
-    for changes in ({"kind": "wide", "widths": (2, 0)}, {"ends": (0.0, 0.0)}, {"ends": (1.0, 1.0)}, {"ends": (0.5,)}):
-        with pytest.raises(UserError, match=rf"^{list(changes)[-1]}="):
-            Outer(**changes)  # type: ignore[arg-type]
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"kind": "wide", "widths": (2, 0)}, r"widths\[1\]=0"), ({"ends": (0.0, 0.0)}, r"ends\[1\]=0\.0"),
+        ({"ends": (1.0, 1.0)}, r"ends\[0\]=1\.0"), ({"ends": (0.5,)}, r"ends=\(0\.5,\): expected a list of 2"),
+        ({"inner": {"size": 1}}, "inner="), ({"by_name": {"a": {}}}, "by_name.a="),
+    )  # fmt: skip
+    for changes, said in refused:
+        with pytest.raises(UserError, match=f"^{said}"):
+            Outer(**changes)
     assert Outer(kind="wide", widths=(2, 5), depth="auto", ends=(0.5, 0.5), share=0).widths == (2, 5)
 
 

@@ -256,7 +256,7 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
     save_calibration(folder / "drafter", head, sha, facts)
 
 
-@pytest.mark.parametrize(("name", "method"), [("small_lm", "vanilla_cali"), ("eagle3", "eagle3_cali")])
+@pytest.mark.parametrize(("name", "method"), [("small_lm", "small_lm/calibrated"), ("eagle3", "eagle3/calibrated")])
 def test_a_head_of_a_drafter_that_other_engines_read(
     folder: Path, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str
 ) -> None:

@@ -109,7 +109,7 @@ def test_a_head_is_compared_where_one_is_trained() -> None:
     for name in ("smollm2", "smollm2_eagle3"):
         config = compose_and_build("pipeline", [f"experiment={name}"])
         options = config.options("report")
-        asked = "eagle3_opt_tree" in next(option for option in options if option.startswith("method="))
+        asked = "eagle3/opt_tree" in next(option for option in options if option.startswith("method="))
         assert ("eagle3={out_dir}/eagle3" in options) == ("eagle3" in config.to_do) == asked == (name != "smollm2")
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
+from annotated_types import Ge
+
 from data_prep.text.settings import DataConfig
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.targets.settings import (
@@ -19,11 +21,11 @@ from draft_models.targets.settings import (
 )
 from inference.settings.kinds import KINDS, kind_in
 from outrider.errors import require
-from outrider.settings import Count, Place, Positive, RunConfig, Settings, Share, at_least, free, require_default
+from outrider.settings import Count, Place, Positive, RunConfig, Settings, Share, free, require_default
 from train.settings.fit import FitConfig
 
-NotNegative = Annotated[int, at_least(0)]
-Width = Annotated[int, at_least(2)]  # of a row in tokens
+NotNegative = Annotated[int, Ge(0)]
+Width = Annotated[int, Ge(2)]  # of a row in tokens
 REHEARSED_WIDTH, REHEARSED_VOCABULARY = 64, 64
 Objective = Literal["cross_entropy", Divergence]
 Teacher = Literal["online", "cached"]
@@ -145,9 +147,9 @@ class CalibrateConfig(RehearsedConfig):
     minutes: Positive | None = free(None)
     seq_len: Width = free(512)  # tokens of a text at most that are continued
     # per prompt, greedy; the first is the prefill's, and the last is never drafted
-    new_tokens: Annotated[int, at_least(3)] = 128
+    new_tokens: Annotated[int, Ge(3)] = 128
     max_draft: Count = 10  # tokens drafted every round: the paper's positions
-    l2: Annotated[float, at_least(0)] = 1000.0  # penalty on the head's weights: what so many tokens weigh
+    l2: Annotated[float, Ge(0)] = 1000.0  # penalty on the head's weights: what so many tokens weigh
     # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
     dtype: RunDtype = "auto"
     plan: bool = free(False)  # only say what every device would hold; needs no weights
@@ -240,7 +242,7 @@ class FinetuneConfig(TargetConfig):
     # as many steps as take this long here, but at most those of `fit`
     minutes: Positive | None = None
     decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the drafter
-    decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's
+    decode_tokens: Annotated[int, Ge(2)] = 64  # new ones of each of those prompts; the first is the prefill's
     out_dir: str = free("runs/finetune_drafter")  # where everything goes
 
     def __post_init__(self) -> None:

@@ -4,11 +4,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
+from annotated_types import Ge
+
 from data_prep.text.settings import DataConfig
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, Model, TargetConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, RunConfig, Share, at_least, free, require_default
+from outrider.settings import Count, Positive, RunConfig, Share, free, require_default
 from train.settings.drafters import (
     REHEARSED_VOCABULARY,
     REHEARSED_WIDTH,
@@ -43,7 +45,7 @@ class Eagle3Config(TargetConfig):
     draft_vocabulary: Count | None = None  # of a new head: tokens that it predicts, the text's most frequent; null: all
     train_head: bool = True  # false: the matrix of its logits stays as it begins
     draft_steps: Count = 7  # of training-time test: as many tokens in a row as it learns to draft
-    step_decay: Annotated[Share, at_least(0)] = 0.8  # a step counts so many times what the one before counts
+    step_decay: Annotated[Share, Ge(0)] = 0.8  # a step counts so many times what the one before counts
     objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy: on the text's tokens
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
@@ -58,7 +60,7 @@ class Eagle3Config(TargetConfig):
     eval_rows: Count = free(64)  # held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic
     eval_batch_rows: Count = free(4)  # held-out rows run together
     decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the head
-    decode_tokens: Annotated[int, at_least(2)] = 64  # new ones of each of those prompts; the first is the prefill's
+    decode_tokens: Annotated[int, Ge(2)] = 64  # new ones of each of those prompts; the first is the prefill's
     plan: bool = free(False)  # only say what it would hold and compute; needs no weights
     out_dir: str = free("runs/eagle3")  # where everything goes
 

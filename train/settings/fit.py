@@ -4,13 +4,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from annotated_types import Ge, Lt
+
 from outrider.errors import UserError, require
-from outrider.settings import Count, Positive, Seed, Settings, at_least, below, free
+from outrider.settings import Count, Positive, Seed, Settings, free
 from outrider.wandb_config import WandbConfig
 
 REHEARSED_STEPS = 2
-Beta = Annotated[float, at_least(0), below(1)]
-NotNegative = Annotated[float, at_least(0)]
+Beta = Annotated[float, Ge(0), Lt(1)]
+NotNegative = Annotated[float, Ge(0)]
 
 
 @dataclass(frozen=True)

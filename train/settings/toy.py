@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from annotated_types import Ge
+
 from data_prep.text.settings import DataConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, RunConfig, at_least, free
+from outrider.settings import Count, Positive, RunConfig, free
 from train.settings.drafters import NotNegative, Width
 from train.settings.fit import FitConfig
 
@@ -23,7 +25,7 @@ class ToyTargetConfig(RunConfig):
     fit: FitConfig
     out_dir: str = free("runs/toy_target")  # where everything goes
     # tokens, of a byte-level BPE made from the data: bytes, special tokens, merges
-    vocabulary: Annotated[int, at_least(300)] = 2048
+    vocabulary: Annotated[int, Ge(300)] = 2048
     layers: Count = 12  # of the Llama to train
     hidden: Count = 256  # width
     intermediate: Count = 704  # width inside the MLPs

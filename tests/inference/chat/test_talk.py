@@ -144,7 +144,7 @@ def test_ctrl_c_and_errors_stop_an_answer_and_not_the_chat() -> None:
 
 def test_what_cannot_be_done_is_said(model: Any) -> None:
     _, shown = talk(model, "/method nobody", "/method vanilla", "/unknown", "/off please", "x" * 250)
-    assert "error: method=nobody: no such preset" in shown
+    assert "error: method=nobody: no such method" in shown
     assert "error: small_lm=None: expected" in shown  # what that method would need was not given
     assert shown.count("/method NAME") == 3
     assert "exceeds the target's context" in shown

@@ -138,7 +138,7 @@ def test_it_is_reported_tuned_and_resumed(
 
 
 def test_python_and_a_rehearsal_know_it(tiny_models: Path) -> None:
-    model = outrider.load(str(tiny_models / TARGET), device="cpu", method="skip_beta")
+    model = outrider.load(str(tiny_models / TARGET), device="cpu", method="skip_layers/beta")
     alone = outrider.load(str(tiny_models / TARGET), device="cpu")
     assert model.generate("to be or ", max_new_tokens=12) == alone.generate("to be or ", max_new_tokens=12)
     method = MethodConfig("skip_layers", skip=(20, 21))  # which a tiny model lacks

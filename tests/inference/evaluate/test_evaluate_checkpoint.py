@@ -125,8 +125,9 @@ def test_command_samples_when_told_to(checkpoint: Path, command: Callable) -> No
     texts = []
     for number, seed in enumerate((0, 0, 1)):
         options = ("sampling.temperature=0.8", "sampling.top_k=50", f"seed={seed}", f"out_dir=sampled{number}")
-        methods = ["method=[eesd_beta,mcsd,mcsd_naive]", "methods.mcsd.source=early_exit"]
+        methods = ["method=[eesd_beta,mcsd]", "methods.mcsd.source=early_exit", "+method@methods.mcsd_naive=mcsd"]
         methods += ["methods.mcsd_naive.source=early_exit", "methods.mcsd_naive.structure.widths=[3,2]"]
+        methods += ["methods.mcsd_naive.verify=naive"]
         status, _, errors = command("checkpoint=drafter", "prompt_text=[hello]", *methods, *options)
         assert status == 0, errors
         reports = json.loads((checkpoint / f"sampled{number}/report.json").read_text())["reports"]

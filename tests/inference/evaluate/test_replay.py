@@ -139,15 +139,16 @@ def test_the_command(
 ) -> None:
     threads = torch.get_num_threads()
     try:
-        methods = "method=[aded,aded_best_first,ngrams,prompt_lookup]"
-        run(files, tmp_path, monkeypatch, methods, f"threads={threads + 1}")
+        methods = ["method=[aded,ngrams,prompt_lookup]", "+method@methods.best_first=aded"]
+        methods += ["methods.best_first.ngrams.search=best_first", "methods.best_first.ngrams.depth=10"]
+        run(files, tmp_path, monkeypatch, *methods, f"threads={threads + 1}")
         assert torch.get_num_threads() == threads + 1
     finally:
         torch.set_num_threads(threads)
     assert capsys.readouterr().out.splitlines()[-1] == f"report: {tmp_path / 'report.md'}"
     report = json.loads((tmp_path / "report.json").read_text())
     taus = {r["method"]: r["tau"] for r in report["reports"]}
-    assert list(taus) == ["aded", "aded_best_first", "ngrams", "prompt_lookup"]
+    assert list(taus) == ["aded", "ngrams", "prompt_lookup", "best_first"]
     assert taus["prompt_lookup"] > 1
     assert taus["ngrams"] > 3  # the table holds the answers
     assert {r["turns"] for r in report["reports"]} == {6}

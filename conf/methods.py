@@ -1,0 +1,112 @@
+"""Ways of decoding by name: a file of conf/method/, or one composed as SOURCE/SHAPE, SOURCE/STOP or SOURCE/SHAPE/STOP.
+
+SOURCE is a kind of drafter, SHAPE a file of conf/shape/, STOP one of conf/stop/. "eagle3/opt_tree" is then known as
+eagle3_opt_tree: in `methods.eagle3_opt_tree.structure.nodes=30`, and in reports.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from outrider.errors import UserError
+from outrider.words import did_you_mean
+
+PARTS = ("shape", "stop")  # the groups that a composed name chooses from, in its order
+_CONF = Path(__file__).resolve().parent
+_COMPOSED = re.compile(r"\w+(?:/\w+)+")
+_SMALLER_TREE = "methods.early_exit_opt_tree{}.structure.nodes=25"
+RENAMED = {  # presets of earlier versions: what to give now
+    "aded_best_first": "method=aded methods.aded.ngrams.search=best_first methods.aded.ngrams.depth=10",
+    "eagle3_auto": "method=eagle3/auto",
+    "eagle3_cali": "method=eagle3/calibrated",
+    "eagle3_gsd": "method=eagle3/token_graph",
+    "eagle3_mcsd": "method=eagle3/k_config",
+    "eagle3_opt_tree": "method=eagle3/opt_tree",
+    "eagle3_opt_tree_auto": "method=eagle3/opt_tree_auto methods.eagle3_opt_tree_auto.structure.temperature=0.5",
+    "eagle3_survival": "method=eagle3/survival",
+    "eagle3_tree": "method=eagle3/eagle2",
+    "eesd_beta_printed": "method=eesd_beta methods.eesd_beta.stop.update=printed",
+    "eesd_cali_model": "method=eesd_cali methods.eesd_cali.stop.evidence=model",
+    "eesd_cali_sample": "method=eesd_cali methods.eesd_cali.stop.evidence=sample",
+    "eesd_tree": f"method=early_exit/opt_tree {_SMALLER_TREE.format('')}",
+    "eesd_tree_auto": "method=early_exit/opt_tree_auto",
+    "eesd_tree_beta": (
+        f"method=early_exit/opt_tree/beta {_SMALLER_TREE.format('_beta')} "
+        "methods.early_exit_opt_tree_beta.structure.delta=0"
+    ),
+    "eesd_tree_cali": (
+        f"method=early_exit/opt_tree/calibrated {_SMALLER_TREE.format('_calibrated')} "
+        "methods.early_exit_opt_tree_calibrated.structure.delta=0"
+    ),
+    "fused_eagle3": "method=eagle3/fused",
+    "fused_eesd": "method=early_exit/fused",
+    "fused_small_lm": "method=small_lm/fused",
+    "mcsd_auto": "method=mcsd methods.mcsd.structure.widths=auto",
+    "mcsd_naive": "method=mcsd methods.mcsd.verify=naive",
+    "mcsd_replacement": "method=mcsd methods.mcsd.structure.draw=with_replacement",
+    "skip_beta": "method=skip_layers/beta",
+    "skip_fixed": "method=skip_layers/fixed",
+    "tree_binary": "method=small_lm/static methods.small_lm_static.structure.shape=binary",
+    "tree_eagle": "method=small_lm/static",
+    "tsd": "method=gsd methods.gsd.structure.tau=0",
+    "vanilla_auto": "method=small_lm/auto",
+    "vanilla_beta": "method=small_lm/beta",
+    "vanilla_cali": "method=small_lm/calibrated",
+    "vanilla_survival": "method=small_lm/survival",
+}
+
+
+def choices_of(group: str) -> list[str]:
+    """The files of conf/<group>/, by name."""
+    return sorted(file.stem for file in (_CONF / group).glob("*.yaml"))
+
+
+def known_as(name: str) -> str:
+    """What a method of that name is called where it stands beside others."""
+    return name.replace("/", "_")
+
+
+def settings_of(name: str) -> dict[str, object]:
+    """The settings of the method `name`, plain; those that are at their defaults are left out.
+
+    Raises `UserError` for a name that is neither that of a preset nor composed of what there is.
+    """
+    source, *parts = name.split("/")
+    found = {group: part for group in PARTS for part in parts if part in choices_of(group)}
+    if list(found.values()) != parts or (not parts and source not in choices_of("method")):
+        raise UserError(no_such_method(name))
+    settings: dict[str, object] = {"source": source} if parts else {}
+    for file in [f"{group}/{part}" for group, part in found.items()] or [f"method/{name}"]:
+        content = OmegaConf.to_container(OmegaConf.load(_CONF / f"{file}.yaml"))
+        settings |= {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+    return settings
+
+
+def no_such_method(name: str) -> str:
+    """The error of a name that is no method's: the new spelling of an old one, or what there is."""
+    if name in RENAMED:
+        return f"method={name}: it is given as {RENAMED[name]} now"
+    presets, shapes, stops = (choices_of(group) for group in ("method", *PARTS))
+    parts = name.split("/")[1:]
+    known = [*shapes, *stops] if parts else presets
+    odd = next((part for part in parts or [name] if part not in known), "")
+    return (
+        f"method={name}: no such method{did_you_mean(odd, known) or ';'} There are {', '.join(presets)}, and "
+        "SOURCE/SHAPE/STOP, SOURCE/SHAPE and SOURCE/STOP with "
+        f"a shape of {', '.join(shapes)}, a stop of {', '.join(stops)}"
+    )
+
+
+def store_composed(words: Sequence[str]) -> None:
+    """Make choices of Hydra's group `method` of the methods that `words`, the overrides of a command, compose.
+
+    Raises `UserError` as `settings_of`.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        for name in _COMPOSED.findall(value) if key.lstrip("+").partition("@")[0] == "method" else ():
+            group, _, last = f"method/{name}".rpartition("/")
+            ConfigStore.instance().store(last, settings_of(name), group, package=f"methods.{known_as(name)}")
