@@ -14,7 +14,7 @@ _DEEPEST = 64  # containers within each other: deeper ones would overflow the st
 _SEAL = "sha256"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes, remedy: str = "free space or choose another place") -> None:
     """Write a file so that at any moment `path` is the old content or all of the new. Raises `UserError`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -24,7 +24,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(handle.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another place") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); {remedy}") from None
     finally:
         temporary.unlink(missing_ok=True)
 

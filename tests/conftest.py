@@ -27,6 +27,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def conversions(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests convert, and the processes that they start, goes where no user's models are."""
+    os.environ["OUTRIDER_CACHE"] = str(tmp_path_factory.mktemp("conversions"))
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and what can draft for it (see `save_tiny_models`); not to be written to."""

@@ -1,6 +1,7 @@
 """GGUF files of Hugging Face models, made with the gguf package's own writer as llama.cpp's converter lays them out."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from draft_models.targets.gguf_config import llama3_factors
 from draft_models.targets.open_target import open_target
 from tests.tiny import save_target
 
@@ -56,6 +56,17 @@ def bpe_tokenizer(before: Any = None, normalizer: Any = None, size: int = 320) -
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> list[float]:
+    """By what Llama 3 divides each frequency: 1 for short waves, `factor` for long ones, and what lies between."""
+    found = []
+    for index in range(0, head_dim, 2):
+        turns = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** (index / head_dim))
+        smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        smooth = min(1.0, max(0.0, smooth))
+        found.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return found
 
 
 def permuted(weight: NDArray[Any], heads: int) -> NDArray[Any]:
@@ -113,9 +124,7 @@ def write_gguf(
         writer.tensor(ggml_name(name), array, kind if array.ndim > 1 else "F32")
     rope = config.rope_parameters
     if rope["rope_type"] == "llama3":
-        given = {key: value for key, value in rope.items() if key not in ("rope_type", "rope_theta")}
-        factors = llama3_factors(rope["rope_theta"], config.head_dim, **given)
-        writer.tensor("rope_freqs.weight", np.array(factors, np.float32), "F32")
+        writer.tensor("rope_freqs.weight", np.array(llama3_factors(rope, config.head_dim), np.float32), "F32")
     return writer.close()
 
 

@@ -16,14 +16,14 @@ from outrider.versions import PACKAGES
 ROOT = Path(__file__).parent.parent
 # At most. Lower one whenever it is beaten; raise one only with the reason in the commit's message.
 MOST = {
-    "source lines": 40_107,
-    "modules on the longest chain of imports": 14,
-    "modules below the decode loop": 22,
-    "lines below the decode loop": 3_179,
-    "modules below the drafter's interface": 18,
-    "lines below the drafter's interface": 2_745,
-    "lines with Any": 681,
-    "lines with type: ignore": 114,
+    "source lines": 40_995,
+    "modules on the longest chain of imports": 16,
+    "modules below the decode loop": 20,
+    "lines below the decode loop": 2_751,
+    "modules below the drafter's interface": 9,
+    "lines below the drafter's interface": 863,
+    "lines with Any": 317,
+    "lines with type: ignore": 17,
     "presets of methods": 15,
 }
 Graph = dict[str, set[str]]

@@ -17,7 +17,7 @@ from draft_models.targets.open_target import open_target
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
-from tests.draft_models.targets.test_bin_files import as_bin
+from tests.data_prep.formats.test_bin_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import reference_generate

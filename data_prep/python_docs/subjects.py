@@ -7,7 +7,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from data_prep.python_docs.docstrings import first_prose, first_sentence, plain, prose, quoted
 

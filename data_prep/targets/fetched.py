@@ -20,11 +20,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
+from data_prep.formats.gguf_model import load_package
 from data_prep.targets.settings import ConvertConfig, FetchConfig
 from data_prep.targets.target_copy import SOURCE_FOLDER, convert
-from draft_models.targets.gguf_tensors import load_package
 from draft_models.tiny.models import save_tiny_model
 from outrider.errors import UserError, reason
 from outrider.files import read_json, require_writable, write_json
@@ -87,13 +86,13 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
     shutil.rmtree(source, ignore_errors=True)
 
 
-def _identity(config: FetchConfig) -> dict[str, Any]:
+def _identity(config: FetchConfig) -> dict[str, object]:
     """Where the target is from, and what it is written as, JSON-able."""
     origin = ORIGINS.get(config.model)
     return config.deciding() | {"from": asdict(origin) if origin else None}
 
 
-def _is_finished(folder: Path, identity: dict[str, Any], config: FetchConfig) -> bool:
+def _is_finished(folder: Path, identity: dict[str, object], config: FetchConfig) -> bool:
     """Whether the same target is there already. Raises `UserError` where another is, or where it may not be kept."""
     record = folder / FETCHED_FILE
     if not record.exists():

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from data_prep.formats.door import as_safetensors
 from draft_models.targets.anatomy import context_limit
 from draft_models.targets.empty_models import anatomy
-from draft_models.targets.gguf_config import gguf_config
-from draft_models.targets.gguf_file import find_gguf, open_gguf
 from draft_models.targets.model_files import CONFIG_FILE, require_description, require_stored
 from draft_models.targets.narrowed import is_narrowed
 from draft_models.targets.settings import MODEL
@@ -37,8 +36,7 @@ NARROW = ("small_lm", "drafter.path")  # options that a drafter over some of its
 
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
     """The config of a causal LM of any architecture. Raises `UserError`."""
-    gguf = find_gguf(source)
-    config = _described(source, revision, role) if gguf is None else gguf_config(open_gguf(gguf))
+    config = _described(source, revision, role)
     if role not in NARROW and is_narrowed(config):
         raise UserError(
             f"{role}={source}: a drafter over some of its target's tokens (draft_vocabulary in {CONFIG_FILE}), which "
@@ -57,16 +55,19 @@ def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig
     if is_local(source) and not path.exists():
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
+    place, revision = as_safetensors(source, revision)
     try:
-        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)
     except Exception as error:  # whatever the classes of the architectures make of values they do not expect
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
         raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
+    config.name_or_path = source
+    return config
 
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:
     """Why `LayerStack` cannot run a model of `config`, None if it can."""
-    if (method := quantisation(config)) is not None and not runs_dequantised(config):
+    if (method := quantisation(config)) is not None:
         return (
             f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); supported: fp8 with scales by block, and "
             "GGUF files. Give the model it was made from, or a GGUF file of it"
@@ -88,24 +89,14 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
 
 def quantisation(config: PreTrainedConfig) -> str | None:
     """How the weights of a checkpoint are quantised, by transformers' name of the method; None where they are not."""
-    settings = _quantisation_settings(config)
+    found = getattr(config, "quantization_config", None) or {}
+    settings = found if isinstance(found, dict) else found.to_dict()
     if not settings:
         return None
     by_flag = next(
         (f"bitsandbytes ({key})" for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), "unnamed"
     )
     return str(settings.get("quant_method") or by_flag)
-
-
-def runs_dequantised(config: PreTrainedConfig) -> bool:
-    """Whether the weights are fp8 with a scale for each block: they are multiplied out as they are read."""
-    settings = _quantisation_settings(config)
-    return settings.get("quant_method") == "fp8" and bool(settings.get("weight_block_size"))
-
-
-def _quantisation_settings(config: PreTrainedConfig) -> dict[str, object]:
-    settings = getattr(config, "quantization_config", None) or {}
-    return dict(settings if isinstance(settings, dict) else settings.to_dict())
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:

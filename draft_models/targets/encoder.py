@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draft_models.targets.gguf_file import is_gguf
+from data_prep.formats.gguf_file import is_gguf
 from outrider.errors import UserError
 
 _EXPECTED = "a SentencePiece .model file, a GGUF file, or the directory or Hub name of a Hugging Face tokenizer"
@@ -33,11 +33,12 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     if Path(source).is_file() and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
+    from data_prep.formats.door import tokenizer_alone
     from draft_models.targets.fingerprint import tokenizer_digest  # torch, which processes for a file have no use for
     from draft_models.targets.open_target import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(source, revision, role="tokenizer")
+        tokenizer = tokenizer_alone(source) or load_tokenizer(source, revision, role="tokenizer")
     except UserError as error:
         raise UserError(f"{error}; expected {_EXPECTED}") from None
 

@@ -5,18 +5,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from draft_models.targets.gguf_config import MOST_LAYERS, gguf_config
-from draft_models.targets.gguf_file import find_gguf, open_gguf
-from draft_models.targets.tensor_files import GGUF, PICKLES, SAFETENSORS, TensorFiles, find_file, open_tensors
+from data_prep.formats.door import as_safetensors, located
+from data_prep.formats.original import CONFIG_FILE, GENERATION_FILE, MOST_LAYERS
+from data_prep.formats.torch_files import SAFETENSORS
+from draft_models.targets.tensor_files import find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 from outrider.progress import Stage
 
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 # Sizes of a config none of which is more than the longest dimension of the model's tensors.
 _SIZES = ("vocab_size", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
@@ -43,16 +42,12 @@ def require_stored(config: PreTrainedConfig, source: str, revision: str | None, 
     Reads headers only, before anything is built by the config. Of weights that are not on this machine yet nothing is
     known here; what loads them compares every shape.
     """
-    if find_gguf(source) is None:
-        file = find_file(source, CONFIG_FILE, revision)  # a Hub repository's lies in a directory, too
-        folder = Path(file).parent if file else Path(source)
-        if not any((folder / name).exists() for kind in (SAFETENSORS, PICKLES) for name in (kind.index, kind.single)):
-            return
-        files = open_tensors(str(folder))
-        here = [name for name, one in files.file_of.items() if (folder / one).exists()]
-    else:
-        files = open_tensors(source)
-        here = list(files.file_of)
+    file = find_file(source, CONFIG_FILE, revision)  # a Hub repository's lies in a directory, too
+    folder = Path(file).parent if file else Path(source)
+    if not any((folder / name).exists() for name in (SAFETENSORS.index, SAFETENSORS.single)):
+        return
+    files = open_tensors(str(folder))
+    here = [name for name, one in files.file_of.items() if (folder / one).exists()]
     longest = max((size for _, stored in files.stored(here) for size in stored.shape), default=None)
     limits = {"num_hidden_layers": files.numbered_layers()} | dict.fromkeys(_SIZES, longest)
     for key, limit in limits.items():
@@ -70,57 +65,27 @@ def load_causal_lm(
     """The whole causal LM in `source` as transformers runs it. Raises `UserError`.
 
     options: handed to `from_pretrained`. The index is read first: transformers would follow it out of the directory.
-    Of a GGUF file, and of fp8 weights, transformers gets the tensors as they are read here.
     """
-    files = open_tensors(source, revision)
+    where, revision = open_tensors(source, revision).place
     try:
         with Stage(f"loading {source} by transformers"):
-            if files.kind is GGUF or files.block is not None:
-                return _from_own_reading(files, options)
             return AutoModelForCausalLM.from_pretrained(
-                source,
-                revision=revision,
-                trust_remote_code=False,
-                use_safetensors=files.kind is SAFETENSORS,
-                **options,
+                where, revision=revision, trust_remote_code=False, use_safetensors=True, **options
             )
-    except UserError:
-        raise
     except Exception as error:  # whatever an architecture makes of a config and weights it does not expect
         raise UserError(f"{role}={source}: cannot be loaded as a causal LM ({reason(error)})") from error
 
 
-def _from_own_reading(files: TensorFiles, options: dict[str, Any]) -> PreTrainedModel:
-    if (gguf := find_gguf(files.source)) is not None:
-        config = gguf_config(open_gguf(gguf))
-    else:
-        config = AutoConfig.from_pretrained(files.source, revision=files.revision, trust_remote_code=False)
-        del config.quantization_config  # the weights are plain once read
-    with torch.device("meta"):
-        kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
-    weights = files.read(files.described(), options.get("dtype"))
-    model: PreTrainedModel = kind.from_pretrained(
-        None, config=config, state_dict=weights, trust_remote_code=False, **options
-    )
-    found = load_generation_config(files.source, files.revision)
-    model.generation_config = found or GenerationConfig.from_model_config(config)
-    return model
-
-
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:
-    """What generation_config.json says, None where there is none. Raises `UserError` for a damaged one.
-
-    Of a GGUF file it is what its metadata say of special tokens.
-    """
-    if (gguf := find_gguf(source)) is not None:
-        return GenerationConfig.from_model_config(gguf_config(open_gguf(gguf)))
-    file = find_file(source, GENERATION_FILE, revision)
+    """What generation_config.json says, None where there is none. Raises `UserError` for a damaged one."""
+    where, revision = as_safetensors(source, revision)
+    file = located(where, revision, GENERATION_FILE)
     if file is None:
         return None
     what, remedy = "generation config", "fetch the model again"
     read_json(file, what, remedy)
     try:
-        return GenerationConfig.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
+        return GenerationConfig.from_pretrained(where, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
         raise UserError(f"{file}: damaged {what} ({reason(error)}); {remedy}") from error
 

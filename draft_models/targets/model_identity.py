@@ -1,13 +1,11 @@
 """What a model is, wherever it lies: the part of its config that decides numbers, and digests of its tensors."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from draft_models.targets.gguf_config import gguf_config
-from draft_models.targets.gguf_file import find_gguf, open_gguf
+from data_prep.formats.door import as_safetensors
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.settings import differences, listed
 
@@ -31,14 +29,9 @@ def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
 
 
 def deciding_config(source: str, revision: str | None) -> dict[str, object]:
-    """What config.json says, less `NOT_DECIDING`: as it stands there, not as this version of transformers has it.
-
-    Of a GGUF file it is the config that is made of its metadata, as `save_pretrained` would write it.
-    """
-    if (gguf := find_gguf(source)) is not None:
-        values = json.loads(gguf_config(open_gguf(gguf)).to_json_string())
-    else:
-        values, _ = PreTrainedConfig.get_config_dict(source, revision=revision)
+    """What config.json says, less `NOT_DECIDING`: as it stands there, not as this version of transformers has it."""
+    place, revision = as_safetensors(source, revision)
+    values, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
     return {key: value for key, value in values.items() if key not in NOT_DECIDING}
 
 

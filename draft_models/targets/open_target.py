@@ -5,14 +5,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
+from data_prep.formats.door import as_safetensors, is_as_written, was_quantised
 from draft_models.targets.architectures import load_config, read_config
 from draft_models.targets.attention import leave_out_cudnn
 from draft_models.targets.empty_models import empty_model, layer_stack
 from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
-from draft_models.targets.gguf_file import find_gguf, open_gguf
-from draft_models.targets.gguf_tokenizer import gguf_tokenizer
 from draft_models.targets.int8 import quantise, require_linear
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.proof import prove_layers
@@ -64,8 +69,7 @@ class OpenTarget:
 
     def require_int8(self) -> None:
         """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known before its weights are."""
-        gguf = find_gguf(self.source)
-        if self.files.block is not None or (gguf is not None and open_gguf(gguf).quantised):
+        if was_quantised(self.source, self.revision):
             raise UserError(
                 f"target={self.source}: its weights are quantised as they are stored, and dtype=int8 would quantise "
                 "them a second time; give the model it was made from, or decode with dtype=fast"
@@ -116,13 +120,14 @@ def open_target(source: str, revision: str | None = None, *, by_layers: bool = T
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
     """The target's tokenizer; role: the option that names it. Raises `UserError` where there is none."""
-    if (gguf := find_gguf(source)) is not None:
-        return gguf_tokenizer(open_gguf(gguf), source)
+    place, revision = as_safetensors(source, revision)
+    kind = PreTrainedTokenizerFast if is_as_written(place, revision) else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
         tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are looked at only now
     except Exception as error:  # whatever the Hub client or a tokenizer's own files raise
         raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
+    tokenizer.name_or_path = source
     return tokenizer
 
 

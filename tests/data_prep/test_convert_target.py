@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from data_prep.targets import target_copy
+from data_prep.formats import convert
 from data_prep.targets.settings import ConvertConfig
 from data_prep.targets.target_copy import RECORD_FILE, convert_target
 from draft_models.targets.model_files import load_causal_lm, load_generation_config
@@ -69,6 +69,14 @@ def test_the_copy_is_the_same_target(tmp_path: Path, sources: dict[str, Path], s
     assert texts[0] == texts[1]
 
 
+def test_the_copy_of_a_qwen2_has_the_tokenizer_of_its_file(tmp_path: Path) -> None:
+    """And not the one that transformers has for the architecture."""
+    file = write_gguf(save_plain_target(tmp_path / "plain", "qwen2"), tmp_path / "model.gguf")
+    convert_target(config_for(file, tmp_path / "out"))
+    before, copied = (open_target(str(source)) for source in (file, tmp_path / "out"))
+    assert copied.fingerprint.differences(before.fingerprint) == []
+
+
 def test_a_dtype_of_ones_own(tmp_path: Path, sources: dict[str, Path]) -> None:
     convert_target(config_for(sources["gguf Q4_0"], tmp_path / "out", dtype="bfloat16"))
     stored = load_file(tmp_path / "out" / "model.safetensors")
@@ -76,7 +84,8 @@ def test_a_dtype_of_ones_own(tmp_path: Path, sources: dict[str, Path]) -> None:
     assert all(torch.equal(tensor, read[name].bfloat16()) for name, tensor in stored.items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     convert_target(config_for(sources["gguf Q4_0"], tmp_path / "auto"))
-    assert json.loads((tmp_path / "auto" / "config.json").read_text())["dtype"] == "float32"
+    assert json.loads((tmp_path / "auto" / "config.json").read_text())["dtype"] == "bfloat16"  # as of the GGUF file
+    assert {tensor.dtype for tensor in load_file(tmp_path / "auto" / "model.safetensors").values()} == {torch.float32}
 
 
 def test_a_file_is_no_larger_than_asked(tmp_path: Path, sources: dict[str, Path]) -> None:
@@ -95,14 +104,14 @@ def test_a_killed_conversion_goes_on(
     convert_target(replace(config, out_dir=str(tmp_path / "whole")))
     writes: list[Path] = []
 
-    def write(path: Path, content: bytes) -> None:
+    def write(path: Path, content: bytes, remedy: str) -> None:
         if len(writes) == after:
             raise KeyboardInterrupt
         writes.append(path)
         path.write_bytes(content)
 
     with monkeypatch.context() as patched:
-        patched.setattr(target_copy, "write_atomically", write)
+        patched.setattr(convert, "write_atomically", write)
         with pytest.raises(KeyboardInterrupt):
             convert_target(config)
     assert not (tmp_path / "out" / "config.json").exists()

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_prep.targets import fetched, target_copy
+from data_prep.formats import convert
+from data_prep.targets import fetched
 from data_prep.targets.fetched import FETCHED_FILE, ORIGINS, fetch_target, take_out
 from data_prep.targets.settings import FetchConfig
 from data_prep.text.chat import encode, render_prompt
@@ -193,7 +194,7 @@ def test_a_killed_fetch_leaves_nothing_half_made_and_goes_on(
         elif stage == "extract":
             patched.setattr(fetched, "_sha256", die)
         elif stage == "convert":
-            patched.setattr(target_copy, "write_atomically", die)
+            patched.setattr(convert, "write_atomically", die)
         else:
             patched.setattr(fetched, "write_json", die)
         with pytest.raises(KeyboardInterrupt):

@@ -98,9 +98,6 @@ def test_what_training_read_is_checked_to_the_byte(trained: Callable[..., Path])
     load(folder)
 
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # the only method that is not refused at once
-
-
 SCALED = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 128}  # fmt: skip
 DECIDING: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
@@ -119,7 +116,6 @@ DECIDING: list[tuple[str, str, Callable[[dict[str, Any]], object]]] = [
     ("llama", "tie_word_embeddings", lambda c: c.update(tie_word_embeddings=True)),
     ("llama", "eos_token_id", lambda c: c.update(eos_token_id=7)),
     ("llama", "of_a_later_version", lambda c: c.update(of_a_later_version=0.1)),
-    ("llama", "quantization_config", lambda c: c.update(quantization_config=FP8)),
     ("mistral", "sliding_window", lambda c: c.update(sliding_window=24)),
     ("qwen2", "sliding_window", lambda c: c.update(sliding_window=24)),
     ("qwen2", "layer_types", lambda c: c.update(layer_types=["full_attention"] * LAYERS)),

@@ -12,7 +12,7 @@ from draft_models.targets.int8 import LARGEST, Int8Linear, int8_bytes, quantise,
 from draft_models.targets.open_target import open_target, pick_dtype
 from outrider.errors import UserError
 from tests.families import save_family
-from tests.gguf_files import write_gguf
+from tests.gguf_files import save_plain_target, write_gguf
 from tests.tiny import save_target
 
 
@@ -96,8 +96,9 @@ def test_what_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
         quantise(model, torch.float32, "target=t")
 
 
-def test_a_target_that_is_quantised_already_is_refused(llama: Path, written: Path, tmp_path: Path) -> None:
+def test_a_target_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    llama = save_plain_target(tmp_path / "model")
     open_target(str(llama)).require_int8()
-    open_target(str(written)).require_int8()  # a GGUF file of float32
+    open_target(str(write_gguf(llama, tmp_path / "plain.gguf"))).require_int8()  # a GGUF file of float32
     with pytest.raises(UserError, match="quantised as they are stored"):
         open_target(str(write_gguf(llama, tmp_path / "small.gguf", "Q4_0"))).require_int8()

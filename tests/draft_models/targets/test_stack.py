@@ -183,7 +183,7 @@ def test_unusable_targets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="word_embed_proj_dim=32, hidden_size=64"):
         load_config(str(path))
     with pytest.raises(UserError, match=r"no tensor 'model\.embed_tokens\.weight'"):
-        TensorFiles("x", None, {}).read(["model.embed_tokens.weight"])
+        TensorFiles("x", None, {}, ("x", None)).read(["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize(

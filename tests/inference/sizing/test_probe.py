@@ -346,8 +346,8 @@ def test_a_structure_that_needs_costs_asks_for_them(models: tuple) -> None:
         (StructureConfig, {"kind": "opt_tree", "nodes": "all"}, "nodes='all': expected an integer"),
         (StructureConfig, {"kind": "chain", "widths": AUTO}, r"widths='auto': expected \(4, 2, 2\), its default"),
         (StructureConfig, {"kind": "k_config", "widths": "4x2"}, "widths='4x2': expected auto or a list, each an int"),
-        (StructureConfig, {"kind": "k_config", "widths": (4, 0)}, r"widths=\(4, 0\): expected auto or a list"),
-        (StructureConfig, {"kind": "k_config", "widths": ("a",)}, r"widths=\('a',\): expected auto or a list"),
+        (StructureConfig, {"kind": "k_config", "widths": (4, 0)}, r"widths\[1\]=0: expected an integer ≥ 1"),
+        (StructureConfig, {"kind": "k_config", "widths": ("a",)}, r"widths\[0\]='a': expected an integer ≥ 1"),
         (
             MethodConfig,
             {"source": "ngrams", "structure": TREE.structure},

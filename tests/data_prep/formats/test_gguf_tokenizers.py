@@ -10,8 +10,8 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
-from draft_models.targets.gguf_file import open_gguf
-from draft_models.targets.gguf_tokenizer import gguf_tokenizer
+from data_prep.formats.gguf_file import open_gguf
+from data_prep.formats.gguf_tokenizer import gguf_tokenizer
 from draft_models.targets.open_target import load_tokenizer
 from tests.gguf_files import (
     BYTE,
@@ -133,8 +133,8 @@ def test_a_sentencepiece_tokenizer_is_the_one_that_was_written(
     tmp_path: Path, sentencepiece: SentencePieceProcessor
 ) -> None:
     """Its ids are SentencePiece's own, with the beginning that a Llama's files leave unsaid."""
-    tokenizer = gguf_tokenizer(open_gguf(spm_file(tmp_path / "m.gguf", sentencepiece)), "here")
-    for text in (*TEXTS, Path(__file__).with_name("test_band.py").read_text()):
+    tokenizer = gguf_tokenizer(open_gguf(spm_file(tmp_path / "m.gguf", sentencepiece)))
+    for text in (*TEXTS, Path(__file__).with_name("test_gguf.py").read_text()):
         ids = tokenizer(text)["input_ids"]
         assert ids == [sentencepiece.bos_id(), *sentencepiece.encode(text)]
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
@@ -145,7 +145,7 @@ def test_a_sentencepiece_tokenizer_is_the_one_that_was_written(
 
 def test_a_space_before_a_text_is_the_files_choice(tmp_path: Path, sentencepiece: SentencePieceProcessor) -> None:
     path = spm_file(tmp_path / "m.gguf", sentencepiece, add_space_prefix=False, add_bos_token=False)
-    tokenizer = gguf_tokenizer(open_gguf(path), "here")
+    tokenizer = gguf_tokenizer(open_gguf(path))
     ids = tokenizer("the tide")["input_ids"]
     assert not tokenizer.convert_ids_to_tokens(ids)[0].startswith("▁")
     assert tokenizer.decode(ids) == "the tide"

@@ -1,12 +1,12 @@
 """The tokenizer of a GGUF file, made of its metadata as the Hugging Face tokenizer that it was converted from."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from draft_models.targets.gguf_file import GgufFile
+from data_prep.formats.gguf_file import GgufFile, Value
+from data_prep.formats.original import AS_WRITTEN
 from outrider.errors import UserError, reason
 
 _KEY = "tokenizer.ggml."
@@ -33,7 +33,7 @@ _PATTERNS = {
 }
 
 
-def gguf_tokenizer(file: GgufFile, source: str) -> PreTrainedTokenizerFast:
+def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer of the model in `file`, with its chat template. Raises `UserError` naming what is not supported."""
     kind = file.get(f"{_KEY}model", str)
     if kind not in ("gpt2", "llama"):
@@ -48,11 +48,11 @@ def gguf_tokenizer(file: GgufFile, source: str) -> PreTrainedTokenizerFast:
         tokenizer.post_processor = _post_processor(file, kind, special, tokens)
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
-            name_or_path=source,
             chat_template=file.get("tokenizer.chat_template", str, None),
             clean_up_tokenization_spaces=False,
             model_max_length=file.get(f"{file.metadata['general.architecture']}.context_length", int, None),
             **special,
+            **{AS_WRITTEN: True},
         )
     except UserError:
         raise
@@ -73,10 +73,9 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    before: list[Any] = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    if cut == "smollm":
-        before = [pre_tokenizers.Digits(individual_digits=True)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of])
+    before = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if cut == "smollm" else []
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, *digits, bytes_of])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -106,7 +105,8 @@ def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
 
     It joins the two neighbours whose whole has the highest score.
     """
-    scores, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
+    given, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
+    scores = [one for one in given if isinstance(one, float)]
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
     plain = {token: index for index, token in enumerate(tokens) if types[index] == _NORMAL}
@@ -129,7 +129,9 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
         add([AddedToken(token, normalized=False, special=special) for token in wanted])
 
 
-def _post_processor(file: GgufFile, kind: str, special: Mapping[str, str], tokens: Sequence[str]) -> Any:
+def _post_processor(
+    file: GgufFile, kind: str, special: Mapping[str, str], tokens: Sequence[str]
+) -> processors.PostProcessor | None:
     """What puts the tokens before and after a text that the file asks for."""
     sides = []
     for side, default in (("bos", kind == "llama"), ("eos", False)):
@@ -165,8 +167,8 @@ def _token(file: GgufFile, tokens: Sequence[str], key: str, index: int) -> str:
     return tokens[index]
 
 
-def _types(file: GgufFile, tokens: Sequence[str]) -> list[int]:
-    types: list[int] = file.get(f"{_KEY}token_type", list, [_NORMAL] * len(tokens))
+def _types(file: GgufFile, tokens: Sequence[str]) -> Sequence[Value]:
+    types = file.get(f"{_KEY}token_type", list, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise UserError(
             f"{file.path}: {len(types)} values of {_KEY}token_type for {len(tokens)} tokens; fetch it again"

@@ -1,18 +1,19 @@
 """A GGUF file: its metadata and where its tensors lie, as ggml's specification (docs/gguf.md) lays them out.
 
-Read here and not by the `gguf` package, whose reader makes two arrays of every token of the vocabulary.
+Read here and not by the `gguf` package, whose reader follows a damaged length to the end of memory.
 """
 
 import mmap
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, overload
 
 from outrider.errors import UserError
 
+Value = bool | int | float | str | list["Value"]
+Kind = TypeVar("Kind", bool, int, float, str, list[Value])
 MAGIC, SUFFIX = b"GGUF", ".gguf"
 VERSIONS = (2, 3)
 _DAMAGED = "fetch it again"
@@ -21,6 +22,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _MOST = 2**32  # of anything that is counted: a larger number is damage
 _DEEPEST = 4  # arrays within arrays
 _PLAIN = (0, 1, 28, 30)  # ggml's numbers of float32, float16, float64 and bfloat16
+_SHORTEST = 24  # bytes: magic, version and two counts
 _MISSING = object()
 
 
@@ -39,18 +41,23 @@ class GgufFile:
     """What a GGUF file says. metadata: numbers, texts and lists, by key."""
 
     path: Path
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorPlace]
 
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = _MISSING) -> Any:
-        """The value of `key`, which must be of type `kind`. Raises `UserError` naming file and key."""
+    @overload
+    def get(self, key: str, kind: type[Kind]) -> Kind: ...
+    @overload
+    def get(self, key: str, kind: type[Kind], default: Kind) -> Kind: ...
+    @overload
+    def get(self, key: str, kind: type[Kind], default: None) -> Kind | None: ...
+    def get(self, key: str, kind: type, default: object = _MISSING) -> object:
+        """The value of `key`, which must be of type `kind` (float: any number). Raises `UserError` naming both."""
         value = self.metadata.get(key, default)
         if value is _MISSING:
             raise UserError(f"{self.path}: says no {key}; convert the model again with a current llama.cpp")
-        if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            kinds = kind if isinstance(kind, tuple) else (kind,)
-            expected = " or ".join(one.__name__ for one in kinds)
-            raise UserError(f"{self.path}: {key}={_shown(value)}: expected {expected}; {_DAMAGED}")
+        accepted = (int, float) if kind is float else kind
+        if value is not default and (not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool)):
+            raise UserError(f"{self.path}: {key}={_shown(value)}: expected {kind.__name__}; {_DAMAGED}")
         return value
 
     @property
@@ -60,10 +67,11 @@ class GgufFile:
 
     def texts(self, key: str) -> list[str]:
         """The list of texts under `key`. Raises `UserError`."""
-        found: list[str] = self.get(key, list)
-        if not all(isinstance(one, str) for one in found):
+        found = self.get(key, list)
+        texts = [one for one in found if isinstance(one, str)]
+        if len(texts) < len(found):
             raise UserError(f"{self.path}: {key}: expected texts only; {_DAMAGED}")
-        return found
+        return texts
 
 
 def find_gguf(source: str) -> Path | None:
@@ -89,16 +97,7 @@ def find_gguf(source: str) -> Path | None:
 
 def open_gguf(path: Path) -> GgufFile:
     """What the file at `path` says; no tensor is read. Raises `UserError`, also where the file ends too early."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise UserError(f"{path}: not readable ({error.strerror}); {_DAMAGED}") from None
-    return _parsed(path, found.st_mtime_ns, found.st_size)
-
-
-@lru_cache(maxsize=4)
-def _parsed(path: Path, _modified: int, size: int) -> GgufFile:
-    if size < 24 or not is_gguf(path):
+    if path.stat().st_size < _SHORTEST or not is_gguf(path):
         raise UserError(f"{path}: not a GGUF file (it does not begin with {MAGIC.decode()}); {_DAMAGED}")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return _Parser(path, content).file()
@@ -117,62 +116,61 @@ class _Parser:
         self.path, self.content, self.at, self.what = path, content, len(MAGIC), "header"
 
     def file(self) -> GgufFile:
-        version = self.number("I")
+        version = self.integer("I")
         if version not in VERSIONS:
             raise UserError(
                 f"{self.path}: GGUF version {version}, supported: {VERSIONS} in little-endian; convert the model again"
             )
         count, keys = self.count(), self.count()
-        metadata = {}
+        metadata: dict[str, Value] = {}
         for _ in range(keys):
             self.what = "metadata"
             self.what = key = self.text()
-            metadata[key] = self.value(self.number("I"))
+            metadata[key] = self.value(self.integer("I"))
         return GgufFile(self.path, metadata, self.tensors(count, metadata))
 
-    def tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, TensorPlace]:
+    def tensors(self, count: int, metadata: Mapping[str, Value]) -> dict[str, TensorPlace]:
         found = []
         for _ in range(count):
             self.what = "list of tensors"
             self.what = name = self.text()
-            dimensions = self.number("I")
+            dimensions = self.integer("I")
             if not 1 <= dimensions <= 4:
                 raise self.damaged(f"{dimensions} dimensions")
             shape = tuple(self.count() for _ in range(dimensions))[::-1]
-            found.append(TensorPlace(name, shape, self.number("I"), self.number("Q")))
+            found.append(TensorPlace(name, shape, self.integer("I"), self.integer("Q")))
         step = metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1:
             raise UserError(f"{self.path}: general.alignment={step!r}: expected a positive integer; {_DAMAGED}")
         start = -(-self.at // step) * step
         return {one.name: TensorPlace(one.name, one.shape, one.kind, start + one.begin) for one in found}
 
-    def value(self, kind: int, depth: int = 0) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Value:
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY and depth < _DEEPEST:
-            inner, count = self.number("I"), self.count()
+            inner, count = self.integer("I"), self.count()
             if inner in _SCALARS:
-                return list(self.unpack(f"<{count}{_SCALARS[inner]}"))
+                return self.numbers(f"<{count}{_SCALARS[inner]}")
             return [self.value(inner, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise self.damaged(f"a value of type {kind}")
-        return self.number(_SCALARS[kind])
+        return self.numbers(f"<{_SCALARS[kind]}")[0]
 
     def text(self) -> str:
-        size = self.count()
-        return self.take(size).decode("utf-8", errors="replace")
+        return self.take(self.count()).decode("utf-8", errors="replace")
 
     def count(self) -> int:
-        found = self.number("Q")
+        found = self.integer("Q")
         if found >= _MOST:
             raise self.damaged(f"a length of {found}")
-        return int(found)
+        return found
 
-    def number(self, letter: str) -> Any:
-        return self.unpack("<" + letter)[0]
+    def integer(self, letter: str) -> int:
+        return int.from_bytes(self.take(struct.calcsize("<" + letter)), "little")
 
-    def unpack(self, form: str) -> tuple[Any, ...]:
-        return struct.unpack(form, self.take(struct.calcsize(form)))
+    def numbers(self, form: str) -> list[Value]:
+        return [*struct.unpack(form, self.take(struct.calcsize(form)))]
 
     def take(self, size: int) -> bytes:
         if self.at + size > len(self.content):

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_models.targets import gguf_tensors
-from draft_models.targets.gguf_file import open_gguf
+from data_prep.formats.gguf_file import open_gguf
+from data_prep.formats.gguf_tokenizer import gguf_tokenizer
+from draft_models.targets.fingerprint import tokenizer_digest
 from draft_models.targets.model_files import load_causal_lm, load_generation_config
 from draft_models.targets.open_target import open_target
 from draft_models.targets.tensor_files import open_tensors
@@ -82,6 +84,8 @@ def test_the_model_is_the_one_that_was_written(tmp_path: Path, variant: str) -> 
     for name, tensor in reference.state_dict().items():
         assert torch.equal(layers.state_dict()[name], tensor), name
     assert target.config.model_type == architecture
+    # Transformers has a tokenizer of its own for some architectures: Qwen2's would be another than this file's.
+    assert tokenizer_digest(target.tokenizer) == tokenizer_digest(gguf_tokenizer(open_gguf(path)))
     original = open_target(str(source))
     differing = target.fingerprint.differences(original.fingerprint)
     assert [words for words in differing if not words.startswith("tokenizer: ")] == []
@@ -206,7 +210,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
         ({"llama.embedding_length": None}, "says no llama.embedding_length"),
         ({"llama.block_count": None}, "says no llama.block_count"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, "says no llama.attention.layer_norm_rms_epsilon"),
-        ({"llama.block_count": 2**30}, "llama.block_count=1073741824: expected 1 to 4096"),
+        ({"llama.block_count": 2**30}, r"llama.block_count=1073741824: expected 1 to \d\d;"),
         ({"llama.block_count": "four"}, "llama.block_count='four': expected int"),
         ({"llama.attention.head_count": [4, 4, 2, 4]}, "llama.attention.head_count=.*: expected int"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count=0: expected a positive number"),
@@ -216,8 +220,8 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
         ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope'; supported: none, linear, yarn"),
         ({"llama.rope.scaling.type": "linear"}, "says no llama.rope.scale_linear"),
         ({"split.count": 3}, r"one of 3 files of a model \(split.count\)"),
-        ({"llama.block_count": 5}, r"holds no tensor 'model\.layers\.4\.input_layernorm\.weight'"),
-        ({"llama.block_count": 3}, r"has a tensor that .* nothing of: 'model\.layers\.3\.input_layernorm\.weight'"),
+        ({"llama.block_count": 5}, r"holds no tensor 'blk\.4\.attn_k\.weight'"),
+        ({"llama.block_count": 3}, r"has a tensor that .* nothing of: 'blk\.3\.attn_k\.weight'"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; supported: gpt2"),
         ({"tokenizer.ggml.model": None}, "says no tokenizer.ggml.model"),
         ({"tokenizer.ggml.pre": "mine"}, "tokenizer.ggml.pre='mine': texts are cut in an unknown way"),
@@ -244,14 +248,14 @@ def test_metadata_that_are_missing_or_not_understood_are_named(
     assert "rewritten.gguf" in str(refused.value)
 
 
-def test_tensors_that_are_not_understood_are_named(tmp_path: Path, llama: Path, monkeypatch: Any) -> None:
+def test_tensors_that_are_not_understood_are_named(tmp_path: Path, llama: Path) -> None:
     path = write_gguf(llama, tmp_path / "short.gguf", without=("blk.2.attn_q.weight",))
-    with pytest.raises(UserError, match=r"holds no tensor 'model\.layers\.2\.self_attn\.q_proj\.weight'"):
+    with pytest.raises(UserError, match=r"holds no tensor 'blk\.2\.attn_q\.weight'"):
         open_tensors(str(path))
-    path = write_gguf(llama, tmp_path / "more.gguf")
-    monkeypatch.setattr(gguf_tensors, "_WITHIN", {})
-    with pytest.raises(UserError, match=r"tensor 'blk\.0\.\w+\.weight' belongs to no model that Outrider runs"):
-        open_tensors(str(path))
+    content = write_gguf(llama, tmp_path / "more.gguf").read_bytes()
+    (tmp_path / "more.gguf").write_bytes(content.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xy.weight"))
+    with pytest.raises(UserError, match=r"(no tensor 'blk\.1\.ffn_up|nothing of: 'blk\.1\.ffn_xy)\.weight'"):
+        open_tensors(str(tmp_path / "more.gguf"))
 
 
 def test_a_scaling_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
@@ -286,10 +290,13 @@ def test_a_quantisation_that_cannot_be_undone_is_named(tmp_path: Path, written: 
             open_tensors(str(tmp_path / "model.gguf"))
 
 
-def test_without_the_package_the_error_names_the_remedy(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+def test_without_the_package_the_error_names_the_remedy(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(llama, tmp_path / "model.gguf", template="converted without the package by nobody")
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"needs the gguf package: pip install 'outrider\[gguf\]'"):
-        open_tensors(str(written))
+        open_tensors(str(path))
 
 
 def test_a_saved_config_says_the_same(tmp_path: Path, llama: Path, written: Path) -> None:

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from data_prep.formats.torch_folder import unscaled
 from data_prep.targets.settings import ConvertConfig
 from data_prep.targets.target_copy import convert_target
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import open_target
-from draft_models.targets.tensor_files import open_tensors, unscaled
+from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import random_prompt, reference_generate, save_target
 
@@ -89,6 +90,9 @@ def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     small, _ = save_fp8(tmp_path, "llama")
     set_config(small, quantization_config={**FP8, "weight_block_size": "all"})
     with pytest.raises(UserError, match=r"quantization_config\.weight_block_size='all' in config\.json: expected rows"):
+        open_tensors(str(small))
+    set_config(small, quantization_config=None)
+    with pytest.raises(UserError, match=r"has scales of fp8 weights, of which its config\.json does not speak"):
         open_tensors(str(small))
 
 

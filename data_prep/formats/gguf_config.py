@@ -1,13 +1,16 @@
 """The transformers config of a model in a GGUF file, from its metadata. What is not understood is refused."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TypeVar
 
 import numpy as np
-from transformers import AutoConfig, PreTrainedConfig
+from numpy.typing import NDArray
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draft_models.targets.gguf_file import GgufFile
+from data_prep.formats.gguf_file import GgufFile, Value
+from data_prep.formats.original import MOST_LAYERS
 from outrider.errors import UserError, reason
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # ggml's name of the architecture; Mistral's models are among its llamas
@@ -17,8 +20,6 @@ _CLASSES = {  # transformers' names, by which serving engines go
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = {ROPE_FACTORS}  # tensors that say something of the config
-_NUMBER = (int, float)
-MOST_LAYERS = 2**12
 # What is read below of an architecture's own keys. Any other might change numbers in a way that is not known here.
 _KNOWN = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
@@ -31,34 +32,35 @@ _OFF = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # 
 # Llama 3's scaling stands in a file as a factor for each frequency; its bounds are these in every model so far.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192
-_TOKENS = "tokenizer.ggml.tokens"
+Number = TypeVar("Number", int, float)
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The config of the model in `file`. Raises `UserError` naming the key that is missing or not understood."""
     family = require_family(file)
     _require_known(file, family)
-    layers = _of(file, "block_count")
-    if layers > MOST_LAYERS:  # lists of this length are made before anything else of it is looked at
-        raise UserError(f"{file.path}: {family}.block_count={layers}: expected 1 to {MOST_LAYERS}; fetch it again")
+    layers = _count(file, "block_count")
+    most = min(MOST_LAYERS, len(file.tensors))
+    if layers > most:  # lists of this length are made before anything else of it is looked at
+        raise UserError(f"{file.path}: {family}.block_count={layers}: expected 1 to {most}; fetch it again")
     heads, kv_heads = head_counts(file)
-    hidden = _of(file, "embedding_length")
-    head_dim = _of(file, "attention.key_length", hidden // heads)
+    hidden = _count(file, "embedding_length")
+    head_dim = _count(file, "attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if _of(file, key, head_dim) != head_dim:
+        if _count(file, key, head_dim) != head_dim:
             raise UserError(
-                f"{file.path}: {family}.{key}={_of(file, key)} with heads of {head_dim} values; only whole heads of "
+                f"{file.path}: {family}.{key}={_count(file, key)} with heads of {head_dim} values; only whole heads of "
                 "one size are supported"
             )
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "vocab_size": _vocabulary_size(file),
         "hidden_size": hidden,
-        "intermediate_size": _of(file, "feed_forward_length"),
+        "intermediate_size": _count(file, "feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "max_position_embeddings": _of(file, "context_length"),
-        "rms_norm_eps": _decimal(_of(file, "attention.layer_norm_rms_epsilon", kind=_NUMBER)),
+        "max_position_embeddings": _count(file, "context_length"),
+        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(file, head_dim),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
@@ -72,7 +74,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     if "attention.sliding_window" in _own_keys(file):
         if family != "llama":
             raise UserError(f"{file.path}: {family}.attention.sliding_window: supported with Mistral's models only")
-        kind, values["sliding_window"] = "mistral", _of(file, "attention.sliding_window")
+        kind, values["sliding_window"] = "mistral", _count(file, "attention.sliding_window")
     elif family != "qwen2":
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     values["architectures"] = [_CLASSES[kind]]
@@ -91,7 +93,7 @@ def require_family(file: GgufFile) -> str:
             f"{file.path}: one of {file.metadata['split.count']} files of a model (split.count); put them together "
             "with llama-gguf-split --merge"
         )
-    family: str = file.get("general.architecture", str)
+    family = file.get("general.architecture", str)
     if family not in FAMILIES:
         raise UserError(f"{file.path}: general.architecture={family!r}; supported in GGUF: {', '.join(FAMILIES)}")
     return family
@@ -99,11 +101,11 @@ def require_family(file: GgufFile) -> str:
 
 def head_counts(file: GgufFile) -> tuple[int, int]:
     """How many heads, and how many of them keys and values have."""
-    heads = _of(file, "attention.head_count")
-    return heads, _of(file, "attention.head_count_kv", heads)
+    heads = _count(file, "attention.head_count")
+    return heads, _count(file, "attention.head_count_kv", heads)
 
 
-def _own_keys(file: GgufFile) -> dict[str, Any]:
+def _own_keys(file: GgufFile) -> dict[str, Value]:
     """What the file says under the name of its architecture, without that name."""
     prefix = f"{file.metadata['general.architecture']}."
     return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
@@ -117,10 +119,20 @@ def _require_known(file: GgufFile, family: str) -> None:
             )
 
 
-def _of(file: GgufFile, key: str, default: Any = None, kind: type | tuple[type, ...] = int) -> Any:
-    """A positive number of the architecture. Raises `UserError` where it is missing without a default."""
+def _count(file: GgufFile, key: str, default: int | None = None) -> int:
+    """A positive integer of the architecture. Raises `UserError` where it is missing without a default."""
     key = f"{file.metadata['general.architecture']}.{key}"
-    value = file.get(key, kind, *(() if default is None else (default,)))
+    return _positive(file, key, file.get(key, int) if default is None else file.get(key, int, default))
+
+
+def _number(file: GgufFile, key: str, default: float | None = None) -> float:
+    """A positive number of the architecture that is stored as float32, as its shortest decimal: 1e-05."""
+    key = f"{file.metadata['general.architecture']}.{key}"
+    found = file.get(key, float) if default is None else file.get(key, float, default)
+    return _decimal(_positive(file, key, found))
+
+
+def _positive(file: GgufFile, key: str, value: Number) -> Number:
     if not 0 < value < math.inf:
         raise UserError(f"{file.path}: {key}={value}: expected a positive number; fetch it again")
     return value
@@ -155,9 +167,9 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
+def _rope(file: GgufFile, head_dim: int) -> dict[str, object]:
     """`rope_parameters` of the config. Raises `UserError` for a scaling that is not known here."""
-    theta = _decimal(_of(file, "rope.freq_base", 10000.0, kind=_NUMBER))
+    theta = _number(file, "rope.freq_base", 10000.0)
     own, family = _own_keys(file), file.metadata["general.architecture"]
     if ROPE_FACTORS in file.tensors:
         return {"rope_type": "llama3", "rope_theta": theta, **_llama3(file, theta, head_dim)}
@@ -167,13 +179,13 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
     if kind not in ("linear", "yarn"):
         raise UserError(f"{file.path}: {family}.rope.scaling.type={kind!r}; supported: none, linear, yarn")
     key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
-    scaling = {"rope_type": kind, "rope_theta": theta, "factor": _decimal(_of(file, key, kind=_NUMBER))}
+    scaling: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": _number(file, key)}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = _of(file, "rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = _count(file, "rope.scaling.original_context_length")
     return scaling
 
 
-def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
     """The scaling whose factors, one a frequency, are those that the file holds as a tensor."""
     place = file.tensors[ROPE_FACTORS]
     refused = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
@@ -182,29 +194,14 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=place.begin)
     if len(stored) < head_dim // 2:
         raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
-    scaling: dict[str, Any] = {
-        "factor": _decimal(stored.max()),
-        **_LLAMA3,
-        "original_max_position_embeddings": _LLAMA3_CONTEXT,
-    }
-    if not np.allclose(stored, llama3_factors(theta, head_dim, **scaling), rtol=1e-4):
+    scaling = {"factor": _decimal(stored.max()), **_LLAMA3, "original_max_position_embeddings": _LLAMA3_CONTEXT}
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    if not np.allclose(stored, frequencies / _llama3_frequencies(theta, head_dim, scaling), rtol=1e-4):
         raise UserError(f"{refused} with {_LLAMA3} and a first context of {_LLAMA3_CONTEXT}; not supported")
     return scaling
 
 
-def llama3_factors(
-    theta: float,
-    head_dim: int,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_position_embeddings: int,
-) -> Sequence[float]:
-    """By what Llama 3 divides each frequency [head_dim / 2]: 1 for short waves, `factor` for long ones.
-
-    Source: `_compute_llama3_parameters` in transformers, whose quotient this is.
-    """
-    turns = original_max_position_embeddings / (2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))
-    smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
-    found: list[float] = (1 / ((1 - smooth) / factor + smooth)).tolist()
-    return found
+def _llama3_frequencies(theta: float, head_dim: int, scaling: Mapping[str, float]) -> NDArray[np.float32]:
+    rope = {"rope_type": "llama3", "rope_theta": theta, **scaling}
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=rope)
+    return ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()

@@ -1,0 +1,1 @@
+"""Formats that models come in: each ends here as safetensors, which everything else reads."""

@@ -1,0 +1,148 @@
+"""Converted models: directories of safetensors that are made once, and found by the content they were made from.
+
+.lock        held while anything is made or removed
+known/       for the paths, sizes and times of a model's files: the key of their content
+KEY/         a converted model; KEY.part: one that is being made, or was never finished
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from data_prep.formats.convert import write_safetensors
+from data_prep.formats.original import Original
+from outrider.errors import UserError, warn
+from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.progress import Stage, counted
+from outrider.run_dirs import system_lock
+
+PLACE, SIZE = "OUTRIDER_CACHE", "OUTRIDER_CACHE_GB"  # where it is, and how large it may become
+RECORD_FILE = "converted.json"
+_FORM = 1  # of what a conversion writes: another one is another content
+_GB = 100.0
+_RECENT = 3600  # seconds after its last use in which a model may still be read
+_REMEDY = f"free space, or say by {PLACE} where there is more"
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get(PLACE) or f"{caches}/outrider/targets").expanduser().absolute()
+
+
+def cached(original: Original) -> Path:
+    """The directory that holds `original` as safetensors: made now, or before.
+
+    One process makes it, and others wait. Raises `UserError` for what cannot be converted, and naming the remedy where
+    it cannot be written.
+    """
+    folder, stamp = cache_folder(), _stamp(original.files)
+    found = _find(folder, stamp)
+    if found is not None:
+        return found
+    require_writable(folder / "known", PLACE)
+    lock = system_lock(folder / ".lock")
+    with Stage(f"converting {original.source} once"):
+        try:
+            lock.acquire()
+        except (OSError, NotImplementedError) as error:
+            raise UserError(f"{PLACE}={folder}: cannot be locked ({error}); choose another") from None
+        try:
+            return _find(folder, stamp) or _make(folder, stamp, original)
+        except OSError as error:
+            raise UserError(f"{original.source}: cannot be converted ({error}); {_REMEDY}") from None
+        finally:
+            lock.release()
+
+
+def content_key(original: Original) -> str:
+    """sha256 of all files of a model, under their names in it."""
+    digest = hashlib.sha256(f"{type(original).__name__} {_FORM}".encode())
+    for name, path in counted(sorted(original.files.items()), f"hashing {original.source}", "files"):
+        digest.update(f"{name} {_sha256(path)}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(files: Mapping[str, Path]) -> str:
+    """What changes where any of the files does, without a look into them."""
+    found = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
+    said = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in found)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def _find(folder: Path, stamp: str) -> Path | None:
+    """The finished conversion of files with that stamp, which is then the last that was used."""
+    with suppress(OSError):
+        entry = folder / (folder / "known" / stamp).read_text()
+        if (entry / RECORD_FILE).exists():
+            with suppress(OSError):  # of a cache that others wrote
+                os.utime(entry)
+            return entry
+    return None
+
+
+def _make(folder: Path, stamp: str, original: Original) -> Path:
+    """Convert `original`, unless the same content was converted under another name. The lock is held."""
+    most = _most()
+    for part in folder.glob("*.part"):  # of processes that were killed
+        shutil.rmtree(part, ignore_errors=True)
+    key = content_key(original)
+    entry, part = folder / key, folder / f"{key}.part"
+    if not (entry / RECORD_FILE).exists():
+        try:
+            write_safetensors(original, part, remedy=_REMEDY)
+            if _stamp(original.files) != stamp:
+                raise UserError(f"{original.source}: changed while it was converted; start again when it is whole")
+            write_json(part / RECORD_FILE, {"made_of": original.source})
+            shutil.rmtree(entry, ignore_errors=True)  # what somebody removed a part of
+            os.rename(part, entry)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        said = f"converted {original.source} once: {_size(entry) / 1e9:.1f} GB in {entry} ({PLACE} says where)"
+        print(said, file=sys.stderr, flush=True)
+    write_atomically(folder / "known" / stamp, key.encode(), _REMEDY)
+    _remove_oldest(folder, entry, most)
+    return entry
+
+
+def _remove_oldest(folder: Path, kept: Path, most: float) -> None:
+    """Keep the cache within `most` bytes: remove what was not used for longest, but nothing of the last hour."""
+    sizes = {file.parent: _size(file.parent) for file in folder.glob(f"*/{RECORD_FILE}")}
+    used = {entry: entry.stat().st_mtime for entry in sizes}
+    total = sum(sizes.values())
+    for entry in sorted(sizes, key=lambda entry: used[entry]):
+        if total <= most or entry == kept or time.time() - used[entry] < _RECENT:
+            continue
+        made_of = read_json(entry / RECORD_FILE, "record of a conversion", f"remove {entry}")["made_of"]
+        os.rename(entry, entry.with_suffix(".part"))
+        shutil.rmtree(entry.with_suffix(".part"), ignore_errors=True)
+        total -= sizes[entry]
+        freed = f"{sizes[entry] / 1e9:.1f} GB"
+        warn(f"{folder}: removed the conversion of {made_of} ({freed}), to keep {SIZE}={most / 1e9:g}")
+    for note in (folder / "known").iterdir():
+        if not (folder / note.read_text() / RECORD_FILE).exists():
+            note.unlink()
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _most() -> float:
+    """Bytes that the cache may have."""
+    given = os.environ.get(SIZE) or str(_GB)
+    try:
+        return 1e9 * float(given)
+    except ValueError:
+        raise UserError(f"{SIZE}={given}: expected a number of gigabytes") from None

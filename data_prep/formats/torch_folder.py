@@ -1,0 +1,135 @@
+"""A model in a directory as transformers knows it: safetensors or .bin files, with weights of fp8 multiplied out."""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data_prep.formats.original import CONFIG_FILE, HEAD, Stored
+from data_prep.formats.torch_files import PICKLES, Kind
+from outrider.errors import UserError
+from outrider.files import read_json, write_json
+
+SCALES = "_scale_inv"  # after the name of an fp8 weight: what its blocks are to be multiplied with
+# The files beside the weights that say what a model and its tokenizer are.
+DESCRIPTIONS = (
+    CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
+    "merges.txt", "chat_template*", "*.model", "*.tiktoken",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FolderModel:
+    """The model in `folder`, whose weights are files of `kind`; `source` is what it is called."""
+
+    source: str
+    folder: Path
+    kind: Kind
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The files of its weights and its descriptions."""
+        names = [*(path.name for path in self._descriptions()), *self._by_file()]
+        return {name: self.folder / name for name in names if (self.folder / name).exists()}
+
+    @property
+    def quantised(self) -> bool:
+        """Whether its config.json says that its weights are fp8 with a scale for each block."""
+        return is_block_fp8(self.folder / CONFIG_FILE)
+
+    def tensors(self) -> Mapping[str, Stored]:
+        """Its tensors under their names; those of fp8 are float32 once read. Raises `UserError`."""
+        found: dict[str, Stored] = {}
+        for file, names in self._by_file().items():
+            path = str(self.folder / file)
+            if not Path(path).exists():
+                raise self.kind.missing(self.source, file)
+            held = self.kind.open_file(path)
+            expected = [name for name in names or held if name in held or name != HEAD or self.kind is not PICKLES]
+            self.kind.require(path, held, expected)  # of a tied head an index may speak as of a tensor of its own
+            found |= {name: held[name] for name in expected}
+        scaled = {name for name in found if name + SCALES in found}
+        block = self._block() if scaled else (0, 0)
+        for name in scaled:
+            weight, scales = found[name], found[name + SCALES]
+            read = partial(_unscaled, weight, scales, block, f"{self.source}: {name}")
+            found[name] = Stored(torch.float32, weight.shape, read)
+        return {name: one for name, one in found.items() if not name.endswith(SCALES)}
+
+    def describe(self, folder: Path) -> None:
+        """Copy all but the weights. config.json no longer says that they are fp8."""
+        for path in self._descriptions():
+            shutil.copyfile(path, folder / path.name)
+        if self.quantised:
+            described = read_json(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
+            del described["quantization_config"]
+            write_json(folder / CONFIG_FILE, described)
+
+    def _descriptions(self) -> list[Path]:
+        files = [path for path in self.folder.iterdir() if path.is_file()]
+        return sorted(path for path in files if any(fnmatch(path.name, one) for one in DESCRIPTIONS))
+
+    def _by_file(self) -> dict[str, list[str]]:
+        """The tensors that the index says to be in each file; none where there is one file without an index."""
+        index = self.folder / self.kind.index
+        if not index.exists():
+            return {self.kind.single: []}
+        found: dict[str, list[str]] = {}
+        for name, file in self.kind.file_of(index).items():
+            found.setdefault(file, []).append(name)
+        return found
+
+    def _block(self) -> tuple[int, int]:
+        """Rows and columns under one scale, as config.json says. Raises `UserError`."""
+        quantised = _quantisation(self.folder / CONFIG_FILE)
+        block = quantised.get("weight_block_size")
+        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(one, int) and one > 0 for one in block):
+            raise UserError(
+                f"{self.source}: has scales of fp8 weights, but quantization_config.weight_block_size={block!r} in "
+                "config.json: expected rows and columns; give the model in another format"
+            )
+        return block[0], block[1]
+
+
+def require_plain(source: str, names: Iterable[str]) -> None:
+    """Raise `UserError` where `names` of tensors that were not converted are those of fp8 weights."""
+    if any(name.endswith(SCALES) for name in names):
+        raise UserError(f"{source}: has scales of fp8 weights, of which its config.json does not speak; fetch it again")
+
+
+def is_block_fp8(config: Path) -> bool:
+    """Whether a config.json speaks of fp8 weights with a scale for each block."""
+    try:
+        if b"fp8" not in config.read_bytes():
+            return False
+        quantised = _quantisation(config)
+    except (OSError, UserError):  # whoever reads it says what is wrong with it
+        return False
+    return quantised.get("quant_method") == "fp8" and bool(quantised.get("weight_block_size"))
+
+
+def _quantisation(config: Path) -> Mapping[str, object]:
+    described = read_json(config, "description of a model", "fetch the model again") if config.exists() else None
+    quantised = described.get("quantization_config") if isinstance(described, dict) else None
+    return quantised if isinstance(quantised, dict) else {}
+
+
+def _unscaled(weight: Stored, scales: Stored, block: tuple[int, int], what: str) -> Tensor:
+    return unscaled(weight.read(), scales.read(), block, what)
+
+
+def unscaled(weight: Tensor, scales: Tensor, block: tuple[int, int], what: str) -> Tensor:
+    """weight [n, m] times the scale of each of its blocks, in float32.
+
+    scales: [⌈n / rows of a block⌉, ⌈m / columns⌉]; the last blocks may be cut off. Raises `UserError` naming `what`.
+    """
+    expected = [-(-size // one) for size, one in zip(weight.shape, block, strict=True)]
+    if list(scales.shape) != expected:
+        raise UserError(f"{what}: scales of shape {list(scales.shape)}: expected {expected}; fetch the model again")
+    rows = scales.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
+    return weight.float() * rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
