@@ -21,7 +21,7 @@ from data_prep.text.settings import DataConfig
 from draft_models.losses import linear_cross_entropy
 from draft_models.targets.open_target import open_target
 from inference.core.drafter import Drafter, DraftModel
-from inference.core.session import TargetSession
+from inference.core.session import Session
 from inference.drafters.shaped import Shaped, allowance_of
 from inference.settings.kinds import KINDS, Kind, Maker, register
 from inference.settings.method import MethodConfig
@@ -114,7 +114,7 @@ class BigramSource:
     def target_hidden(self) -> Tensor:
         return self.session.target_hidden
 
-    def begin(self, session: TargetSession) -> None:
+    def begin(self, session: Session) -> None:
         self.session = session
 
     @torch.no_grad()
