@@ -7,6 +7,9 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Whatever is given as NAME=VALUE is an option of the command (make smollm2 minutes=45), which refuses what it has not.
 OPTIONS = $(foreach option,$(filter-out PYTHON=%,$(MAKEOVERRIDES)),'$(option)')
 
+# Tests start processes; without these files each of them, and each worker, would compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install kernels demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
 .NOTPARALLEL:
 

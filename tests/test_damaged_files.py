@@ -5,8 +5,6 @@ What reads a file is called as the commands call it (`conf.reported`); two comma
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.settings import construct
+from tests.forked import Fork
 from tests.inference.evaluate.test_prompt_results import measured
 from tests.mutants import require_named
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
@@ -47,8 +46,6 @@ from train.core.time_budget import StepBudget
 from train.core.training_state import EARLIER_FILE, STATE_FILE, read_state
 from train.pipeline_run import run_pipeline
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -291,9 +288,9 @@ def test_commands_end_with_status_2_and_one_line(folder: Path, tmp_path: Path) -
         ([f"checkpoint={folder / EARLY_EXIT}"], "drafter.json: damaged drafter description (not valid JSON (nested"),
         ([f"target={folder / TARGET}", "method=prompt_lookup", f"prompts={prompts}"], "has a lone surrogate"),
     ):  # fmt: skip
-        command = [sys.executable, "inference/evaluate_checkpoint.py", *options, f"out_dir={tmp_path / 'out'}"]
-        run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-        (line,) = (line for line in run.stderr.splitlines() if not line.startswith("progress: "))  # of a slow machine
+        run = Fork(["inference/evaluate_checkpoint.py", *options, f"out_dir={tmp_path / 'out'}"])
+        _, err = run.communicate()
+        (line,) = (line for line in err.splitlines() if not line.startswith("progress: "))  # of a slow machine
         assert run.returncode == 2
         assert line.startswith("error: ")
         assert said in line

@@ -36,8 +36,8 @@ from tests.inference.ngram_cases import make_documents
 from tests.table_target import TableHead, TableModel, TableRuntime
 from tests.tiers import quick_where, typical_where
 
-DRAWS, LEVEL = 8_000, 1e-4  # as many as the faults of drafts by chance need
-MATCHED = 3_000  # the faults of drafts that nothing is drawn for
+DRAWS, LEVEL = 3_000, 1e-4  # as many as the faults below need
+SHARED = 8_000  # those of coins that a rule of success rates shares
 ORDER = 3  # tokens before a token that its law is tested apart after
 PLAIN = SamplingConfig(temperature=1.0)
 Text = tuple[int, ...]
@@ -67,6 +67,11 @@ MARKOV = Tables(
     TableModel([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.6, 0.05, 0.05, 0.3]]),
     TableModel([[0.3, 0.3, 0.2, 0.2], [0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.3, 0.2], [0.5, 0.2, 0.0, 0.3]]),
 )
+# A drafter that is sure of other tokens than the target: verification has much to mend, so a fault of it shows soon.
+APART = Tables(
+    TableModel([[0.3, 0.2, 0.25, 0.25], [0.25, 0.25, 0.2, 0.3], [0.3, 0.3, 0.4, 0.0], [0.2, 0.3, 0.25, 0.25]]),
+    TableModel([[0.7, 0.2, 0.05, 0.05], [0.05, 0.7, 0.2, 0.05], [0.05, 0.1, 0.15, 0.7], [0.2, 0.0, 0.1, 0.7]]),
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Case:
 
     method: MethodConfig
     tokens: int = 43
-    tables: Tables = MARKOV
+    tables: Tables = APART
     draws: int = DRAWS
 
 
@@ -114,11 +119,11 @@ CASES = {
     "chain, fixed": Case(chain("fixed", max_draft=3)),
     "chain, confidence": Case(chain("confidence", "early_exit", max_draft=4, threshold=0.28)),
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
-    "chain, beta": Case(chain("beta"), 5, CERTAIN),
-    "chain, calibrated": Case(chain("calibrated", "early_exit"), 5),
+    "chain, beta": Case(chain("beta"), 5, CERTAIN, SHARED),
+    "chain, calibrated": Case(chain("calibrated", "early_exit"), 5, MARKOV),
     "k_config, with_replacement": Case(tree("k_config", source="eagle3", widths=(2, 2), draw="with_replacement")),
     "k_config, without_replacement": Case(tree("k_config", widths=(2, 2))),
-    "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k"), draws=MATCHED),
+    "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k")),
     "k_config, naive": Case(tree("k_config", "naive", widths=(2, 2))),
     "k_config, beta": Case(
         tree("k_config", source="skip_layers", stop="beta", widths=(2, 1, 1)),
@@ -131,18 +136,18 @@ CASES = {
     "k_config, some tokens": Case(
         tree("k_config", widths=(4, 1)), tables=Tables(MARKOV.p, OfSome(MARKOV.q.law.tolist()))
     ),
-    "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0), draws=MATCHED),
-    "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1), draws=MATCHED),
-    "binary": Case(tree("static", shape="binary", nodes=6), draws=MATCHED),
-    "eagle": Case(tree("static", source="early_exit"), draws=MATCHED),
-    "prompt_lookup": Case(MethodConfig("prompt_lookup", stop=StopConfig(max_draft=3)), 403, draws=MATCHED),
-    "ngrams, best_first": Case(ngrams(), 403, draws=MATCHED),
-    "ngrams, puct": Case(ngrams(search="puct", iterations=20, sentences=6), 403, draws=MATCHED),
-    "ngrams, mixed": Case(ngrams(evidence="mixed"), 403, draws=MATCHED),
-    "ngrams, auto": Case(ngrams(evidence="mixed", nodes="auto"), 403, draws=MATCHED),
-    "ngrams, recycled": Case(ngrams(evidence="mixed", recycle=3), 403, draws=MATCHED),
-    "fused, early_exit": Case(fused("early_exit"), 403, draws=MATCHED),
-    "fused, eagle3": Case(fused("eagle3"), 403, draws=MATCHED),
+    "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0)),
+    "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1)),
+    "binary": Case(tree("static", shape="binary", nodes=6)),
+    "eagle": Case(tree("static", source="early_exit")),
+    "prompt_lookup": Case(MethodConfig("prompt_lookup", stop=StopConfig(max_draft=3)), 403),
+    "ngrams, best_first": Case(ngrams(), 403),
+    "ngrams, puct": Case(ngrams(search="puct", iterations=20, sentences=6), 403),
+    "ngrams, mixed": Case(ngrams(evidence="mixed"), 403),
+    "ngrams, auto": Case(ngrams(evidence="mixed", nodes="auto"), 403),
+    "ngrams, recycled": Case(ngrams(evidence="mixed", recycle=3), 403),
+    "fused, early_exit": Case(fused("early_exit"), 403),
+    "fused, eagle3": Case(fused("eagle3"), 403),
 }
 
 
@@ -248,7 +253,7 @@ def test_law(name: str) -> None:
 @pytest.mark.slow
 def test_law_of_plain_sampling() -> None:
     case = CASES["chain, fixed"]
-    texts = draw(make_arm(case, name=AUTOREGRESSIVE), case.tokens, MATCHED)
+    texts = draw(make_arm(case, name=AUTOREGRESSIVE), case.tokens, DRAWS)
     assert min(p_values(texts, table_law(case.tables))) > LEVEL
 
 
@@ -270,8 +275,8 @@ PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree")
 def test_law_behind_processors_that_read_the_text(name: str) -> None:
     """Temperature, top-k and a repetition penalty, by which the law depends on all tokens that the text has had."""
     sampling = SamplingConfig(temperature=0.8, top_k=3, repetition_penalty=1.5)
-    case = Case(CASES[name].method, tokens=7)
-    texts = draw(make_arm(case, sampling), case.tokens, MATCHED)
+    case = Case(CASES[name].method, tokens=7, tables=MARKOV)
+    texts = draw(make_arm(case, sampling), case.tokens, DRAWS)
     seen = p_value(texts, penalised(sampling), lambda text: (text[-1], frozenset(text)))
     assert seen > LEVEL
     assert p_value(texts, table_law(MARKOV), lambda text: text[-1]) < LEVEL  # which is another law
@@ -411,28 +416,37 @@ def taken_for_drawn(drafter: Fused, tree: DraftTree) -> DraftTree:
 
 WIDE = Case(tree("k_config", widths=(3,)))
 FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that show it
-    "stop and verification share, as they did": (CASES["chain, beta"], choosing_by_the_same_words, DRAWS),
-    "stop and verification share": (CASES["chain, beta"], stopping_by_the_verifiers_coins, DRAWS),
-    "stop and verification share, calibrated": (CASES["chain, calibrated"], stopping_by_the_verifiers_coins, 2_000),
-    "all uses share": (CASES["chain, fixed"], streams_known_by("prompt", "repeat"), DRAWS),
-    "all uses share, in a tree": (CASES["k_config, without_replacement"], streams_known_by("prompt", "repeat"), DRAWS),
+    "stop and verification share, as they did": (CASES["chain, beta"], choosing_by_the_same_words, SHARED),
+    "stop and verification share": (CASES["chain, beta"], stopping_by_the_verifiers_coins, SHARED),
+    "stop and verification share, calibrated": (CASES["chain, calibrated"], stopping_by_the_verifiers_coins, 1_500),
+    "all uses share": (Case(chain("fixed", max_draft=3), 7), streams_known_by("prompt", "repeat"), 1_500),
+    "all uses share, in a tree": (
+        Case(tree("k_config", widths=(2, 2)), 7),
+        streams_known_by("prompt", "repeat"),
+        1_500,
+    ),
     "prompts share": (CASES["chain, beta"], streams_known_by("repeat", "purpose"), 200),
     "withdrawn": (CASES["chain, confidence"], withdrawing, 1_000),
-    "residual forgotten": (CASES["chain, fixed"], forgetting_the_residual, MATCHED),
-    "residual forgotten, in a tree": (CASES["k_config, without_replacement"], forgetting_the_residual, 4_000),
+    "residual forgotten": (CASES["chain, fixed"], forgetting_the_residual, 1_000),
+    "residual forgotten, in a tree": (CASES["k_config, without_replacement"], forgetting_the_residual, 1_500),
     "residual mirrored": (CASES["chain, fixed"], mirroring_the_residual, 500),
-    "accepted too easily": (CASES["chain, fixed"], accepting_more, 2_000),
+    "accepted too easily": (CASES["chain, fixed"], accepting_more, 1_500),
     "drawn from another q": (CASES["k_config, with_replacement"], drawing_from_another_q, DRAWS),
     "draws taken for independent": (WIDE, taking_draws_for_independent, DRAWS),
-    "matching forgets": (CASES["opt_tree"], matching_what_was_rejected, MATCHED),
+    "matching forgets": (CASES["opt_tree"], matching_what_was_rejected, 1_000),
     "row above": (CASES["chain, fixed"], reading_the_row_above, 500),
     "fused, rows mixed up": (CASES["fused, early_exit"], planted_draft(rows_mixed_up), 800),
     "fused, taken for fed": (Case(fused("early_exit", recycle=0), 403), planted_draft(taken_for_fed), 800),
-    "fused, taken for drawn": (CASES["fused, eagle3"], planted_draft(taken_for_drawn), 800),
+    "fused, taken for drawn": (CASES["fused, eagle3"], planted_draft(taken_for_drawn), 1_600),
 }
+# The same mistake in a rule whose prior learns, which 1,500 draws of another rule show.
+DEAR_FAULTS = {"stop and verification share, as they did", "stop and verification share"}
 
 
-@pytest.mark.parametrize("name", quick_where(lambda name: name == "residual mirrored", FAULTS))
+@pytest.mark.parametrize(
+    "name",
+    typical_where(lambda name: name not in DEAR_FAULTS, quick_where(lambda name: name == "residual mirrored", FAULTS)),
+)
 def test_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, plant, draws = FAULTS[name]
     plant(monkeypatch)

@@ -1,15 +1,13 @@
 """Runs of `fit` on the tiny model, here and in processes of their own."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from tests.forked import Fork
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import ROOT
 from train.core.fit import Evaluate, FitResult, fit
@@ -30,17 +28,9 @@ def fit_tiny(
     return model, fit(model, tiny_rows(), config, out_dir, resume=resume, evaluate=evaluate, identity=identity)
 
 
-def start_tiny(out_dir: Path, *launcher: str, delay: float = 0.0, **changes: Any) -> subprocess.Popen[str]:
-    """The same in a process of its own, or in those of a `launcher`; delay: seconds that a forward takes longer."""
-    script = [str(ROOT / "tests/train/fit_job.py"), str(out_dir), json.dumps(changes), str(delay)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *launcher, *script],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start_tiny(out_dir: Path, *, delay: float = 0.0, **changes: Any) -> Fork:
+    """The same in a process of its own; delay: seconds that a forward takes longer."""
+    return Fork([ROOT / "tests/train/fit_job.py", out_dir, json.dumps(changes), delay])
 
 
 def trained_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -1,12 +1,9 @@
 """Runs of the training commands that several tests make: their data, their settings, and processes of their own."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from draft_models.targets.fingerprint import fingerprint_target
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.tensor_files import open_tensors
 from outrider.wandb_config import WandbConfig
+from tests.forked import Fork
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
 from train.core import run_dir
 from train.settings.drafters import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
@@ -39,7 +37,6 @@ CHAT = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 FIT = FitConfig(steps=4, batch_rows=4, lr=3e-3, precision="fp32", save_every=2, wandb=WandbConfig(mode="disabled"))
 
 CALIBRATING = replace(FIT, steps=None, epochs=4, batch_rows=2, lr=2e-2, save_every=None)
@@ -161,21 +158,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def launch(script: str, config: Any, threads: int = 1) -> subprocess.Popen[str]:
+def launch(script: str, config: Any) -> Fork:
     """`python script` with every option as `config` has it, in a process of its own."""
-    return start([script, *options_of(config)], threads)
-
-
-def start(words: Sequence[str], threads: int = 1) -> subprocess.Popen[str]:
-    """`python words…` from the root, without a GPU."""
-    return subprocess.Popen(
-        [sys.executable, *words],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    )
+    return Fork([ROOT / script, *options_of(config)])
 
 
 def options_of(config: Any) -> list[str]:
@@ -191,21 +176,14 @@ def _overrides(prefix: str, value: Any) -> Iterator[str]:
         yield f"{prefix}={json.dumps(value)}"
 
 
-def finish(job: subprocess.Popen[str]) -> str:
-    """Wait for a process that is to succeed; returns what it said."""
-    output, _ = job.communicate(timeout=120)
-    assert job.returncode == 0, output
-    return output
-
-
-def kill_when(found: Callable[[], object], job: subprocess.Popen[str], later: float = 0.0) -> None:
+def kill_when(found: Callable[[], object], job: Fork, later: float = 0.0) -> None:
     """SIGKILL to a process that is still running, `later` seconds after there is what it is to be killed at."""
     deadline = time.monotonic() + 120
     while not found() and time.monotonic() < deadline and job.poll() is None:
         time.sleep(0.01)
     time.sleep(later)
     job.send_signal(signal.SIGKILL)
-    output, _ = job.communicate()
+    output = job.communicate()
     assert job.returncode == -signal.SIGKILL, output
 
 

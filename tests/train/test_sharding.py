@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import WEIGHTS_FILE
 from outrider.errors import UserError
+from tests.forked import Fork
 from tests.launched import free_port
 from tests.tiers import typical_where
 from tests.train.fit_job import TinyModel
@@ -45,6 +46,7 @@ def launcher(config: Path, processes: int) -> list[str]:
 
 
 def run_job(start: list[str], folder: Path, *arguments: str, gpus: str) -> str:
+    """What two processes of a launcher say."""
     run = subprocess.run(
         [sys.executable, *start, ROOT / "tests/train/sharded_job.py", folder, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": str(ROOT)},
@@ -61,7 +63,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @functools.cache
     def run(gpus: str) -> Path:
         folder = tmp_path_factory.mktemp("alone")
-        run_job([], folder, "alone", gpus=gpus)
+        if gpus:
+            run_job([], folder, "alone", gpus=gpus)
+        else:
+            job = Fork(["-m", "tests.train.sharded_job", folder, "alone"])
+            said = job.communicate(timeout=300)
+            assert job.returncode == 0, said
         return folder
 
     return run

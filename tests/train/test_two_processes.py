@@ -1,6 +1,12 @@
-"""Two processes of torchrun train what one process trains: the loop, and every command with rows to share out."""
+"""Two processes train what one process trains: the loop, and every command with rows to share out.
+
+All in one test, as workers that share the tests of a file out would each train all of it. Commands under a launcher are
+started in test_sharding.py.
+"""
 
 import json
+import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,20 +18,19 @@ from torch import Tensor
 from data_prep.text.settings import DataConfig
 from draft_models.calibration import checkpoint as calibration
 from draft_models.early_exit import checkpoint
+from tests.launched import launched
+from tests.train import two_processes_job
 from tests.train.fit_runs import fit_tiny
 from tests.train.jobs import (
     CALIBRATING,
     FIT,
-    TORCHRUN,
     calibrating,
     distilling,
     finetuning,
-    finish,
     heading,
     log,
     options_of,
     save_for_calibration,
-    start,
 )
 from train.core.row_order import own_share, step_rows
 from train.core.trained_weights import WEIGHTS_FILE
@@ -34,8 +39,6 @@ from train.recipes.eagle3 import train_eagle3
 from train.recipes.early_exit import train_early_exit
 from train.recipes.small_lm import finetune_drafter
 from train.settings.drafters import DrafterConfig
-
-JOB = "tests/train/two_processes_job.py"
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,7 @@ class Runs:
     head: dict[str, Tensor]  # the calibration that one process left
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, small: Path, corpus: DataConfig) -> Runs:
-    folder = tmp_path_factory.mktemp("runs")
+def train(folder: Path, small: Path, corpus: DataConfig) -> Runs:
     drafted = save_for_calibration(folder / "drafted")
     target = str(drafted / "target")
     exits = distilling(Path(target), corpus, folder / "exit-alone", fit=replace(FIT, steps=6))
@@ -74,11 +75,33 @@ def runs(tmp_path_factory: pytest.TempPathFactory, small: Path, corpus: DataConf
         [module, *options_of(replace(config, out_dir=str(folder / name)))] for name, (module, config) in modules.items()
     ]
     (folder / "commands.json").write_text(json.dumps(commands))
-    return Runs(folder, finish(start([*TORCHRUN, JOB, str(folder)])), alone)
+    assert launched(2, lambda state: do_what_is_said(folder, state.process_index)) == [0, 0], said_in(folder)
+    return Runs(folder, said_in(folder), alone)
+
+
+def do_what_is_said(folder: Path, rank: int) -> None:
+    """What a process does: the loop, then the commands in the folder. What it says goes into a file."""
+    said = (folder / f"said-{rank}.txt").open("w", buffering=1)
+    os.dup2(said.fileno(), 1)
+    sys.stdout = sys.stderr = said
+    two_processes_job.main(str(folder))
+
+
+def said_in(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted(folder.glob("said-*.txt")))
 
 
 @pytest.mark.slow
-def test_the_loop(runs: Runs) -> None:
+def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConfig) -> None:
+    runs = train(tmp_path, small, corpus)
+    check_the_loop(runs)
+    check_an_early_exit(runs)
+    check_adapters(runs, small)
+    check_an_eagle3_head(runs)
+    check_a_calibration_head(runs)
+
+
+def check_the_loop(runs: Runs) -> None:
     two, one = (load_file(runs.folder / name / "checkpoint-8" / WEIGHTS_FILE) for name in ("fit", "fit-alone"))
     torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-12)
     assert runs.said.count("step=8/8 loss=") == 2  # rank 0 only, of the loop and of the head
@@ -87,8 +110,7 @@ def test_the_loop(runs: Runs) -> None:
         assert entry["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-9)
 
 
-@pytest.mark.slow
-def test_an_early_exit(runs: Runs) -> None:
+def check_an_early_exit(runs: Runs) -> None:
     assert "processes=2" in runs.said
     two, one = (load_file(runs.folder / name / checkpoint.WEIGHTS_FILE) for name in ("exit", "exit-alone"))
     start = load_file(runs.folder / "drafted/target/model.safetensors")["lm_head.weight"]
@@ -96,8 +118,7 @@ def test_an_early_exit(runs: Runs) -> None:
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_adapters(runs: Runs, small: Path) -> None:
+def check_adapters(runs: Runs, small: Path) -> None:
     two, one, start = (
         load_file(folder / "model.safetensors")
         for folder in (runs.folder / "adapters", runs.folder / "adapters-alone", small)
@@ -106,15 +127,13 @@ def test_adapters(runs: Runs, small: Path) -> None:
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
 
 
-@pytest.mark.slow
-def test_an_eagle3_head(runs: Runs) -> None:
+def check_an_eagle3_head(runs: Runs) -> None:
     two, one = (load_file(runs.folder / name / "model.safetensors") for name in ("steps", "steps-alone"))
     assert (one["norm.weight"] - one["midlayer.hidden_norm.weight"]).abs().max() > 1e-3  # it did train
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_calibration_head(runs: Runs) -> None:
+def check_a_calibration_head(runs: Runs) -> None:
     """They share out what is to be captured, and the rows of a step."""
     together = load_file(runs.folder / "drafted/drafter" / calibration.WEIGHTS_FILE)
     assert runs.head["target"].abs().max() > 1e-3  # it did learn

@@ -4,7 +4,6 @@ See test_two_processes.py. All in one launch, since starting it takes longer tha
 """
 
 import json
-import sys
 from pathlib import Path
 
 from tests.train import fit_job
@@ -15,7 +14,3 @@ def main(folder: str) -> None:
     fit_job.main(f"{folder}/fit", json.dumps({"micro_batch_rows": 2, "optimizer": "adamw"}), "0")
     for words in json.loads((Path(folder) / "commands.json").read_text()):
         run_command(*words)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from data_prep.formats.gguf_model import GgufModel
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
 from tests.data_prep.formats.test_bin_files import as_bin
+from tests.forked import Fork
 from tests.gguf_files import write_gguf
 from tests.tiny import save_target
 
@@ -237,13 +236,8 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, set_to: dict[str, str], ex
 @pytest.mark.slow
 def test_processes_that_start_at_once_convert_once(kept: Path, written: Path) -> None:
     code = f"from data_prep.formats.door import as_safetensors; print(as_safetensors({str(written)!r})[0])"
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for _ in range(3)
-    ]
-    said = [run.communicate(timeout=120) for run in runs]
+    runs = [Fork(["-c", code]) for _ in range(3)]
+    said = [run.communicate() for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], said
     assert {out.strip() for out, _ in said} == {str(entries(kept)[0])}
     assert sum(f"converted {written} once: " in error for _, error in said) == 1

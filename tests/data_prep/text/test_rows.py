@@ -1,9 +1,6 @@
 import json
 import pickle
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +17,7 @@ from data_prep.text.settings import DataConfig
 from draft_models.losses import IGNORE
 from draft_models.targets.fingerprint import tokenizer_digest
 from outrider.errors import UserError
+from tests.forked import Fork
 
 TEXTS = [{"text": f"def add(first, second):\n    return {i} + second\n" * (1 + i % 5)} for i in range(40)]
 
@@ -305,14 +303,15 @@ def test_max_rows_are_spread_and_survive_pickling(data, tokenizer):
 
 
 SCRIPT = """
-import sys
+import sys, time
+from pathlib import Path
 from transformers import AutoTokenizer
 from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig
 config = DataConfig(source="local", path=sys.argv[1], cache_dir=sys.argv[2], heldout_fraction=0.0)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[3])
-print("ready", flush=True)
-sys.stdin.readline()
+while not Path(sys.argv[4]).exists():
+    time.sleep(0.01)
 rows = load_rows(config, tokenizer, 32, "train")
 print("key", rows.key, len(rows), sum(int(item["input_ids"].sum()) for item in rows))
 """
@@ -322,16 +321,10 @@ print("key", rows.key, len(rows), sum(int(item["input_ids"].sum()) for item in r
 def test_processes_that_start_together_build_once(data, tokenizer, tmp_path):
     config = data(TEXTS * 100)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    command = [sys.executable, "-c", SCRIPT, config.path[0], config.cache_dir, str(tmp_path / "tokenizer")]
-    root = Path(__file__).parents[3]
-    both = [
-        subprocess.Popen(command, cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
-    ]
-    assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
-    for process in both:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate(timeout=120)[0] for process in both]
+    words = ["-c", SCRIPT, config.path[0], config.cache_dir, tmp_path / "tokenizer", tmp_path / "go"]
+    both = [Fork(words) for _ in range(2)]
+    (tmp_path / "go").touch()
+    outputs = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert sum("tokenising into" in output for output in outputs) == 1
     results = [[line for line in output.splitlines() if line.startswith("key")] for output in outputs]

@@ -83,10 +83,10 @@ def test_packed_mask() -> None:
 @pytest.mark.slow
 def test_cudnn_is_left_out_where_a_target_is_opened_and_not_before(tmp_path: Path) -> None:
     """PyTorch would take it first on Hopper; an import changes nothing in the process."""
-    code = "import torch, {}; print(torch.backends.cuda.cudnn_sdp_enabled())"
-    for module in ("inference.core.decode", "draft_models.targets.open_target"):
-        run = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
-        assert run.stdout.strip() == "True"
+    modules = "torch, inference.core.decode, draft_models.targets.open_target"
+    code = f"import {modules}; print(torch.backends.cuda.cudnn_sdp_enabled())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "True"
     save_target(tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)
     open_target(str(tmp_path))
