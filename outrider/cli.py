@@ -86,8 +86,8 @@ COMMANDS = {
             "train a small Llama on the standard library",
         ),
         Command(
-            "export_eagle3", "train.export_eagle3", "train.settings.eagle3:ExportHeadConfig",
-            "write an EAGLE-3 head in another trainer's format",
+            "export", "train.export", "train.settings.export:ExportConfig",
+            "write a drafter as serving engines load it",
         ),
         Command(
             "ship_drafters", "train.ship_drafters", "train.settings.drafters:ShipConfig",

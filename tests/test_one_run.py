@@ -23,7 +23,7 @@ OPTIONS = {
     "eagle3": [f"target={TARGET}", "seq_len=64"],
     "eesd": [f"target={TARGET}"],
     "evaluate_checkpoint": [f"checkpoint={EARLY_EXIT}", "method=eesd_fixed", "prompt_text=[hello]"],
-    "export_eagle3": [f"head={EAGLE3}", f"target={TARGET}"],
+    "export": [f"checkpoint={EAGLE3}", f"target={TARGET}"],
     "finetune_drafter": [f"target={TARGET}"],
     "fetch_target": [],
     "generate_responses": [f"target={TARGET}"],
@@ -36,7 +36,7 @@ ELSEWHERE = {"build_trigrams": "out.building"}  # the table gets its name when i
 NOT_REHEARSED = {
     "compare_reports",
     "convert_target",
-    "export_eagle3",
+    "export",
     "fetch_target",
     "ship_drafters",
     "toy_target",

@@ -79,7 +79,7 @@ def _ship(config: ShipConfig, out_dir: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
     print(f"ship_drafters out_dir={out_dir} dtype={config.dtype} megabytes: {said}", flush=True)
     for name in left:  # in 16 bits and by itself already
-        print(f"ship_drafters left={run / name}: a head is handed on as it is, or by export_eagle3.py", flush=True)
+        print(f"ship_drafters left={run / name}: a head is handed on as it is, or by export", flush=True)
 
 
 def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:

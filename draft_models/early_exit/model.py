@@ -332,4 +332,5 @@ computation. `drafter.json` names the target it belongs to; loading it for anoth
 evaluate-checkpoint checkpoint={path} target={target} method=eesd_survival
 ```
 
-vLLM and SGLang have no kind of drafter that reads the target's inner layers; it runs in Outrider's own runtime."""
+Serving engines have no kind of drafter that reads the target's inner layers. `outrider export checkpoint={path}`
+writes it as an ordinary causal LM, which they take as a draft model."""

@@ -8,9 +8,9 @@ from annotated_types import Ge
 
 from data_prep.text.settings import DataConfig
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, Model, TargetConfig
+from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, TargetConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, RunConfig, Share, free, require_default
+from outrider.settings import Count, Positive, Share, free, require_default
 from train.settings.drafters import (
     REHEARSED_VOCABULARY,
     REHEARSED_WIDTH,
@@ -99,16 +99,3 @@ class Eagle3Config(TargetConfig):
             taps=(),
             features=None if self.features is None else str(models.parent / "features"),
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportHeadConfig(RunConfig):
-    """export-eagle3: an EAGLE-3 head in the words of another trainer, for the servers that read those."""
-
-    head: Head = free()  # of any trainer
-    target: Model = free()  # directory or Hub name of the model that it was trained for; only its config.json is read
-    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    reading: ReadingChanges = field(default_factory=ReadingChanges)  # where the head's config.json is wrong
-    dialect: Dialect = "speculators"  # whose config.json and names of tensors are written
-    dtype: FloatDtype | None = None  # of the weights that are written; null: as they are
-    out_dir: str = free("runs/export_eagle3")  # where it goes; resume=true replaces what is there

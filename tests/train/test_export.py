@@ -15,15 +15,15 @@ from draft_models.targets.settings import EAGLE3, TARGET
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
-from train.head_export import export_head
-from train.settings.eagle3 import ExportHeadConfig
+from train.exporting import export_drafter
+from train.settings.export import ExportConfig
 
 
 def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
     where, target = str(tiny_models / EAGLE3), str(tiny_models / TARGET)
-    there = ExportHeadConfig(head=where, target=target, dialect="speculators", out_dir=str(tmp_path / "there"))
-    export_head(there)
-    export_head(replace(there, head=there.out_dir, dialect="specforge", out_dir=str(tmp_path / "back")))
+    there = ExportConfig(checkpoint=where, target=target, dialect="speculators", out_dir=str(tmp_path / "there"))
+    export_drafter(there)
+    export_drafter(replace(there, checkpoint=there.out_dir, dialect="specforge", out_dir=str(tmp_path / "back")))
     config = load_config(target)
     first, middle, last = (open_head(str(place), config) for place in (where, tmp_path / "there", tmp_path / "back"))
     assert [each.dialect for each in (first, middle, last)] == ["specforge", "speculators", "specforge"]
@@ -38,11 +38,11 @@ def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
     assert there.out_dir in card
     half = replace(there, dtype="bfloat16")
     with pytest.raises(UserError, match="there: holds a model already; resume=true replaces it"):
-        export_head(half)
-    export_head(replace(half, resume=True))
+        export_drafter(half)
+    export_drafter(replace(half, resume=True))
     assert open_head(there.out_dir, config).tensors()["fc.weight"].dtype == torch.bfloat16
-    with pytest.raises(UserError, match="expected another place than head="):
-        export_head(replace(there, head=there.out_dir, resume=True))
+    with pytest.raises(UserError, match="expected another place than checkpoint="):
+        export_drafter(replace(there, checkpoint=there.out_dir, resume=True))
 
 
 def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
     WIDE_TARGET.save_pretrained(tmp_path / "target")
     out_dir = str(tmp_path / "out")
     with pytest.raises(UserError, match="dialect=eagle: has no word for tap_norms=True"):
-        export_head(ExportHeadConfig(head=head, target=str(tmp_path / "target"), dialect="eagle", out_dir=out_dir))
+        export_drafter(ExportConfig(checkpoint=head, target=str(tmp_path / "target"), dialect="eagle", out_dir=out_dir))
     assert not list(Path(out_dir).glob("*.safetensors"))
 
 
@@ -61,15 +61,15 @@ def test_a_head_whose_config_is_wrong_is_written_as_it_should_be_read(tmp_path: 
     weights = {**head_weights(facts), "d2t": torch.tensor(facts.draft_tokens)}
     head = write_head(tmp_path / "head", facts, weights)
     WIDE_TARGET.save_pretrained(tmp_path / "target")
-    given = ExportHeadConfig(head=head, target=str(tmp_path / "target"), out_dir=str(tmp_path / "out"))
+    given = ExportConfig(checkpoint=head, target=str(tmp_path / "target"), out_dir=str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"reading\.draft_ids=index reads it otherwise"):
-        export_head(given)
-    export_head(replace(given, reading=ReadingChanges(draft_ids="index", taps=(2, 5, 8))))
+        export_drafter(given)
+    export_drafter(replace(given, reading=ReadingChanges(draft_ids="index", taps=(2, 5, 8))))
     found = open_head(given.out_dir, WIDE_TARGET)
     assert (found.reading.taps, found.reading.draft_ids, found.made_here) == ((2, 5, 8), "offset", False)
     assert torch.equal(found.tensors()["d2t"], head_weights(facts)["d2t"])
     with pytest.raises(UserError, match=r"reading\.own_head=false: expected null"):
-        export_head(replace(given, reading=ReadingChanges(draft_ids="index", own_head=False), resume=True))
+        export_drafter(replace(given, reading=ReadingChanges(draft_ids="index", own_head=False), resume=True))
 
 
 def test_the_card_has_commands_of_servers_that_read_the_dialect() -> None:
@@ -86,9 +86,9 @@ def test_maps_of_the_vocabulary_are_written_where_readers_ask_for_them(tmp_path:
     facts = replace(DIALECTS["specforge"], draft_tokens=tuple(range(VOCABULARY)))
     head = write_head(tmp_path / "head", facts, head_weights(facts), draft_vocab_size=VOCABULARY)
     WIDE_TARGET.save_pretrained(tmp_path / "target")
-    given = ExportHeadConfig(head=head, target=str(tmp_path / "target"))
+    given = ExportConfig(checkpoint=head, target=str(tmp_path / "target"))
     for dialect, maps in (("speculators", set[str]()), ("specforge", {"d2t", "t2d"})):
         out_dir = tmp_path / dialect
-        export_head(replace(given, dialect=dialect, out_dir=str(out_dir)))
+        export_drafter(replace(given, dialect=dialect, out_dir=str(out_dir)))
         assert load_file(out_dir / "model.safetensors").keys() & {"d2t", "t2d"} == maps
         assert not open_head(str(out_dir), WIDE_TARGET).made_here  # a doctor has still to see it

@@ -1,0 +1,90 @@
+"""An early exit as an ordinary causal LM, which serving engines load as a draft model."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from draft_models.early_exit.model import EarlyExit, NoLayer
+from draft_models.targets.attention import stock_attention
+from draft_models.targets.empty_models import decoder_layers, empty_model, final_norm
+from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.proof import SHORT
+from outrider.errors import UserError
+
+
+def as_causal_lm(drafter: EarlyExit, target: OpenTarget, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the target's family, in `dtype` on the CPU, whose logits are those of `drafter`.
+
+    Its layers are the target's first N and the exit's, so it computes itself what the drafter reads of the target. A
+    drafter over some of the tokens gets the rows of the target's head for the others, which it may then draft too.
+    Raises `UserError` where the target's weights cannot be read, and where a layer's number decides what it computes.
+    """
+    own = () if isinstance(drafter.layer, NoLayer) else drafter.layers
+    last = target.config.num_hidden_layers - 1
+    model = target.layers([*range(drafter.exit_layer), *(last for _ in own)], dtype=dtype)
+    for layer, trained in zip(decoder_layers(model)[drafter.exit_layer :], own, strict=True):
+        layer.load_state_dict(trained.state_dict(), assign=True)  # what it held may be the next one's too
+    final_norm(model).load_state_dict(drafter.norm.state_dict())
+    if drafter.head is not None:
+        _put_head(model, drafter.head, drafter.draft_tokens)
+    _require_ordinary(model, target.config.model_type)
+    return model
+
+
+@torch.inference_mode()
+def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
+    """Raise `UserError` unless the model that others make of its config and weights computes the same."""
+    ordinary = empty_model(model.config)
+    ordinary.load_state_dict(model.state_dict(), assign=True)
+    tokens = torch.arange(min(SHORT, model.config.vocab_size))[None]
+    with stock_attention(model, "eager"), stock_attention(ordinary.eval(), "eager"):
+        if not torch.equal(model(tokens).logits, ordinary(tokens).logits):
+            raise UserError(
+                f"architecture {architecture!r}: what a layer computes depends on its number, so an exit's layer "
+                "cannot stand after the first ones of an ordinary model; this drafter runs here alone"
+            )
+
+
+def _put_head(model: PreTrainedModel, own: nn.Linear, tokens: torch.Tensor | None) -> None:
+    """Give `model` the head `own`, or its rows for `tokens`; it is then no longer the embedding."""
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    rows = slice(None) if tokens is None else tokens
+    for name, parameter in own.named_parameters():
+        whole = getattr(head, name).detach().clone()
+        whole[rows] = parameter.detach().to(whole.dtype)
+        setattr(head, name, nn.Parameter(whole, requires_grad=False))
+    model.config.tie_word_embeddings = False
+
+
+USE = """An EESD early exit, written as an ordinary Hugging Face causal LM: the target's first layers, the exit's, its
+norm and head. Every engine that takes a draft model takes it. It computes the first layers itself; Outrider's runtime
+shares them with the target, and there the drafter is faster.
+
+transformers:
+
+```python
+target = AutoModelForCausalLM.from_pretrained("{target}")
+drafter = AutoModelForCausalLM.from_pretrained("{path}")
+target.generate(**inputs, assistant_model=drafter)
+```
+
+vLLM:
+
+```
+vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": 3}}'
+```
+
+SGLang (steps + 1 draft tokens, one candidate each):
+
+```
+python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
+  --speculative-draft-model-path {path} --speculative-num-steps 3 --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens 4
+```
+
+OpenVINO GenAI, after `optimum-cli export openvino -m {path} drafter_ir`:
+
+```python
+openvino_genai.LLMPipeline("target_ir", "CPU", draft_model=openvino_genai.draft_model("drafter_ir", "CPU"))
+```"""

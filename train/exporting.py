@@ -1,0 +1,85 @@
+"""A finished drafter in a format that serving engines load, with the commands that serve it."""
+
+from pathlib import Path
+
+import torch
+
+from draft_models.card import write_card
+from draft_models.eagle3.card import use_of
+from draft_models.eagle3.checkpoint import make_head, open_head
+from draft_models.eagle3.export import save_head
+from draft_models.early_exit.checkpoint import from_pretrained, open_target_of
+from draft_models.early_exit.export import USE, as_causal_lm
+from draft_models.targets.architectures import read_config
+from draft_models.targets.model_files import CONFIG_FILE
+from draft_models.targets.open_target import stored_dtype
+from inference.settings.kinds import kind_in
+from outrider.errors import UserError, require
+from outrider.files import require_writable
+from outrider.processes import from_main, join_processes, only_run_of
+from train.parts.export import export
+from train.settings.export import ExportConfig
+
+
+def export_drafter(config: ExportConfig) -> None:
+    """Write the drafter in `config.checkpoint` to `config.out_dir`. Of a launcher, one process does it.
+
+    Raises `UserError` where it is of a kind that engines load as it is or not at all, where it does not fit the target,
+    where a dialect has no word for what it is, and where `config.out_dir` holds a model already.
+    """
+    state, out_dir = join_processes(), require_writable(config.out_dir)
+    with only_run_of(state, out_dir, "a drafter"):
+        from_main(state, lambda: _export(config, out_dir))
+
+
+def _export(config: ExportConfig, out_dir: Path) -> None:
+    another = out_dir.resolve() != Path(config.checkpoint).resolve()
+    require(another, "out_dir", config.out_dir, f"another place than checkpoint={config.checkpoint}")
+    if not config.resume and (out_dir / CONFIG_FILE).exists():
+        raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
+    kind = kind_in(config.checkpoint)
+    if kind is not None and kind.name == "early_exit":
+        said = _export_early_exit(config, out_dir)
+    elif kind is None or kind.name == "eagle3":
+        said = _export_head(config, out_dir)
+    else:
+        raise UserError(f"checkpoint={config.checkpoint}: {_AS_IT_IS.get(kind.name, f'nothing loads a {kind.name}')}")
+    size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
+    print(f"export out_dir={out_dir} {said} megabytes={size:.2f}", flush=True)
+
+
+_AS_IT_IS = {
+    "small_lm": "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands",
+    "ngrams": "no engine loads an n-gram table yet; it drafts in this runtime alone",
+}
+
+
+def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
+    target = open_target_of(config.checkpoint, config.target, config.revision)
+    dtype = stored_dtype(target.config) if config.dtype is None else getattr(torch, config.dtype)
+    drafter = from_pretrained(config.checkpoint, target.config, target.fingerprint, dtype=dtype)
+    model = as_causal_lm(drafter, target, dtype)
+    export(model, target.tokenizer, out_dir)
+    layers = f"{model.config.num_hidden_layers} of {target.config.num_hidden_layers}"
+    write_card(out_dir, USE, target.source, {"early exit": config.checkpoint, "layers": layers})
+    return f"kind=early_exit layers={model.config.num_hidden_layers} dtype={str(dtype).removeprefix('torch.')}"
+
+
+def _export_head(config: ExportConfig, out_dir: Path) -> str:
+    if config.target is None:
+        raise UserError("target=None: expected the model that the EAGLE-3 head was trained for")
+    target = read_config(config.target, config.revision)
+    stored = open_head(config.checkpoint, target, changes=config.reading)
+    dtype = None if config.dtype is None else getattr(torch, config.dtype)
+    reading = stored.reading
+    head = make_head(reading, stored.weights(dtype), config.checkpoint)
+    made_here = stored.made_here and not config.reading.stated()
+    save_head(out_dir, head, config.dialect, target, config.target, made_here=made_here)
+    facts: dict[str, object] = {
+        "head": config.checkpoint,
+        "written by": stored.dialect,
+        "written for readers of": config.dialect,
+    }
+    facts |= {"taps": list(reading.taps), "tokens": f"{reading.draft_vocabulary} of {reading.vocabulary}"}
+    write_card(out_dir, use_of(config.dialect, reading.fc_bias), config.target, facts)
+    return f"kind=eagle3 dialect={config.dialect} dtype={str(head.dtype).removeprefix('torch.')}"
