@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import COLLECTED, beyond_one_case
+from tests.tiers import COLLECTED, beyond_one_case, choose_tier
 
 # torch is imported where it is used: what hands the tests out to workers reads this file and runs none of them.
 
@@ -19,6 +19,10 @@ from tests.tiers import COLLECTED, beyond_one_case
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: a fifth of a worker's time it waits for processes that its tests start."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    choose_tier(config.option.markexpr)
 
 
 def pytest_collection_finish() -> None:

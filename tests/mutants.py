@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from conf import reported
+from tests.tiers import as_many
 
 Keys = tuple[str | int, ...]  # where in a JSON file
 VALUES: tuple[Any, ...] = (
@@ -28,15 +29,18 @@ def mutants(content: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, by
         damaged = json.loads(content)
         change(_parent(damaged, path), path[-1])
         yield f"{'.'.join(map(str, path))}: {name}", json.dumps(damaged, indent=1).encode()
-    for path in paths[:20]:
+    for path in paths[: as_many(20)]:
         yield f"{'.'.join(map(str, path))}: twice", _twice(value, path)
 
 
 def require_named(file: Path, run: Callable[[], Any], capsys: pytest.CaptureFixture[str], count: int) -> None:
-    """Damage `file` in many ways, one after the other, and `run` what reads it."""
+    """Damage `file` in many ways, one after the other, and `run` what reads it.
+
+    count: damages to its structure, of which `make test` does a third.
+    """
     whole, statuses = file.read_bytes(), set()
     run()
-    for name, content in mutants(whole, count):
+    for name, content in mutants(whole, as_many(count)):
         file.write_bytes(content)
         capsys.readouterr()
         status = 0

@@ -34,6 +34,20 @@ def typical_where(is_typical: Callable[[Any], bool], cases: Iterable[Any]) -> li
     return [case if is_typical(_value(case)) else _marked(case, "thorough") for case in cases]
 
 
+_thorough = True
+
+
+def choose_tier(marks: str) -> None:
+    """marks: which tests are to run, as -m says. Called before any is imported."""
+    global _thorough
+    _thorough = "not thorough" not in marks
+
+
+def as_many(count: int) -> int:
+    """How many of `count` random examples a test takes: a third of them where thorough cases are left out."""
+    return count if _thorough else -(-count // 3)
+
+
 PARAM = type(pytest.param())
 
 

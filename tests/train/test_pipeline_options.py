@@ -1,5 +1,6 @@
 """What every experiment of the pipeline asks of its steps: options that their commands take, minutes, targets."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, StepConfig
 from train.shipping import SHIPPED
 
@@ -23,8 +24,13 @@ def steps_of(experiment: str) -> set[str]:
     return set(STEPS) - {"eagle3"} - ({"target"} if experiment == "smollm2" else {"fetch", "prompts"})
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("name", quick_where(lambda name: name == "demo", EXPERIMENTS))
+@pytest.mark.parametrize(
+    ("name", "debug"),
+    typical_where(
+        lambda case: case[0] in ("demo", "smollm2_eagle3") or not case[1],  # all steps as rehearsals
+        quick_where(lambda case: case[0] == "demo", list(itertools.product(EXPERIMENTS, (False, True)))),
+    ),
+)
 def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
     config = compose_and_build("pipeline", [f"experiment={name}", f"debug={str(debug).lower()}"])
     assert set(config.to_do) == steps_of(name)

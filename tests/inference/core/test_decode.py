@@ -106,7 +106,7 @@ def test_greedy_equals_generate(
 def test_the_matrix_above_accepts_and_rejects(known: Callable[..., Known]) -> None:
     """The equality is worth something only if drafts are accepted, partly accepted and rejected in it."""
     rounds = []
-    for architecture, exit_layer in itertools.product(ARCHITECTURES, (1, LAYERS - 1)):
+    for architecture, exit_layer in itertools.product(("llama", "mistral", "opt"), (1, LAYERS - 1)):
         target = known(architecture, False, 2)
         drafter = make_drafter(target.path, exit_layer, noise=0.1)
         rounds += decode(target.stack, drafter, FixedLength(4), random_prompt(20), max_new_tokens=48)[1:]

@@ -64,7 +64,7 @@ class Models:
         torch.manual_seed(0)
         config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, vocab_size=VOCABULARY)
         self.plain = PlainLM(AutoModelForCausalLM.from_config(config))
-        self.head = copy.deepcopy(head)
+        self.head = head
 
     def source(self, kind: str) -> Any:
         if kind == "early_exit":
@@ -94,9 +94,14 @@ def head(path: Path) -> Eagle3:
     return fitted_head(stack, [(PROMPT, answer)])
 
 
-@pytest.fixture
-def models(path: Path, head: Eagle3) -> Models:
+@pytest.fixture(scope="module")
+def whole(path: Path, head: Eagle3) -> Models:
     return Models(path, head)
+
+
+@pytest.fixture
+def models(whole: Models) -> Models:
+    return copy.deepcopy(whole)
 
 
 @pytest.fixture(params=RUNTIMES)

@@ -308,7 +308,9 @@ GREEDY = [name for name in STRUCTURES if "replacement" not in name]
 
 @pytest.mark.parametrize(
     ("target", "source", "structure", "rule", "runtime"),
-    all_pairs(ARCHITECTURES, SOURCES, GREEDY, RULES, RUNTIMES),
+    typical_where(
+        lambda row: row[0] in ("mistral", "opt", "qwen3"), all_pairs(ARCHITECTURES, SOURCES, GREEDY, RULES, RUNTIMES)
+    ),
     indirect=["target", "runtime"],
 )
 def test_float64_greedy_equals_generate(

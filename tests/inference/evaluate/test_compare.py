@@ -85,11 +85,11 @@ def test_half_precision_and_sampling_are_judged(
     config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every arm of this runtime on evenly spread prompts, all turns; what was found decides verdict and exit status."""
-    monkeypatch.setattr(bench, "JUDGED", 3)
+    monkeypatch.setattr(bench, "JUDGED", 2)
     half = config("half", dtype="bfloat16")
     sampled = config("sampled", sampling=SamplingConfig(temperature=1.0))
     for made in (half, sampled):
-        evaluate(made, QUESTIONS * 2)
+        evaluate(made, QUESTIONS * 2 if made is half else QUESTIONS)
         judged = [bool(r.deviations) for found in read_results(Path(made.out_dir)).values() for r in found.turns[:1]]
         assert bench.JUDGED <= sum(judged) <= bench.JUDGED + (5 if made is half else 0)  # those with a mismatch
         for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:

@@ -1,6 +1,7 @@
 """The judgement of losslessness in half precision: it finds what is planted into the runtime, and nothing else."""
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import make_structure
 from outrider.streams import Streams
+from tests.tiers import typical_where
 from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
 
 TOKENS = 32
@@ -88,8 +90,14 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject(save_target(tmp_path_factory.mktemp("t"), kv_heads=2), torch.bfloat16)
 
 
-@pytest.mark.parametrize("runtime", ["eager", "graphed"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# Each of these beside one runtime: a window, grouped heads, learned positions, norms of queries and keys.
+ROUNDS = {("llama", "eager"), ("mistral", "graphed"), ("opt", "eager"), ("qwen3", "graphed")}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "runtime"),
+    typical_where(ROUNDS.__contains__, list(itertools.product(ARCHITECTURES, ("eager", "graphed")))),
+)
 @pytest.mark.slow
 def test_a_correct_runtime_only_rounds(tmp_path: Path, architecture: str, runtime: str) -> None:
     """Windows shorter than the text, grouped heads, fused and packed layers; both kinds of half precision."""
@@ -118,14 +126,14 @@ SMALL = {  # what passes in bfloat16, where it is below rounding
 }
 
 
-@pytest.mark.parametrize("fault", SMALL)
-def test_faults_below_the_rounding_of_half_precision_show_in_float32(tmp_path: Path, fault: str) -> None:
+def test_faults_below_the_rounding_of_half_precision_show_in_float32(tmp_path: Path) -> None:
     """The check that a report of a judgement in half precision offers."""
     path = save_target(tmp_path, kv_heads=2)
-    right, wrong = Subject(path, torch.float32), Subject(path, torch.float32, spoilt=SMALL[fault])
-    for arm in ARMS:
-        assert right.judgement(arm, sampled=True).faults == ()
-        assert wrong.judgement(arm, sampled=True).faults != ()
+    right = Subject(path, torch.float32)
+    assert not any(right.judgement(arm, sampled=True).faults for arm in ARMS)
+    for spoilt in SMALL.values():
+        wrong = Subject(path, torch.float32, spoilt=spoilt)
+        assert all(wrong.judgement(arm, sampled=True).faults for arm in ARMS)
 
 
 @pytest.mark.slow
@@ -155,7 +163,7 @@ def test_where_transformers_too_may_round_otherwise_is_no_fault(subject: Subject
     assert (once.peak_at, len(once.faults)) == (f"values of layer 1 at position {position}", 1)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", typical_where(lambda name: name in ("mistral", "opt"), ARCHITECTURES))
 @pytest.mark.slow
 def test_a_text_read_in_pieces_is_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
