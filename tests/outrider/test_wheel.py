@@ -86,7 +86,7 @@ def test_nothing_of_it_imports_the_clone(site: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_command_of_it_evaluates(site: Path, tmp_path: Path) -> None:
-    target = save_target(tmp_path / "target")
+    target = save_target(tmp_path / "target", "opt")  # whose layers need nothing compiled
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "prompt": "one two three"}\n')
     done = run(site, tmp_path, "-m", "outrider.cli", "evaluate-checkpoint", f"target={target}", "method=prompt_lookup",
