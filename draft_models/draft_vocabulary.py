@@ -14,8 +14,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from data_prep.formats.original import CONFIG_FILE
 from draft_models.losses import IGNORE
-from draft_models.targets.model_files import CONFIG_FILE
 from draft_models.targets.narrowed import MARK, OwnTokens, is_narrowed
 from draft_models.targets.tensor_files import find_file
 from outrider.errors import UserError

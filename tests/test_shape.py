@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # At most. Lower one whenever it is beaten; raise one only with the reason in the commit's message.
 MOST = {
     "source lines": 41_140,
-    "modules on the longest chain of imports": 16,
+    "modules on the longest chain of imports": 14,
     "modules below the decode loop": 20,
     "lines below the decode loop": 2_751,
     "modules below the drafter's interface": 9,

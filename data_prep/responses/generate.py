@@ -28,9 +28,8 @@ from data_prep.responses.server import UNANSWERED, Server
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task, Todo, read_tasks, render
 from data_prep.text.rehearsal import rehearsable
-from draft_models.targets.fingerprint import tokenizer_digest
+from draft_models.targets.fingerprint import deciding_config, model_identity, tokenizer_digest
 from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.model_identity import deciding_config, model_identity
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.sampling import Sampler
 from inference.engines.blocked import can_pack

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from draft_models.calibration.head import CalibrationHead
-from draft_models.targets.model_identity import model_differences, model_identity
+from draft_models.targets.fingerprint import model_differences, model_identity
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError, warn
 from outrider.files import read_json, write_atomically, write_json

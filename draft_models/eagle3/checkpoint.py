@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from data_prep.formats.original import CONFIG_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.dialects import (
     FIRST_LAYER,
@@ -24,7 +25,6 @@ from draft_models.eagle3.dialects import (
 )
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
-from draft_models.targets.model_files import CONFIG_FILE
 from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
 from outrider.errors import UserError
 from outrider.files import read_json

@@ -8,12 +8,12 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from data_prep.formats.original import CONFIG_FILE
 from data_prep.formats.torch_files import SAFETENSORS
 from draft_models.eagle3.checkpoint import D2T, DRAFT_TOKENS, MADE_WITH, T2D, their_name
 from draft_models.eagle3.dialects import TAPS, Dialect, read_config
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
-from draft_models.targets.model_files import CONFIG_FILE
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.versions import package_version

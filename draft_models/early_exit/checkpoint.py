@@ -22,8 +22,7 @@ from transformers import PreTrainedConfig
 from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import anatomy
-from draft_models.targets.fingerprint import Fingerprint
-from draft_models.targets.model_identity import changed_parts
+from draft_models.targets.fingerprint import Fingerprint, changed_parts
 from draft_models.targets.open_target import OpenTarget, open_target
 from draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 from outrider.errors import UserError, warn

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from data_prep.formats.original import CONFIG_FILE
 from draft_models.targets.anatomy import Anatomy
 from draft_models.targets.attention import ATTENTION
-from draft_models.targets.model_files import CONFIG_FILE
 from draft_models.targets.stack import LayerStack, module_list
 from draft_models.targets.watching import observe
 from outrider.errors import UserError, reason

@@ -1,16 +1,18 @@
 """Reading all layers of a target, or only named ones, and no other weight."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from data_prep.formats.original import CONFIG_FILE
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.empty_models import anatomy_of, empty_layers
-from draft_models.targets.model_files import CONFIG_FILE, quiet
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError, reason
 from outrider.settings import listed
@@ -79,7 +81,7 @@ def _load_converted(
             source_of[f"{source[: found.start('index')]}{index}{source[found.end('index') :]}"] = source
     stored = files.read(source_of.values(), dtype)
     weights = {name: stored[source] for name, source in source_of.items()}
-    with quiet():
+    with _quiet():
         converted: Any = type(model).from_pretrained(
             None, config=model.config, state_dict=weights, dtype=dtype, attn_implementation=ATTENTION,
             output_loading_info=True, trust_remote_code=False,
@@ -93,6 +95,20 @@ def _load_converted(
             )
     loaded.anatomy = parts
     return loaded.requires_grad_(False).eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers says nothing inside: neither progress nor warnings."""
+    before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if bar:
+            transformers_logging.enable_progress_bar()
 
 
 def _layer_of(name: str, layers: str) -> "re.Match[str] | None":

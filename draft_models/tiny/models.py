@@ -18,7 +18,7 @@ from draft_models.eagle3.reading import Reading
 from draft_models.early_exit.checkpoint import read_meta, save_pretrained
 from draft_models.early_exit.model import EarlyExit, exit_layers
 from draft_models.ngrams.table import TrigramTable
-from draft_models.targets.model_identity import model_identity
+from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TABLE, TARGET
 from draft_models.targets.tensor_files import open_tensors

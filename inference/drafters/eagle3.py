@@ -13,7 +13,7 @@ from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import AS_DECLARED, head_shapes, holds_head, load_head, open_head, stored_tokens
 from draft_models.eagle3.model import Eagle3
-from draft_models.targets.model_identity import model_identity
+from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.target import Target, require_layers
 from draft_models.targets.tensor_files import open_tensors

@@ -14,7 +14,7 @@ from draft_models.draft_vocabulary import read_own_tokens
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm.model import TRAINING_FILE, SmallLM, load_small_lm
 from draft_models.targets.architectures import position_limit, read_config
-from draft_models.targets.model_identity import model_identity
+from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.narrowed import is_narrowed
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.target import Target

@@ -34,7 +34,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from draft_models.targets.model_files import CONFIG_FILE, load_generation_config
+from data_prep.formats.original import CONFIG_FILE
+from draft_models.targets.model_files import load_generation_config
 from inference.core.sampling import Sampler
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError, reason

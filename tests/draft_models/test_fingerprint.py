@@ -148,7 +148,7 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_field_decides_but_those_that_are_known_not_to(trained: Callable[..., Path], architecture: str) -> None:
     """Whatever config.json holds: of some fields it is known that they decide no number; all others count."""
-    from draft_models.targets.model_identity import NOT_DECIDING, config_differences, deciding_config
+    from draft_models.targets.fingerprint import NOT_DECIDING, config_differences, deciding_config
 
     path = trained(architecture) / "target"
     before, stored = deciding_config(str(path), None), json.loads((path / "config.json").read_text())

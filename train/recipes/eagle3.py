@@ -19,7 +19,7 @@ from draft_models.eagle3.card import TRAINING_FILE, use_of
 from draft_models.eagle3.checkpoint import StoredHead, open_head
 from draft_models.eagle3.export import save_head
 from draft_models.eagle3.reading import Reading
-from draft_models.targets.model_identity import model_identity
+from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
 from inference.drafters.eagle3 import Eagle3Source
 from outrider.errors import warn

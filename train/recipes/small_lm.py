@@ -17,7 +17,7 @@ from draft_models.card import write_card
 from draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME
 from draft_models.targets.attention import stock_name
 from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.model_identity import model_identity
+from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.narrowed import OwnTokens
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from draft_models.targets.stack import LayerStack
