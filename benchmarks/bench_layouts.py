@@ -33,7 +33,7 @@ from inference.core.tree import chain_parents
 from inference.engines.choose import make_runtime
 from inference.engines.cpu.by_amx import has_amx
 from inference.engines.fused_layers import FusedLayer, fuse_layers
-from inference.engines.packing import INT8_LAYOUTS, LAYOUTS, WidenedLinear, lay_out, pack_linears
+from inference.engines.packing import LAYOUTS, WidenedLinear, lay_out, pack_linears
 from outrider.files import read_json, write_json
 from outrider.machine import describe_machine
 
@@ -137,7 +137,7 @@ def time_products(target: OpenTarget, dtype: torch.dtype, repeats: int) -> dict[
     linears = [module for module in stack.modules() if isinstance(module, nn.Linear)]
     codes = int8_linears(target, dtype)
     sides = {name: [make(linear) for linear in linears] for name, make in LAYOUTS.items()}
-    sides |= {f"int8 {name}": [make(linear) for linear in codes] for name, make in INT8_LAYOUTS.items()}
+    sides |= {f"int8 {name}": [make(linear) for linear in codes] for name, make in LAYOUTS.items()}
     inputs = {width: [torch.ones(width, linear.in_features, dtype=dtype) for linear in linears] for width in WIDTHS}
     seconds: dict[tuple[str, int], list[float]] = {(name, width): [] for name in sides for width in WIDTHS}
     for turn in range(1 + repeats):

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from outrider.errors import UserError
 
@@ -34,7 +33,7 @@ def write_json(path: Path, value: object) -> None:
     write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def read_json(path: Path | str, what: str, remedy: str) -> Any:
+def read_json(path: Path | str, what: str, remedy: str) -> object:
     """What a JSON file holds. Raises `UserError` naming the file, `what` it should be, and the `remedy`."""
     try:
         with open(path, "rb") as handle:
@@ -52,7 +51,15 @@ def read_json(path: Path | str, what: str, remedy: str) -> Any:
     return value
 
 
-def parse_json(content: bytes | str) -> Any:
+def read_mapping(path: Path | str, what: str, remedy: str) -> dict[str, object]:
+    """The mapping that a JSON file holds. Raises `UserError` as `read_json` does, also where it holds anything else."""
+    value = read_json(path, what, remedy)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: damaged {what} (found no mapping); {remedy}")
+    return value
+
+
+def parse_json(content: bytes | str) -> object:
     """The value of a JSON text. Raises `UserError` for what is not JSON, also where it is nested too deep.
 
     NaN and Infinity are let through, as Python writes them; `outrider.settings.construct` refuses them for numbers.
@@ -77,13 +84,13 @@ def _require_shallow(value: object) -> None:
         depth += 1
 
 
-def sealed(value: Mapping[str, object]) -> dict[str, Any]:
+def sealed(value: Mapping[str, object]) -> dict[str, object]:
     """`value` with a digest of itself, by which `unsealed` tells damage. Sets in it become sorted lists."""
     plain = json.loads(json.dumps(dict(value), default=sorted))
     return {**plain, _SEAL: _digest(plain)}
 
 
-def read_sealed(path: Path | str, what: str, remedy: str) -> dict[str, Any]:
+def read_sealed(path: Path | str, what: str, remedy: str) -> dict[str, object]:
     """What a JSON file holds that was `sealed`. Raises `UserError` as `read_json` does."""
     value = read_json(path, what, remedy)
     try:
@@ -92,7 +99,7 @@ def read_sealed(path: Path | str, what: str, remedy: str) -> dict[str, Any]:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
 
 
-def unsealed(value: object) -> dict[str, Any]:
+def unsealed(value: object) -> dict[str, object]:
     """What was `sealed`. Raises `UserError` where anything in it is no longer as it was."""
     if not isinstance(value, dict) or _SEAL not in value:
         raise UserError(f"no mapping with a {_SEAL}")

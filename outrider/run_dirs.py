@@ -10,27 +10,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
-from outrider.errors import UserError, warn
+from outrider.errors import UserError
 from outrider.files import write_json
 from outrider.settings import ABSENT, Settings, default_at, differences, listed
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
 _SHOWN, _NAMED = 200, 12  # characters of another run's command, and differences, that an error shows
-# Entries of an identity that earlier versions lack: whether they are the same is then not known.
-_RECORDED_LATER = (
-    "trained_on",
-    "target.config",
-    "target.tensors",
-    "model",
-    "end_tokens",
-    "drafter_model",
-    "capture.target",
-    "kernels",
-)
 
 
 @contextmanager
@@ -129,33 +117,16 @@ def changes(
 def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
-    An option of `config`, the settings of now, that `before` lacks is new. It had its default then. Entries of
-    `_RECORDED_LATER` that `before` lacks are no reason to refuse, but a warning says so.
+    An option of `config`, the settings of now, that `before` lacks is new. It had its default then.
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
-    found = changes(before, now, config)
-    unknown = [key for key, old, _ in found if old is ABSENT and key in _RECORDED_LATER]
-    wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in found if key not in unknown]
+    wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes(before, now, config)]
     if wrong:
         raise UserError(
             f"resume=true: {where} was made with other settings: {listed(wrong, _NAMED)}; "
             "give the same ones, or another out_dir"
         )
-    if unknown:
-        warn(f"{where}: made by an earlier version, which did not record {', '.join(unknown)}; not checked")
-
-
-def recorded_at_first(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """`identity` without what earlier versions did not record: the same before and after an update of this project."""
-    plain = dict(identity)
-    for key in _RECORDED_LATER:
-        outer, _, inner = key.rpartition(".")
-        if not outer:
-            plain.pop(inner, None)
-        elif isinstance(plain.get(outer), Mapping):
-            plain[outer] = {name: value for name, value in plain[outer].items() if name != inner}
-    return plain
 
 
 def _show(value: object) -> str:

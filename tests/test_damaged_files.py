@@ -43,7 +43,7 @@ from train import pipeline_run
 from train.core import run_dir
 from train.core.fit import fit
 from train.core.time_budget import StepBudget
-from train.core.training_state import EARLIER_FILE, STATE_FILE, read_state
+from train.core.training_state import STATE_FILE, read_state
 from train.pipeline_run import run_pipeline
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
 
@@ -143,10 +143,6 @@ def test_calibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / TABLE / "table.json"
     require_named(file, lambda: TrigramTable.open(file.parent), capsys, 200)
-    meta = json.loads(file.read_text())  # as an earlier version wrote it
-    levels = {order: {name: value[:2] for name, value in arrays.items()} for order, arrays in meta["levels"].items()}
-    file.write_text(json.dumps({**meta, "format": 1, "levels": levels}).replace(f', "sha256": "{meta["sha256"]}"', ""))
-    require_named(file, lambda: TrigramTable.open(file.parent), capsys, 200)
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -214,13 +210,6 @@ def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFi
         train()
     (middle / STATE_FILE).unlink()
     with pytest.raises(UserError, match=r"training_state\.json: no readable state .*remove .*checkpoint-1"):
-        train()
-    lines = [{"step": 1, "loss": 2.5}, {"step": 1, "eval_tau": 1.5, "epoch": 0.5}]
-    (middle / EARLIER_FILE).write_text(json.dumps({"global_step": 1, "log_history": lines, "epoch": 0.5}))
-    assert read_state(middle).metrics == {"tau": 1.5}
-    require_named(middle / EARLIER_FILE, lambda: read_state(middle), capsys, 100)
-    (middle / EARLIER_FILE).write_text('{"global_step": "1", "log_history": []}')
-    with pytest.raises(UserError, match=r"trainer_state\.json: damaged state of a training .*remove .*checkpoint-1"):
         train()
 
 

@@ -19,10 +19,10 @@ MOST = {
     "source lines": 41_140,
     "modules on the longest chain of imports": 14,
     "modules below the decode loop": 20,
-    "lines below the decode loop": 2_751,
+    "lines below the decode loop": 2_758,
     "modules below the drafter's interface": 9,
     "lines below the drafter's interface": 863,
-    "lines with Any": 317,
+    "lines with Any": 234,
     "lines with type: ignore": 17,
     "presets of methods": 15,
 }

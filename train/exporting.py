@@ -11,7 +11,7 @@ from draft_models.eagle3.export import save_head
 from draft_models.early_exit.checkpoint import from_pretrained, open_target_of
 from draft_models.early_exit.export import USE, as_causal_lm
 from draft_models.targets.architectures import read_config
-from draft_models.targets.model_files import CONFIG_FILE
+from data_prep.formats.original import CONFIG_FILE
 from draft_models.targets.open_target import stored_dtype
 from inference.settings.kinds import kind_in
 from outrider.errors import UserError, require

@@ -29,7 +29,7 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.settings import HEAD_FOLDER
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
-from outrider.files import read_json, require_writable
+from outrider.files import read_json, read_mapping, require_writable
 from outrider.processes import from_main, join_processes, only_run_of
 from train.core import run_dir
 from train.settings.drafters import ShipConfig
@@ -113,7 +113,7 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
 
 def ship_head(head: CalibrationHead, source: Path, to: Path, drafter_sha256: str) -> None:
     """The calibration head in `source` with all that is known of it, bound to other weights."""
-    facts = read_json(source / CALIBRATION_FILE, "description of a calibration head", _AGAIN)
+    facts = read_mapping(source / CALIBRATION_FILE, "description of a calibration head", _AGAIN)
     save_calibration(to, head, drafter_sha256, facts)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from data_prep.formats.convert import write_safetensors
 from data_prep.formats.original import Original
 from outrider.errors import UserError, warn
-from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.progress import Stage, counted
 from outrider.run_dirs import system_lock
 
@@ -124,7 +124,7 @@ def _remove_oldest(folder: Path, kept: Path, most: float) -> None:
     for entry in sorted(sizes, key=lambda entry: used[entry]):
         if total <= most or entry == kept or time.time() - used[entry] < _RECENT:
             continue
-        made_of = read_json(entry / RECORD_FILE, "record of a conversion", f"remove {entry}")["made_of"]
+        made_of = read_mapping(entry / RECORD_FILE, "record of a conversion", f"remove {entry}")["made_of"]
         os.rename(entry, entry.with_suffix(".part"))
         shutil.rmtree(entry.with_suffix(".part"), ignore_errors=True)
         total -= sizes[entry]

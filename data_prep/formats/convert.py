@@ -17,7 +17,7 @@ from torch import Tensor
 
 from data_prep.formats.original import CONFIG_FILE, Original, Stored
 from outrider.errors import UserError
-from outrider.files import read_json, write_atomically, write_json
+from outrider.files import read_mapping, write_atomically, write_json
 from outrider.progress import Stage
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -88,9 +88,7 @@ def _written(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _restate(file: Path, dtype: torch.dtype) -> None:
-    described = read_json(file, "description of a model", "fetch the model again")
-    if not isinstance(described, dict):
-        raise UserError(f"{file}: damaged description of a model (found no mapping); fetch the model again")
+    described = read_mapping(file, "description of a model", "fetch the model again")
     plain = {key: value for key, value in described.items() if key != "torch_dtype"}
     write_json(file, plain | {"dtype": str(dtype).removeprefix("torch.")})
 

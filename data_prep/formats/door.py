@@ -13,7 +13,7 @@ from data_prep.formats.original import AS_WRITTEN, CONFIG_FILE, TOKENIZER_FILE, 
 from data_prep.formats.torch_files import PICKLES, SAFETENSORS, Kind
 from data_prep.formats.torch_folder import DESCRIPTIONS, FolderModel, is_block_fp8
 from outrider.errors import UserError, reason
-from outrider.files import is_local, read_json
+from outrider.files import is_local, read_mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,8 +67,8 @@ def tokenizer_alone(source: str) -> "PreTrainedTokenizerBase | None":
 def is_as_written(source: str, revision: str | None) -> bool:
     """Whether the tokenizer of these safetensors was converted, and must not be that of its architecture instead."""
     file = located(source, revision, TOKENIZER_FILE)
-    said = read_json(file, "description of a tokenizer", "fetch the model again") if file else None
-    return isinstance(said, dict) and said.get(AS_WRITTEN) is True
+    said = read_mapping(file, "description of a tokenizer", "fetch the model again") if file else {}
+    return said.get(AS_WRITTEN) is True
 
 
 def located(source: str, revision: str | None, file: str) -> str | None:

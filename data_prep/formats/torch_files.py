@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data_prep.formats.original import HEAD, Stored
 from outrider.errors import UserError, reason
-from outrider.files import read_json
+from outrider.files import read_mapping
 
 # Torch's types under the names that safetensors' headers give them.
 TYPES = {
@@ -162,8 +162,7 @@ class Kind:
         A symlink in the directory may lead anywhere.
         """
         what, remedy = f"index of {self.name}", "fetch the checkpoint again"
-        content = read_json(index, what, remedy)
-        found = content.get("weight_map") if isinstance(content, dict) else None
+        found = read_mapping(index, what, remedy).get("weight_map")
         if not isinstance(found, dict) or not found:
             raise UserError(f"{index}: damaged {what} (no weight_map of tensor and file names); {remedy}")
         for name, file in found.items():

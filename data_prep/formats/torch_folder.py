@@ -13,7 +13,7 @@ from torch import Tensor
 from data_prep.formats.original import CONFIG_FILE, HEAD, Stored
 from data_prep.formats.torch_files import PICKLES, Kind
 from outrider.errors import UserError
-from outrider.files import read_json, write_json
+from outrider.files import read_mapping, write_json
 
 SCALES = "_scale_inv"  # after the name of an fp8 weight: what its blocks are to be multiplied with
 # The files beside the weights that say what a model and its tokenizer are.
@@ -66,7 +66,7 @@ class FolderModel:
         for path in self._descriptions():
             shutil.copyfile(path, folder / path.name)
         if self.quantised:
-            described = read_json(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
+            described = read_mapping(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
             del described["quantization_config"]
             write_json(folder / CONFIG_FILE, described)
 
@@ -114,8 +114,8 @@ def is_block_fp8(config: Path) -> bool:
 
 
 def _quantisation(config: Path) -> Mapping[str, object]:
-    described = read_json(config, "description of a model", "fetch the model again") if config.exists() else None
-    quantised = described.get("quantization_config") if isinstance(described, dict) else None
+    described = read_mapping(config, "description of a model", "fetch the model again") if config.exists() else {}
+    quantised = described.get("quantization_config")
     return quantised if isinstance(quantised, dict) else {}
 
 

@@ -19,7 +19,7 @@ from data_prep.python_docs.settings import PromptsConfig
 from data_prep.python_docs.subjects import Collector
 from data_prep.text.sources import Split
 from outrider.errors import UserError
-from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import check_identity
 
@@ -86,6 +86,6 @@ def _finished(folder: Path, identity: dict[str, object], config: PromptsConfig) 
         return False
     if not config.resume:
         raise UserError(f"out_dir={folder}: holds prompts already; resume=true keeps them, another out_dir keeps both")
-    before = read_json(record, "record of prompts", "give another out_dir")
-    check_identity(before.get("made_of") if isinstance(before, dict) else None, identity, record, config)
+    before = read_mapping(record, "record of prompts", "give another out_dir")
+    check_identity(before.get("made_of"), identity, record, config)
     return True

@@ -33,7 +33,7 @@ from data_prep.text.chat import Document, encode
 from data_prep.text.records import Message, find_layout, to_record
 from data_prep.text.sources import RESPONSES, RUN_FILE, read_file
 from outrider.errors import UserError
-from outrider.files import read_json, write_atomically, write_json
+from outrider.files import read_mapping, write_atomically, write_json
 from outrider.run_dirs import check_identity
 from outrider.settings import Settings, read_as
 from outrider.versions import code_history, code_version
@@ -176,8 +176,8 @@ def check_run(folder: Path, identity: Mapping[str, object], resume: bool, config
     path = folder / RUN_FILE
     if not (resume and path.exists()):
         return [code_version()]
-    before = read_json(path, "record of a run", "give another out_dir")
-    code = before.pop("code", []) if isinstance(before, dict) else []
+    before = read_mapping(path, "record of a run", "give another out_dir")
+    code = before.pop("code", [])
     check_identity(before, identity, folder, config)
     return code_history(code, folder)
 

@@ -26,7 +26,7 @@ from data_prep.targets.settings import ConvertConfig, FetchConfig
 from data_prep.targets.target_copy import SOURCE_FOLDER, convert
 from draft_models.tiny.models import save_tiny_model
 from outrider.errors import UserError, reason
-from outrider.files import read_json, require_writable, write_json
+from outrider.files import read_mapping, require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage
 from outrider.run_dirs import check_identity
@@ -99,8 +99,8 @@ def _is_finished(folder: Path, identity: dict[str, object], config: FetchConfig)
         return False
     if not config.resume:
         raise UserError(f"out_dir={folder}: holds a target already; resume=true keeps it, another out_dir keeps both")
-    before = read_json(record, "record of a fetched target", "give another out_dir")
-    check_identity(before.get("made_of") if isinstance(before, dict) else None, identity, record, config)
+    before = read_mapping(record, "record of a fetched target", "give another out_dir")
+    check_identity(before.get("made_of"), identity, record, config)
     return True
 
 

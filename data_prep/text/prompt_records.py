@@ -2,7 +2,6 @@
 
 import reprlib
 from dataclasses import dataclass
-from typing import Any
 
 from data_prep.text.records import Record, alpaca_instruction, is_conversation
 from outrider.errors import UserError
@@ -28,7 +27,7 @@ class Prompt:
         return tuple(f"{self.id}/turn{number}" for number in range(1, len(self.turns) + 1))
 
 
-def to_prompt(raw: Any, where: str, number: int) -> Prompt:
+def to_prompt(raw: object, where: str, number: int) -> Prompt:
     """The prompt in a record or text, by the record's columns; `where` (file:line) is named in errors.
 
     Raises `UserError` for a record without a known column, and for a prompt that is no text, or blank.
@@ -65,14 +64,14 @@ def to_prompt(raw: Any, where: str, number: int) -> Prompt:
     )
 
 
-def prompt_text(value: Any, where: str) -> str:
+def prompt_text(value: object, where: str) -> str:
     """`value`, a text that is not blank. Raises `UserError` naming `where` for anything else."""
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: prompt is {reprlib.repr(value)}: expected a text that is not empty")
     return _encodable(value, where)
 
 
-def asks(raw: Any) -> bool:
+def asks(raw: object) -> bool:
     """Whether a record's columns are those of a prompt, not of a conversation or a training text."""
     if not isinstance(raw, dict) or is_conversation(raw):
         return False

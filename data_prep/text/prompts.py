@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from data_prep.text.prompt_records import Prompt, prompt_text, to_prompt
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_file, read_records
 from outrider.errors import UserError, require
 
+Item = TypeVar("Item")
 _STRIDE = 4  # further prompts of a library file begin this many prompt lengths apart
 
 
@@ -122,6 +123,6 @@ def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
     return [prompts[i] for i in sorted(i for n, group in groups.items() for i in _evenly(group, shares[n]))]
 
 
-def _evenly(items: list[Any], count: int) -> list[Any]:
+def _evenly(items: list[Item], count: int) -> list[Item]:
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]

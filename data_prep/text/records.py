@@ -1,8 +1,8 @@
 """Records of any layout → a common normal form."""
 
 import json
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, final
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, NotRequired, TypedDict, TypeVar, final
 
 from outrider.errors import UserError
 from outrider.files import is_text
@@ -30,7 +30,9 @@ _CHAT_COLUMNS = ("messages", "conversations", "data", "dialogue")
 _ANSWER_COLUMNS = ("output", "response")
 
 
+Raw = Mapping[str, object]  # a record as it stands in a file
 Message = dict[str, str]  # {"role": system, user or assistant; "content": text}
+Typed = TypeVar("Typed")
 
 
 @final
@@ -66,14 +68,14 @@ class SkipRecordError(Exception):
         self.reason = reason
 
 
-def find_layout(raw: Any, layout: str, column: str | None, where: str) -> Layout:
+def find_layout(record: object, layout: str, column: str | None, where: str) -> Layout:
     """The layout of a file; `layout` auto: by the columns and values of its first record.
 
     Raises `UserError` naming `where` and the columns present if none fits.
     """
     if layout != "auto":
         return Layout(layout, column or _COLUMNS[layout])
-    _require_mapping(raw, where)
+    raw = _mapping(record, where)
     if column is not None:
         _require_column(raw, column, where)
     elif "instruction" in raw and (answer := _first(raw, _ANSWER_COLUMNS)):
@@ -87,12 +89,12 @@ def find_layout(raw: Any, layout: str, column: str | None, where: str) -> Layout
     return Layout(found, column)
 
 
-def is_conversation(raw: dict[str, Any]) -> bool:
+def is_conversation(raw: Raw) -> bool:
     """Whether a record's columns are those of a conversation with answers."""
     return bool(_first(raw, _CHAT_COLUMNS)) or ("instruction" in raw and bool(_first(raw, _ANSWER_COLUMNS)))
 
 
-def to_record(raw: Any, layout: Layout, identity: str) -> Record:
+def to_record(record: object, layout: Layout, identity: str) -> Record:
     """Convert a raw record to normal form. `identity` (file:line) becomes its id and is named in errors.
 
     A raw record with "finish": "length", as generate-responses writes it, is `truncated`. Texts become `encodable`.
@@ -100,9 +102,10 @@ def to_record(raw: Any, layout: Layout, identity: str) -> Record:
     Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
     is blank, or if its turns do not alternate between user and assistant.
     """
-    _require_mapping(raw, identity)
+    raw = _mapping(record, identity)
     _require_column(raw, layout.column, identity)
     value = raw[layout.column]
+    turns: list[tuple[object, object]]
     match layout.name:
         case "text" | "code":
             return _truncated(raw, text_record(_typed(value, str, layout, identity), identity))
@@ -131,7 +134,7 @@ def encodable(text: str) -> str:
     return text if is_text(text) else text.encode(errors="replace").decode()
 
 
-def alpaca_instruction(raw: dict[str, Any]) -> str:
+def alpaca_instruction(raw: Raw) -> str:
     """The user turn of an Alpaca record: the instruction, followed by the input if there is one."""
     return "\n\n".join(str(raw[name]) for name in ("instruction", "input") if raw.get(name))
 
@@ -141,41 +144,41 @@ def content_key(record: Record) -> str:
     return record["text"] if "text" in record else json.dumps(record["messages"])
 
 
-def _truncated(raw: dict[str, Any], record: Record) -> Record:
+def _truncated(raw: Raw, record: Record) -> Record:
     if raw.get("finish") == "length":
         record["truncated"] = True
     return record
 
 
-def _messages(turns: Sequence[tuple[Any, Any]]) -> list[Message]:
+def _messages(turns: Sequence[tuple[object, object]]) -> list[Message]:
     """[(role, content)] → messages: an optional system message, then user and assistant in turn."""
-    if any(not isinstance(content, str | None) for _, content in turns):
+    said = [(role, content or "") for role, content in turns if isinstance(content, str | None)]
+    if len(said) < len(turns):
         raise SkipRecordError("malformed")
-    if not any(content and content.strip() for _, content in turns):
+    if not any(content.strip() for _, content in said):
         raise SkipRecordError("empty")
-    head = [turn for turn in turns[:1] if turn[0] == "system" and turn[1]]
-    rest = list(turns[1:] if turns[0][0] == "system" else turns)
+    head = [turn for turn in said[:1] if turn[0] == "system" and turn[1]]
+    rest = said[1:] if said[0][0] == "system" else said
     if rest and rest[0][0] == "assistant":  # exports that begin in the middle of a conversation
         rest = rest[1:]
     for i, (role, content) in enumerate(rest):
         if role != ("assistant" if i % 2 else "user"):
             raise SkipRecordError("malformed")
-        if not (content and content.strip()):
+        if not content.strip():
             raise SkipRecordError("empty")
-    return [{"role": role, "content": encodable(content)} for role, content in head + rest]
+    return [{"role": str(role), "content": encodable(content)} for role, content in head + rest]
 
 
-def _role_turns(items: list[Any], role: str, content: str) -> list[tuple[Any, Any]]:
-    if any(not isinstance(item, dict) for item in items):
+def _role_turns(items: list[object], role: str, content: str) -> list[tuple[object, object]]:
+    turns = [item for item in items if isinstance(item, dict)]
+    if len(turns) < len(items):
         raise SkipRecordError("malformed")
-    roles = [item.get(role) for item in items]
     return [
-        (_ROLES.get(said) if isinstance(said, str) else None, item.get(content))
-        for said, item in zip(roles, items, strict=True)
+        (_ROLES.get(said) if isinstance(said := turn.get(role), str) else None, turn.get(content)) for turn in turns
     ]
 
 
-def _layout_of_value(value: Any, column: str) -> str | None:
+def _layout_of_value(value: object, column: str) -> str | None:
     if isinstance(value, str):
         return _TEXT_COLUMNS.get(column, "text")
     first = value[0] if isinstance(value, list) and value else None
@@ -186,25 +189,26 @@ def _layout_of_value(value: Any, column: str) -> str | None:
     return "messages" if isinstance(first, dict) and "role" in first else None
 
 
-def _first(raw: dict[str, Any], names: tuple[str, ...]) -> str | None:
+def _first(raw: Raw, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in raw), None)
 
 
-def _columns(raw: dict[str, Any]) -> str:
+def _columns(raw: Raw) -> str:
     return ", ".join(map(str, raw)) or "(none)"
 
 
-def _require_mapping(raw: Any, where: str) -> None:
-    if not isinstance(raw, dict):
-        raise UserError(f"{where}: expected a record with named columns, found {type(raw).__name__}")
+def _mapping(record: object, where: str) -> Raw:
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: expected a record with named columns, found {type(record).__name__}")
+    return record
 
 
-def _require_column(raw: dict[str, Any], column: str, where: str) -> None:
+def _require_column(raw: Raw, column: str, where: str) -> None:
     if column not in raw:
         raise UserError(f"{where}: no column {column!r}; columns present: {_columns(raw)}")
 
 
-def _typed(value: Any, kind: type, layout: Layout, where: str) -> Any:
+def _typed(value: object, kind: type[Typed], layout: Layout, where: str) -> Typed:
     if value is None:
         raise SkipRecordError("empty")
     if not isinstance(value, kind):

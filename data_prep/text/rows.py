@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         }
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Rows, self._source  # data-loader workers map the files again instead of receiving a copy
 
 
@@ -338,5 +338,5 @@ def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: 
     return _digest(parts)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

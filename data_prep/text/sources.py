@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from data_prep.text.prompt_records import asked_record, asks, to_prompt
 from data_prep.text.records import Layout, Record, SkipRecordError, content_key, find_layout, text_record, to_record
@@ -120,7 +120,7 @@ def content_digest(config: DataConfig) -> str:
 # ------------------------------------------------------------------------------------------------ sources
 
 
-def _sources(config: DataConfig, counts: Counter[str]) -> Iterator[tuple[str, Iterable[tuple[int, Any]]]]:
+def _sources(config: DataConfig, counts: Counter[str]) -> Iterator[tuple[str, Iterable[tuple[int, object]]]]:
     """(name, rows) of each file or dataset; a row is (number from 1, record), or (0, text) of a file."""
     if config.source == "hub":
         yield f"{config.path[0]}/{config.split}", _hub_rows(config)
@@ -132,7 +132,7 @@ def _sources(config: DataConfig, counts: Counter[str]) -> Iterator[tuple[str, It
             yield name, _text_rows(path, counts)
 
 
-def _layout_of(raw: Any, config: DataConfig, asking: bool, where: str) -> Layout:
+def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> Layout:
     """The layout of the file that begins with the record `raw` (see `find_layout`)."""
     found_prompts = asking and config.layout == "auto" and config.column is None and asks(raw)
     if config.layout == "prompts" or found_prompts:
@@ -141,7 +141,7 @@ def _layout_of(raw: Any, config: DataConfig, asking: bool, where: str) -> Layout
 
 
 def _convert(
-    raw: Any, layout: Layout | None, config: DataConfig, identity: str, number: int
+    raw: object, layout: Layout | None, config: DataConfig, identity: str, number: int
 ) -> tuple[Record | None, Literal["records", "empty", "malformed"]]:
     try:
         if layout is _PROMPTS:
@@ -249,7 +249,7 @@ def resolve_paths(patterns: Iterable[str]) -> list[Path]:
     return list(found)
 
 
-def read_file(path: Path, counts: Counter[str] | None = None) -> Iterator[tuple[int, Any]]:
+def read_file(path: Path, counts: Counter[str] | None = None) -> Iterator[tuple[int, object]]:
     """(number from 1, record) of a JSONL, JSON or parquet file, also gzipped; (0, text) of any other file.
 
     A JSON file may hold a list, one object, or one object per line. Raises `UserError` naming file and line;
@@ -262,7 +262,7 @@ def read_file(path: Path, counts: Counter[str] | None = None) -> Iterator[tuple[
     return _text_rows(path, Counter() if counts is None else counts)
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
     try:
         with _open(path) as lines:
             for number, line in enumerate(lines, 1):
@@ -272,7 +272,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
         raise _unreadable(path, error) from error
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
     content = _read(path)
     try:
         value = parse_json(content)
@@ -285,7 +285,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     yield from enumerate(value if isinstance(value, list) else [value], 1)
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -312,7 +312,7 @@ def _text_rows(path: Path, counts: Counter[str]) -> Iterator[tuple[int, str]]:
     yield 0, text
 
 
-def _hub_rows(config: DataConfig) -> Iterator[tuple[int, Any]]:
+def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:
     import datasets
 
     number = 0
@@ -354,7 +354,7 @@ def _read(path: Path) -> bytes:
         raise _unreadable(path, error) from error
 
 
-def _parse(line: bytes, where: str) -> Any:
+def _parse(line: bytes, where: str) -> object:
     try:
         return parse_json(line)
     except UserError as error:

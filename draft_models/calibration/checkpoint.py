@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from safetensors import SafetensorError
@@ -12,11 +13,11 @@ from safetensors.torch import load, save
 from draft_models.calibration.head import CalibrationHead
 from draft_models.targets.fingerprint import model_differences, model_identity
 from draft_models.targets.tensor_files import TensorFiles
-from outrider.errors import UserError, warn
-from outrider.files import read_json, write_atomically, write_json
+from outrider.errors import UserError
+from outrider.files import read_mapping, write_atomically, write_json
 
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
-FORMAT = 2  # 1, which says nothing of it: heads that see no probability
+FORMAT = 2
 
 
 def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = None) -> str:
@@ -60,8 +61,7 @@ def load_calibration(
     where they are of one.
 
     Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
-    target; when it is of another width; when its files are damaged. Earlier versions did not record the target: a
-    warning then says that it is not checked.
+    target; when it is of another width; when its files are damaged.
     """
     remedy = f"run train/calibrate.py checkpoint={path}"
     weights_file, meta_file = (Path(path) / folder / name for name in (WEIGHTS_FILE, META_FILE))
@@ -69,27 +69,25 @@ def load_calibration(
         blob = weights_file.read_bytes()
     except OSError as error:
         raise UserError(f"checkpoint={path}: no calibration head there ({error.strerror}); {remedy}") from None
-    meta = read_json(meta_file, "description of a calibration head", remedy)
-    if not isinstance(meta, dict) or not {"drafter_sha256", "weights_sha256"} <= meta.keys():
+    meta = read_mapping(meta_file, "description of a calibration head", remedy)
+    if not {"drafter_sha256", "weights_sha256"} <= meta.keys():
         raise UserError(f"{meta_file}: damaged (it names no digests); {remedy}")
-    if meta.get("format", 1) not in range(1, FORMAT + 1):
-        raise UserError(f"checkpoint={path}: its calibration head has the unknown format {meta['format']}; {remedy}")
+    if meta.get("format") != FORMAT:
+        raise UserError(f"checkpoint={path}: a calibration head of format {meta.get('format')}, not {FORMAT}; {remedy}")
     if meta["drafter_sha256"] != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
-    made_on = meta.get("target")
-    if made_on is not None and not _is_identity(made_on):
-        raise UserError(f"{meta_file}: does not say for which target; {remedy}")
-    if made_on is not None and target is not None and (wrong := model_differences(made_on, target)):
-        raise UserError(f"checkpoint={path}: its calibration head is of another target: {'; '.join(wrong)}; {remedy}")
-    if made_on is None and target is not None:
-        warn(f"checkpoint={path}: its calibration head was made when targets were not recorded, so its is not checked")
+    if target is not None:
+        made_on = meta.get("target")
+        if not _is_identity(made_on):
+            raise UserError(f"{meta_file}: does not say for which target; {remedy}")
+        if wrong := model_differences(made_on, target):
+            found = f"its calibration head is of another target: {'; '.join(wrong)}"
+            raise UserError(f"checkpoint={path}: {found}; {remedy}")
     if hashlib.sha256(blob).hexdigest() != meta.get("weights_sha256"):
         raise UserError(f"{weights_file}: truncated or altered; {remedy}")
     try:
         weights = load(blob)
         head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
-        if meta.get("format", 1) == 1:  # the defaults: it sees no probability
-            weights = {**weights, "odds": head.odds.detach(), "temperature": head.temperature}
         head.load_state_dict(weights)
     except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
         raise UserError(f"{weights_file}: not a calibration head ({error}); {remedy}") from None
@@ -99,6 +97,6 @@ def load_calibration(
     return head.to(device).requires_grad_(False)
 
 
-def _is_identity(value: object) -> bool:
+def _is_identity(value: object) -> TypeGuard[dict[str, object]]:
     """Whether `value`, from JSON, has the form of a `model_identity`."""
     return isinstance(value, dict) and all(isinstance(value.get(part), dict) for part in ("config", "tensors"))

@@ -5,7 +5,6 @@ What a loader fills in or leaves out drafts badly without a word.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
 from outrider.errors import UserError
-from outrider.files import read_json
+from outrider.files import read_mapping
 from outrider.settings import listed
 
 D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
@@ -45,7 +44,7 @@ class StoredHead:
 
     source: str
     dialect: Dialect
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     declared: Reading
     reading: Reading
     files: TensorFiles
@@ -78,9 +77,7 @@ def open_head(
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
         raise UserError(f"eagle3={source}: no {CONFIG_FILE} there; give a directory or Hub name of an EAGLE-3 head")
-    config = read_json(file, "description of a head", "fetch it again")
-    if not isinstance(config, dict):
-        raise UserError(f"eagle3={source}: no usable {CONFIG_FILE} (found no mapping); fetch it again")
+    config = read_mapping(file, "description of a head", "fetch it again")
     files = open_tensors(source, revision)
     dialect = dialect_of(config, files.file_of, source)
     stored = {own_name(name): name for name in files.file_of}

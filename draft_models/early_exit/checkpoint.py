@@ -26,8 +26,8 @@ from draft_models.targets.fingerprint import Fingerprint, changed_parts
 from draft_models.targets.open_target import OpenTarget, open_target
 from draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 from outrider.errors import UserError, warn
-from outrider.files import read_json, require_writable, write_atomically, write_json
-from outrider.settings import construct
+from outrider.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.settings import construct, listed
 from outrider.versions import code_version, package_version
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
@@ -43,6 +43,7 @@ class DrafterMeta:
     own_head: bool
     dtype: str
     fingerprint: Fingerprint
+    trained_on: dict[str, str]  # see `parts_below`
     training: dict[str, Any] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
@@ -50,7 +51,6 @@ class DrafterMeta:
     exit_depth: int = 1  # transformer layers of the exit
     format: int = FORMAT
     draft_vocabulary: int | None = None  # tokens that it has logits of; null: all
-    trained_on: dict[str, str] | None = None  # see `parts_below`; earlier versions did not record it
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
@@ -124,12 +124,11 @@ def read_meta(path: Path | str) -> DrafterMeta:
     if not file.is_file():
         raise UserError(f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (train/eesd.py)")
     what, remedy = "drafter description", "restore it, or train the drafter again"
-    values = read_json(file, what, remedy)
-    if isinstance(values, dict) and values.get("format", FORMAT) != FORMAT:
+    values = read_mapping(file, what, remedy)
+    if values.get("format", FORMAT) != FORMAT:
         raise UserError(f"{file}: format {values['format']}, this version reads {FORMAT}; train the drafter again")
     try:
-        meta: DrafterMeta = construct(DrafterMeta, values)
-        return meta
+        return construct(DrafterMeta, values)
     except UserError as error:
         raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
 
@@ -200,7 +199,7 @@ def placed(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Te
 def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str) -> None:
     """Raise `UserError` unless the target is the drafter's, naming every difference; warn of what was not recorded."""
     wrong = meta.fingerprint.differences(fingerprint)
-    if not wrong and meta.trained_on is not None:
+    if not wrong:
         files = open_tensors(fingerprint.target, fingerprint.revision)
         names = [name for name in files.file_of if part_of(name) in meta.trained_on]
         wrong = changed_parts(meta.trained_on, files.digests(names, whole=True))
@@ -210,12 +209,9 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
             + "; ".join(wrong)
             + ". Give the target it was trained for, or train a drafter for this one."
         )
-    unchecked = meta.fingerprint.unchecked(fingerprint)
-    if meta.trained_on is None and not unchecked:
-        unchecked = ["every byte of the weights that it was trained on"]
-    if unchecked:
-        missing = ", ".join(unchecked)
-        warn(f"checkpoint={path}: made with no record of {missing}; not checked against {fingerprint.target}")
+    if unchecked := meta.fingerprint.unchecked(fingerprint):
+        made = f"checkpoint={path}: made with no record of the weights in {listed(unchecked)}"
+        warn(f"{made}; not checked against {fingerprint.target}")
 
 
 def provenance() -> dict[str, str]:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from draft_models.ngrams.kernels import FAULTS, fault_of
-from outrider.errors import UserError, require, warn
+from outrider.errors import UserError, require
 from outrider.files import read_json, sealed, unsealed
 from outrider.settings import construct
 
-FORMAT, UNSEALED_FORMAT = 2, 1  # tables without digests are read too
+FORMAT = 2
 TABLE_FILE = "table.json"  # a directory that has it holds a whole table
 ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # as in `draft_models.ngrams.table.Level`
 SUFFIX_ARRAYS = ("tokens", "order", "starts")  # as in `draft_models.ngrams.suffixes.Suffixes`
@@ -35,7 +35,7 @@ Described = tuple[str, int, str]  # an array's type, length and sha256
 
 @dataclass(frozen=True)
 class Header:
-    """What table.json holds. levels: what is known of each array, by order and name; format 1 knows no digests.
+    """What table.json holds. levels: what is known of each array, by order and name.
 
     suffixes: likewise of the arrays of the suffix array, none where there is none.
     """
@@ -44,8 +44,8 @@ class Header:
     vocabulary: int
     tokenizer: str
     facts: dict[str, Any]
-    levels: dict[str, dict[str, tuple[str, int, str] | tuple[str, int]]]
-    suffixes: dict[str, tuple[str, int, str]] = field(default_factory=dict)
+    levels: dict[str, dict[str, Described]]
+    suffixes: dict[str, Described] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_vocabulary(self.vocabulary)
@@ -58,8 +58,7 @@ class Header:
             require(set(arrays) == set(ARRAYS), f"levels.{order}", sorted(arrays), ", ".join(ARRAYS))
             expected = _expected(int(order), self.vocabulary, arrays["keys"][1], arrays["tokens"][1])
             for name, described in arrays.items():
-                fits = described[:2] == expected[name] and len(described) == (3 if self.format == FORMAT else 2)
-                require(fits, f"levels.{order}.{name}", described, f"{expected[name]}, with a sha256 from format 2 on")
+                require(described[:2] == expected[name], f"levels.{order}.{name}", described, str(expected[name]))
         names = set(self.suffixes)
         require(names in (set(), set(SUFFIX_ARRAYS)), "suffixes", sorted(names), ", ".join(SUFFIX_ARRAYS) + " or none")
         for name, (kind, length, _) in self.suffixes.items():
@@ -78,7 +77,7 @@ def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]], list[n
 
     They are mapped into memory, read-only.
 
-    Raises `UserError` for anything but a whole, sound table; warns of one without digests.
+    Raises `UserError` for anything but a whole, sound table.
     """
     header = read_header(path)
     files = {(order, name): path / array_file(int(order), name) for order in header.levels for name in ARRAYS}
@@ -87,11 +86,6 @@ def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]], list[n
         _require_size(file, np.dtype(kind).itemsize * length)
     for name, (kind, length, _) in header.suffixes.items():
         _require_size(path / suffix_file(name), np.dtype(kind).itemsize * length)
-    if header.format == UNSEALED_FORMAT:
-        warn(
-            f"{path}: an n-gram table of an earlier version, without digests: that its files fit together was checked, "
-            f"not that they are as they were written; {_AGAIN} to have that checked too"
-        )
     levels = {}
     for order in header.levels:
         arrays = [_map(files[order, name], *header.levels[order][name]) for name in ARRAYS]
@@ -108,26 +102,18 @@ def read_header(path: Path) -> Header:
     what = "n-gram table"
     values = read_json(path / TABLE_FILE, what, _AGAIN)
     version = values.get("format") if isinstance(values, dict) else None
-    if version not in (FORMAT, UNSEALED_FORMAT):
-        raise UserError(
-            f"{path}: {what} of format {version}, this version reads {UNSEALED_FORMAT} and {FORMAT}; {_AGAIN}"
-        )
+    if version != FORMAT:
+        raise UserError(f"{path}: {what} of format {version}, this version reads {FORMAT}; {_AGAIN}")
     try:
-        header: Header = construct(Header, unsealed(values) if version == FORMAT else values)
+        return construct(Header, unsealed(values))
     except UserError as error:
         raise UserError(f"{path}: damaged {what} ({TABLE_FILE}: {error}); {_AGAIN}") from None
-    return header
 
 
 def table_digest(path: Path) -> str:
     """Identifies all that the table in `path` holds; does not check it. Raises `UserError`."""
-    header, digest = read_header(path), hashlib.sha256((path / TABLE_FILE).read_bytes())
-    if header.format == UNSEALED_FORMAT:
-        for order in sorted(header.levels):
-            for name in ARRAYS:
-                with open(path / array_file(int(order), name), "rb") as file:
-                    digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    read_header(path)
+    return hashlib.sha256((path / TABLE_FILE).read_bytes()).hexdigest()
 
 
 def publish(

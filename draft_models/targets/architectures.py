@@ -13,7 +13,7 @@ from draft_models.targets.narrowed import is_narrowed
 from draft_models.targets.settings import MODEL
 from draft_models.targets.tensor_files import find_file, open_tensors
 from outrider.errors import UserError, reason
-from outrider.files import is_local, read_json
+from outrider.files import is_local, read_mapping
 
 # Sizes of a config none of which is more than the longest dimension of the model's tensors.
 _SIZES = ("vocab_size", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
@@ -74,9 +74,7 @@ def require_description(source: str, revision: str | None, role: str) -> None:
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
         return  # transformers says why
-    described = read_json(file, "description of a model", "fetch the model again")
-    if not isinstance(described, dict):
-        raise UserError(f"{role}={source}: no usable {CONFIG_FILE} (found no mapping); fetch the model again")
+    described = read_mapping(file, "description of a model", "fetch the model again")
     layers = described.get("num_hidden_layers", 1)
     # A config makes lists of this length before anything else of it is looked at.
     if not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:

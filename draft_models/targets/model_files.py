@@ -1,7 +1,5 @@
 """What transformers reads of a model directory by itself; damage there gets a name in place of a traceback."""
 
-from typing import Any
-
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from data_prep.formats.door import as_safetensors, located
@@ -13,7 +11,7 @@ from outrider.progress import Stage
 
 
 def load_causal_lm(
-    source: str, revision: str | None = None, *, role: str = "target", **options: Any
+    source: str, revision: str | None = None, *, role: str = "target", **options: object
 ) -> PreTrainedModel:
     """The whole causal LM in `source` as transformers runs it. Raises `UserError`.
 

@@ -105,7 +105,7 @@ class TensorFiles:
         }
 
     def digest(self, names: Iterable[str]) -> str:
-        """A short hash of three rows (or the scalar) of each named tensor: all that earlier versions recorded."""
+        """A short hash of three rows (or the scalar) of each named tensor."""
         stored, digest = dict(self.stored(names)), hashlib.sha256()
         for name in sorted(stored):
             length = stored[name].shape[0] if stored[name].shape else 1

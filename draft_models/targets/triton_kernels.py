@@ -8,8 +8,6 @@ of the operations in the place of which these stand: what was rounded to the mod
 Importing this needs Triton, which comes with PyTorch's builds for CUDA.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -57,7 +55,7 @@ def _launch_norm(
     assert all(tensor.is_contiguous() for tensor in (x, added, weight))
     size = x.shape[-1]
     block = triton.next_power_of_2(size)
-    given: dict[str, Any] = {"size": size, "block": block, "adds": adds, "num_warps": min(16, max(1, block // 256))}
+    given: dict[str, object] = {"size": size, "block": block, "adds": adds, "num_warps": min(16, max(1, block // 256))}
     _norm_kernel[(x.numel() // size,)](x, added, weight, summed, normed, eps, **given)
 
 

@@ -41,10 +41,9 @@ def facts_of(
 
 
 def _named(stored: StoredHead, target: OpenTarget) -> Iterator[Fact]:
-    verifier = (stored.config.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
-    if name:
-        yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
+    match stored.config.get("speculators_config"):
+        case {"verifier": {"name_or_path": name}} if name:
+            yield Fact("made for", f"{name}; this target: {target.source}. A fine-tuned or quantised one agrees less")
 
 
 def _vocabulary(stored: StoredHead, tensors: Mapping[str, Tensor]) -> Iterator[Fact]:

@@ -19,7 +19,7 @@ DECLARED = "as declared"
 
 
 def patient_of_exit(
-    maker: Maker, model: Calibrated[EarlyExit], where: str, target: OpenTarget, stack: Target
+    maker: Maker[Calibrated[EarlyExit]], model: Calibrated[EarlyExit], where: str, target: OpenTarget, stack: Target
 ) -> Patient:
     """An early exit that is prepared to decode on `stack`."""
     drafter = model.drafter
@@ -35,7 +35,7 @@ def patient_of_exit(
     )
 
 
-def patient_of_lm(maker: Maker, model: Model, where: str, target: OpenTarget, stack: Target) -> Patient:
+def patient_of_lm(maker: Maker[Model], model: Model, where: str, target: OpenTarget, stack: Target) -> Patient:
     """A small LM for `target`."""
     lm = small_lm_of(model)
     record = read_record(where, TRAINING_FILE)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from inference.drafters.shaped import ShapedMaker
 from inference.engines.footprint import Place
 from inference.engines.graphs.fixed_shapes import WIDTHS
 from inference.engines.packing import lay_out
-from inference.settings.kinds import read_record, recorded_data, recorded_seconds
+from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
 
 
@@ -120,7 +120,7 @@ class Eagle3Source:
 Model = Eagle3 | Calibrated[Eagle3]
 
 
-class Eagle3Maker(ShapedMaker):
+class Eagle3Maker(ShapedMaker[Model]):
     """The model is an `Eagle3`, one that is `Calibrated` where a method asks its calibration head.
 
     changes: of the reading that a head's config declares.
@@ -145,7 +145,9 @@ class Eagle3Maker(ShapedMaker):
     def digest(self, where: str) -> str:
         return drafter_digest(open_tensors(where), self.changes.stated())
 
-    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Model:
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
+    ) -> Model:
         asked = head_asked("eagle3", self, where, target, methods, placed["device"])  # before any weights
         drafter = load_head(where, target.config, changes=self.changes, **placed)
         return drafter if asked is None else Calibrated(drafter, asked)

@@ -1,7 +1,7 @@
 """An early exit drafts: a layer on the hidden states of the target's first layers (EESD)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from inference.drafters.calibrated import Calibrated, head_asked, head_identity
 from inference.drafters.shaped import ShapedMaker
 from inference.engines.footprint import Place, cache_bytes, count, pass_bytes
 from inference.engines.packing import lay_out
-from inference.settings.kinds import recorded_data, recorded_seconds
+from inference.settings.kinds import Placed, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
 
 
@@ -84,7 +84,7 @@ class EarlyExitSource:
             self.cache.keep(base, known)
 
 
-class EarlyExitMaker(ShapedMaker):
+class EarlyExitMaker(ShapedMaker[Calibrated[EarlyExit]]):
     """The model is a `Calibrated`."""
 
     def identity(self, where: str | None) -> dict[str, object]:
@@ -95,7 +95,7 @@ class EarlyExitMaker(ShapedMaker):
         return read_meta(where).weights_sha256
 
     def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
     ) -> Calibrated[EarlyExit]:
         early_exit = from_pretrained(where, target.config, target.fingerprint, **placed)
         width = target.config.hidden_size

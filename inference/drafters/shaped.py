@@ -13,7 +13,7 @@ from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree
 from inference.drafters.calibrated import head_of
-from inference.settings.kinds import Maker
+from inference.settings.kinds import Maker, Model
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import Structure, WrappedSource, make_structure
 from inference.sizing.allowance import Allowance
@@ -57,11 +57,11 @@ class Shaped(Drafter):
             self.allowance.observe(fed, len(tree), len(nodes) + 1)
 
 
-class ShapedMaker(Maker):
+class ShapedMaker(Maker[Model]):
     """A kind whose `draft_model` a structure shapes."""
 
     def make(
-        self, model: object, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+        self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
         structure = make_structure(method, streams, drawn, head_of(model), tuning)
         return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))

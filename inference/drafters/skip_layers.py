@@ -76,7 +76,7 @@ def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
     return sorted(skip)
 
 
-class SkipLayersMaker(ShapedMaker):
+class SkipLayersMaker(ShapedMaker[None]):
     """There is no model but the target."""
 
     def require_fits(self, method: MethodConfig, layers: int) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from inference.drafters.calibrated import Calibrated, head_asked, head_identity
 from inference.drafters.shaped import ShapedMaker
 from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.engines.packing import lay_out
-from inference.settings.kinds import read_record, recorded_data, recorded_seconds
+from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 
@@ -106,7 +106,7 @@ def small_lm_of(model: Model) -> SmallLM:
     return model.drafter if isinstance(model, Calibrated) else model
 
 
-class SmallLMMaker(ShapedMaker):
+class SmallLMMaker(ShapedMaker[Model]):
     """The model is a `SmallLM`, one that is `Calibrated` where a method asks its head."""
 
     def lies_in(self, folder: str) -> bool:
@@ -119,7 +119,9 @@ class SmallLMMaker(ShapedMaker):
     def digest(self, where: str) -> str:
         return drafter_digest(open_tensors(where))
 
-    def load(self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Any) -> Model:
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
+    ) -> Model:
         head = head_asked("small_lm", self, where, target, methods, placed["device"])  # before any weights
         small = load_small_lm(where, target.tokenizer, **placed)
         return small if head is None else Calibrated(small, head)

@@ -24,7 +24,7 @@ TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
 FEWEST = 16  # layers that are timed in turn, if need be copies, unless fewer exceed the caches
 SMALL = 2**17  # bytes of a layer that is blocked without measuring: its time is that of the call, whatever the layout
 
-Choose = Callable[[Sequence[Any]], str]  # of nn.Linears or of Int8Linears
+Choose = Callable[[Sequence[Linear]], str]
 
 
 class WidenedLinear(nn.Module):
@@ -50,38 +50,34 @@ class WidenedLinear(nn.Module):
     __call__ = forward
 
 
-LAYOUTS: dict[str, Callable[[nn.Linear], nn.Module]] = {
-    "plain": lambda linear: linear,
-    "blocked": PackedLinear,
-    "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else PackedLinear(linear),
-}
-INT8_LAYOUTS: dict[str, Callable[[Int8Linear], nn.Module]] = {
-    "plain": lambda linear: linear,
-    "blocked": lambda linear: WidenedLinear(linear, PackedLinear),
-    "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else WidenedLinear(linear, PackedLinear),
-}
+def _blocked(linear: Linear) -> nn.Module:
+    return WidenedLinear(linear, PackedLinear) if isinstance(linear, Int8Linear) else PackedLinear(linear)
 
 
-def layouts_of(linear: Any) -> dict[str, Callable[[Any], nn.Module]]:
-    """By name what a layer may be laid out as."""
-    return INT8_LAYOUTS if isinstance(linear, Int8Linear) else LAYOUTS
+LAYOUTS: dict[str, Callable[[Linear], nn.Module]] = {
+    "plain": lambda linear: linear,
+    "blocked": _blocked,
+    "panels": lambda linear: PanelLinear(linear) if fits_panels(linear) else _blocked(linear),
+}
 
 
 def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> None:
     """Replace `nn.Linear`s and `Int8Linear`s inside `module` by another layout of them, for inference.
 
-    choose: which of `layouts_of` them, of all layers of one shape. The module no longer holds the plain weights of
+    choose: which of the `LAYOUTS`, of all layers of one shape. The module no longer holds the plain weights of
     those that are replaced; whatever else shares its submodules gets the new ones too.
     """
     # Of a subclass the forward is another: a router of experts returns their choice.
-    linears: dict[int, Any] = {id(child): child for child in module.modules() if type(child) in (nn.Linear, Int8Linear)}
-    by_shape: dict[tuple[Any, ...], list[Any]] = {}
+    linears: dict[int, Linear] = {
+        id(child): child for child in module.modules() if type(child) is nn.Linear or isinstance(child, Int8Linear)
+    }
+    by_shape: dict[tuple[object, ...], list[Linear]] = {}
     for linear in linears.values():
         alike = (type(linear), linear.out_features, linear.in_features, linear.bias is None)
         by_shape.setdefault(alike, []).append(linear)
     laid_out: dict[int, nn.Module] = {}
     for same in by_shape.values():
-        lay_out = layouts_of(same[0])[choose(same)]
+        lay_out = LAYOUTS[choose(same)]
         laid_out |= {id(linear): lay_out(linear) for linear in same}
     for parent in list(module.modules()):
         for name, child in parent.named_children():
@@ -89,7 +85,7 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
                 setattr(parent, name, laid_out[id(child)])
 
 
-def chosen_layout(linears: Sequence[Any], device: torch.device, *, panels: bool = True) -> str:
+def chosen_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:
     """The `fastest_layout` of layers of one shape on `device`, or what is recorded of them (see `settle`)."""
     first = linears[0]
     dtype = _dtype_of(first)
@@ -100,25 +96,24 @@ def chosen_layout(linears: Sequence[Any], device: torch.device, *, panels: bool 
     return settle(question, able, lambda: able[0] if len(able) == 1 else fastest_layout(linears, panels=panels))
 
 
-def layouts_here(linear: Any, *, panels: bool) -> list[str]:
-    """Which of `layouts_of` it this machine has for a layer; panels: whether that one counts."""
-    return [name for name in layouts_of(linear) if name != "panels" or (panels and fits_panels(linear))]
+def layouts_here(linear: Linear, *, panels: bool) -> list[str]:
+    """Which of the `LAYOUTS` this machine has for a layer; panels: whether that one counts."""
+    return [name for name in LAYOUTS if name != "panels" or (panels and fits_panels(linear))]
 
 
-def _dtype_of(linear: Any) -> torch.dtype:
+def _dtype_of(linear: Linear) -> torch.dtype:
     """Of what a layer computes."""
-    dtype: torch.dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
-    return dtype
+    return linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
 
 
-def _bytes_of(linear: Any) -> int:
+def _bytes_of(linear: Linear) -> int:
     """Of its weights, of codes too as if they were floats, as which they may be kept."""
-    return int(linear.out_features * linear.in_features * _dtype_of(linear).itemsize)
+    return linear.out_features * linear.in_features * _dtype_of(linear).itemsize
 
 
 @torch.inference_mode()
 def fastest_layout(
-    linears: Sequence[Any], clock: Callable[[], float] = time.perf_counter, *, panels: bool = True
+    linears: Sequence[Linear], clock: Callable[[], float] = time.perf_counter, *, panels: bool = True
 ) -> str:
     """Which of `layouts_here` is fastest for layers of one shape, here and now, over passes of `TIMED_ROWS` rows.
 
@@ -135,8 +130,7 @@ def fastest_layout(
     count = math.ceil(COLD / size)
     sample = list(linears[:count])
     sample += [copy.deepcopy(sample[place % len(sample)]) for place in range(len(sample), min(count, FEWEST))]
-    layouts = layouts_of(first)
-    tried = {name: [layouts[name](linear) for linear in sample] for name in layouts_here(first, panels=panels)}
+    tried = {name: [LAYOUTS[name](linear) for linear in sample] for name in layouts_here(first, panels=panels)}
     logarithms: dict[str, float] = dict.fromkeys(tried, 0.0)
     for rows in TIMED_ROWS:
         x = torch.ones(rows, first.in_features, dtype=dtype)

@@ -1,7 +1,6 @@
 """Drafters made ready to decode beside a target, and fresh ones for every generation."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from draft_models.targets.target import Target
 from inference.core.drafter import Drafter
@@ -11,7 +10,7 @@ from inference.sizing.policy import Tuning
 from outrider.progress import Stage
 from outrider.streams import Streams
 
-Drafters = Mapping[str, Any]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
+Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
 
 
 def new_drafter(
@@ -28,9 +27,12 @@ def new_drafter(
     kind = KINDS[method.source]
     model, maker = drafters.get(kind.name), kind.load_maker()
     if kind.shaped and method.reads_ngrams:
-        from inference.drafters.ngram.fused import Fused  # compiled code: not for who drafts otherwise
+        from draft_models.ngrams.table import TrigramTable  # compiled code: not for who drafts otherwise
+        from inference.drafters.ngram.fused import Fused
 
-        return Fused(maker.draft_model(model, method), drafters.get("ngrams"), method, tuning)
+        table = drafters.get("ngrams")
+        assert isinstance(table, TrigramTable)
+        return Fused(maker.draft_model(model, method), table, method, tuning)
     return maker.make(model, method, streams, drawn=drawn, tuning=tuning)
 
 

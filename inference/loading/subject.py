@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import transformers
@@ -34,7 +34,7 @@ from inference.loading.drafters import Drafters, prepare
 from inference.loading.generation_config import Inherited, inherit, read_generation_config
 from inference.loading.templates import chat_template, trained_templates
 from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
+from inference.settings.kinds import KINDS, Placed
 from inference.settings.method import number
 from inference.shapes.shapes import find_shape
 from outrider.errors import UserError, reason, require
@@ -205,15 +205,12 @@ def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Pro
     }
 
 
-def load_drafters(config: EvaluateConfig, target: Any, **placed: Any) -> Drafters:
-    """The model of every kind that `config` says the place of, for this target. Raises `UserError`.
-
-    placed: dtype and device, for kinds that run a model.
-    """
+def load_drafters(config: EvaluateConfig, target: Any, **placed: Unpack[Placed]) -> Drafters:
+    """The model of every kind that `config` says the place of, for this target. Raises `UserError`."""
     for method in config.methods.values():
         if KINDS[method.source].layers:
             KINDS[method.source].load_maker().require_fits(method, target.config.num_hidden_layers)
-    drafters: dict[str, Any] = {}
+    drafters: dict[str, object] = {}
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:

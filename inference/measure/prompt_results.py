@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from inference.measure.results import PromptResult, Skipped
 from outrider.errors import UserError
@@ -47,7 +46,7 @@ class Measured:
     load: float | None = None
 
 
-def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config: Settings | None = None) -> Any:
+def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config: Settings | None = None) -> object:
     """What was prepared (see `begin_run`) by the run that is to be continued in `folder`; None where there is none.
 
     config: the run's own, for options that are newer than the run (see `check_identity`).

@@ -173,16 +173,26 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
         if not line.strip():
             continue
         try:
-            record = parse_json(line)
-            turns = record["choices"][0]["turns"]
-            if not isinstance(turns, list) or not all(isinstance(turn, str) and is_text(turn) for turn in turns):
-                raise TypeError("turns are not texts")
-            found[str(record["question_id"])] = tuple(turns)
-        except (UserError, KeyError, IndexError, TypeError) as error:
-            raise UserError(f"{path}:{number}: not an answer record ({error!r}); see replay.py") from None
+            question, turns = _answered(parse_json(line))
+        except UserError as error:
+            raise UserError(f"{path}:{number}: not an answer record ({error}); see replay.py") from None
+        found[question] = turns
     if not found:
         raise UserError(f"transcripts={name}: no answer in it")
     return found
+
+
+def _answered(record: object) -> tuple[str, tuple[str, ...]]:
+    match record:
+        case {"question_id": question, "choices": [{"turns": [*turns]}, *_]}:
+            return str(question), tuple(_text(turn) for turn in turns)
+    raise UserError("expected question_id and choices, the first with turns")
+
+
+def _text(turn: object) -> str:
+    if not isinstance(turn, str) or not is_text(turn):
+        raise UserError("turns are not texts")
+    return turn
 
 
 def recordings(

@@ -202,6 +202,6 @@ class EvaluateConfig(RehearsedConfig):
             return "" if self.checkpoint is None else f"; checkpoint={self.checkpoint} holds no drafter that is known"
         return f"; checkpoint={self.checkpoint} holds {self.held.name}, for method={self.held.preset}"
 
-    def maker(self, kind: Kind) -> Maker:
+    def maker(self, kind: Kind) -> Maker[Any]:
         """The `Maker` of `kind`, which reads models as these options say."""
         return kind.load_maker().reading(self.reading)

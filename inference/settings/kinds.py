@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack
 
 from draft_models.targets.settings import HEAD_FOLDER
-from outrider.files import read_json
+from outrider.files import read_mapping
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
     from draft_models.eagle3.changes import ReadingChanges
@@ -27,7 +28,17 @@ if TYPE_CHECKING:
     from outrider.streams import Streams
 
 
-class Maker(ABC):
+Model = TypeVar("Model")
+
+
+class Placed(TypedDict, total=False):
+    """Where the model of a kind that runs one goes."""
+
+    dtype: "torch.dtype"
+    device: "torch.device | str"
+
+
+class Maker(ABC, Generic[Model]):
     """What decoding asks of a kind. `model` is whatever its `load` returned; the defaults suit a kind without one."""
 
     def lies_in(self, folder: str) -> bool:
@@ -41,15 +52,16 @@ class Maker(ABC):
         """What of the model in `where` decides results, JSON-able, with the same keys where there is none."""
         return {}
 
-    def load(self, where: str, target: "OpenTarget", methods: Mapping[str, "MethodConfig"], **placed: Any) -> Any:
+    def load(
+        self, where: str, target: "OpenTarget", methods: Mapping[str, "MethodConfig"], **placed: Unpack[Placed]
+    ) -> Model:
         """The model in `where`, for this target and these methods. Raises `UserError` where it is unusable.
 
-        placed: dtype and device, of a kind that runs a model. A kind that sees tokens only asks nothing of `target`
-        but `vocabulary_digest` and `vocabulary_size`.
+        A kind that sees tokens only asks nothing of `target` but `vocabulary_digest` and `vocabulary_size`.
         """
         raise TypeError(f"{type(self).__name__}: a kind with an option for its model's place needs a `load` of its own")
 
-    def reading(self, changes: "ReadingChanges") -> "Maker":
+    def reading(self, changes: "ReadingChanges") -> "Maker[Model]":
         """One that reads models with `changes`; itself where the kind is read in one way only."""
         return self
 
@@ -57,15 +69,15 @@ class Maker(ABC):
         """Whether the model in `where` was written by others, in words that may be read wrongly."""
         return False
 
-    def prepare(self, model: Any, target: "Target") -> None:
+    def prepare(self, model: Model, target: "Target") -> None:
         """Make the model ready to decode beside `target`."""
         return
 
-    def context(self, model: Any) -> int | None:
+    def context(self, model: Model) -> int | None:
         """The positions that the model can hold, None where it has no limit of its own."""
         return None
 
-    def finish(self, model: Any) -> None:
+    def finish(self, model: Model) -> None:
         """Decoding has ended: save what is to outlive it. Raises `UserError`."""
         return
 
@@ -73,7 +85,7 @@ class Maker(ABC):
         """Nobody decodes by `method` any more: leave to other processes what was opened for it. Raises `UserError`."""
         return
 
-    def own_models(self, model: Any) -> "list[Target]":
+    def own_models(self, model: Model) -> "list[Target]":
         """The causal LMs that it runs in sessions of their own."""
         return []
 
@@ -104,13 +116,13 @@ class Maker(ABC):
         """
         raise TypeError(f"{type(self).__name__}: a kind that a calibration head belongs to needs a `digest` of its own")
 
-    def draft_model(self, model: Any, method: "MethodConfig") -> "DraftModel":
+    def draft_model(self, model: Model, method: "MethodConfig") -> "DraftModel":
         """A `DraftModel`, fresh for one generation; asked where `Kind.shaped`."""
         raise TypeError(f"{type(self).__name__}: a kind that a structure shapes needs a `draft_model` of its own")
 
     @abstractmethod
     def make(
-        self, model: Any, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
+        self, model: Model, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
     ) -> "Drafter":
         """A drafter, fresh for one generation (see `new_drafter`)."""
 
@@ -121,8 +133,7 @@ def read_record(where: str, file: str) -> dict[str, object]:
     Raises `UserError` where it cannot be read.
     """
     path = Path(where) / file
-    found = read_json(path, "record of a training", "remove it, or restore it") if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
+    return read_mapping(path, "record of a training", "remove it, or restore it") if path.is_file() else {}
 
 
 def recorded_seconds(facts: object) -> float | None:
@@ -178,10 +189,10 @@ class Kind:
         """Where a calibration head of the model in `where` lies, if there is one; None: it can have none."""
         return None if self.calibration is None else Path(where) / self.calibration
 
-    def load_maker(self) -> Maker:
+    def load_maker(self) -> Maker[Any]:
         """Its `Maker`."""
         module, _, name = self.maker.partition(":")
-        maker: Maker = getattr(import_module(module), name)
+        maker: Maker[Any] = getattr(import_module(module), name)
         return maker
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.calibration.checkpoint import load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
-from draft_models.early_exit.checkpoint import META_FILE, from_pretrained, read_meta, save_pretrained
+from draft_models.early_exit.checkpoint import from_pretrained, read_meta, save_pretrained
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
@@ -189,26 +189,6 @@ def warnings(captured: Any) -> list[str]:
     return [line for line in captured.err.splitlines() if line.startswith("warning: ")]
 
 
-def test_an_old_drafter_loads_with_one_warning(trained: Callable[..., Path], capsys: pytest.CaptureFixture) -> None:
-    folder = trained()
-    load(folder)
-    assert warnings(capsys.readouterr()) == []
-
-    def as_before(meta: dict[str, Any]) -> None:
-        meta.pop("trained_on", None)
-        for name in ("config", "tensors"):
-            meta["fingerprint"].pop(name, None)
-
-    edit(folder / "drafter" / META_FILE, as_before)
-    load(folder)
-    (line,) = warnings(capsys.readouterr())
-    assert "not checked" in line
-    assert "config" in line
-    assert "weights" in line
-    with pytest.raises(UserError, match="layers: drafter 4, target 6"):  # what was recorded still is
-        load(folder, save_target(folder / "deep", num_hidden_layers=6))
-
-
 def test_layers_that_were_not_there_are_named_when_they_are(
     trained: Callable[..., Path], capsys: pytest.CaptureFixture
 ) -> None:
@@ -247,7 +227,8 @@ def test_a_calibration_belongs_to_the_target_too(trained: Callable[..., Path], c
     with pytest.raises(UserError, match=r"calibration head is of another target: config\.rope_parameters\.rope_theta"):
         load_calibration(drafter, sha, "cpu", target())
     edit(drafter / CALIBRATION_FILE, lambda meta: meta.pop("target"))
-    load_calibration(drafter, sha, "cpu", target())
-    (line,) = warnings(capsys.readouterr())
-    assert "calibration head" in line
-    assert "not checked" in line
+    with pytest.raises(UserError, match="does not say for which target"):
+        load_calibration(drafter, sha, "cpu", target())
+    edit(drafter / CALIBRATION_FILE, lambda meta: meta.update(format=3))
+    with pytest.raises(UserError, match="of format 3, not 2"):
+        load_calibration(drafter, sha, "cpu", target())

@@ -22,7 +22,7 @@ from inference.engines import packing
 from inference.engines.choose import make_runtime
 from inference.engines.fused_layers import join
 from inference.engines.packing import (
-    INT8_LAYOUTS,
+    LAYOUTS,
     WidenedLinear,
     can_pack,
     fastest_layout,
@@ -50,7 +50,7 @@ def coded(rows: int, columns: int, dtype: torch.dtype, bias: bool, seed: int = 0
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("layout", INT8_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_layout_multiplies_by_the_same_numbers(layout: str, bias: bool, dtype: torch.dtype) -> None:
     """A slow reference of the dequantised weights, in float64."""
@@ -59,7 +59,7 @@ def test_every_layout_multiplies_by_the_same_numbers(layout: str, bias: bool, dt
         pytest.skip("no kernel for it here")
     weight = layer.codes.double() * layer.scale.double()[:, None]
     rounded = 4 * torch.finfo(dtype).eps
-    made = INT8_LAYOUTS[layout](layer)
+    made = LAYOUTS[layout](layer)
     for shape in ((1, 1, 192), (1, 5, 192), (40, 192)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         expected = x.double() @ weight.T + (0 if layer.bias is None else layer.bias.double())
@@ -84,7 +84,7 @@ def test_the_layout_is_the_fastest_that_there_is(monkeypatch: pytest.MonkeyPatch
     """Of layers that are worth measuring."""
     monkeypatch.setattr(packing, "SMALL", 0)
     for wanted in ("plain", "blocked"):
-        now, slow = [0.0], dict.fromkeys(INT8_LAYOUTS, 1.0) | {wanted: 0.1}
+        now, slow = [0.0], dict.fromkeys(LAYOUTS, 1.0) | {wanted: 0.1}
 
         def timed(name: str, layer: Int8Linear, now: list[float] = now, slow: dict[str, float] = slow) -> nn.Module:
             class Slow(nn.Module):
@@ -93,8 +93,8 @@ def test_the_layout_is_the_fastest_that_there_is(monkeypatch: pytest.MonkeyPatch
 
             return Slow()
 
-        makers = {name: partial(timed, name) for name in INT8_LAYOUTS}
-        with patch.object(packing, "INT8_LAYOUTS", makers):
+        makers = {name: partial(timed, name) for name in LAYOUTS}
+        with patch.object(packing, "LAYOUTS", makers):
             assert fastest_layout([coded(32, 64, torch.float32, False)], lambda now=now: now[0]) == wanted
     model = nn.Sequential(coded(32, 64, torch.float32, False), nn.Linear(64, 32))
     pack_linears(model, lambda layers: "blocked" if isinstance(layers[0], Int8Linear) else "plain")

@@ -16,7 +16,7 @@ from accelerate import PartialState
 
 from outrider.errors import UserError
 from outrider.processes import only_run_of
-from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, clear, only_run, recorded_at_first
+from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, clear, only_run
 from tests.launched import launched
 
 ROOT = Path(__file__).parents[2]
@@ -123,24 +123,3 @@ def test_clear_leaves_the_lock(tmp_path: Path) -> None:
         clear(folder)
         assert {path.name for path in folder.iterdir()} == {LOCK_FILE, HOLDER_FILE}
     assert (elsewhere / "kept").exists()
-
-
-def test_what_was_not_recorded_is_no_difference_but_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    before = {"lr": 1.0, "target": {"layers": 4}}
-    now = {"lr": 1.0, "target": {"layers": 4, "config": {"rope_theta": 1e4}}, "trained_on": {"lm_head": "a"}}
-    check_identity(before, now, tmp_path)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ")
-    assert line.endswith("did not record target.config, trained_on; not checked")
-    assert recorded_at_first(now) == before
-    assert now["target"]["config"]  # left alone
-    check_identity(now, now, tmp_path)
-    assert capsys.readouterr().err == ""
-    other = {**now, "target": {"layers": 4, "config": {"rope_theta": 5e5}}}
-    with pytest.raises(UserError, match=r"other settings: target\.config\.rope_theta=500000\.0 \(was 10000\.0\);"):
-        check_identity(now, other, tmp_path)
-    with pytest.raises(UserError, match=r"lr=absent \(was 1\.0\)"):
-        check_identity(before, {"target": {"layers": 4}}, tmp_path)
-    many = {f"k{i:02}": i for i in range(30)}
-    with pytest.raises(UserError, match=r"k11=12 \(was 11\) and 18 more; give"):
-        check_identity(many, {key: value + 1 for key, value in many.items()}, tmp_path)

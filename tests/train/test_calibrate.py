@@ -1,7 +1,6 @@
 """Calibration: what is captured, the checkpoint of a head, the command."""
 
 import functools
-import hashlib
 import itertools
 import json
 import resource
@@ -107,26 +106,6 @@ def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> No
     kept = only_tested(whole)
     assert all(torch.equal(kept[name], part[name]) for name in part)
     assert all((whole["position"].diff() == 1) | (whole["position"][1:] == 1))
-
-
-def test_a_head_of_the_first_format_still_serves(tmp_path: Path) -> None:
-    """It was stored without what looks at probabilities, and without temperatures."""
-    torch.manual_seed(0)
-    head = CalibrationHead(4, 4)
-    for parameter in (head.target, head.draft, head.bias):
-        torch.nn.init.normal_(parameter)
-    old = {name: value.detach() for name, value in head.state_dict().items() if name not in ("odds", "temperature")}
-    blob = save(old)
-    (tmp_path / WEIGHTS_FILE).write_bytes(blob)
-    meta = {"drafter_sha256": "a" * 64, "weights_sha256": hashlib.sha256(blob).hexdigest()}
-    (tmp_path / META_FILE).write_text(json.dumps(meta))
-    inputs = torch.randn(3, 4), torch.randn(3, 4), torch.tensor([1, 2, 12])
-    found = load_calibration(tmp_path, "a" * 64)
-    for q in (0.1, 0.9):
-        torch.testing.assert_close(found(*inputs, torch.full((3,), q).log()), head(*inputs, torch.zeros(3)))
-    (tmp_path / META_FILE).write_text(json.dumps({**meta, "format": 3}))
-    with pytest.raises(UserError, match="unknown format 3"):
-        load_calibration(tmp_path, "a" * 64)
 
 
 def test_every_shard_is_somebodys_whenever_they_look(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A run that was stopped goes on from its last complete checkpoint to the bits that it would have had."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -133,22 +132,6 @@ def test_resume_may_change_what_does_not_decide_the_result(tmp_path):
     fit_tiny(tmp_path, steps=4, resume=True, log_every=1, save_every=1, micro_batch_rows=2)
     assert [entry["step"] for entry in log(tmp_path)] == [2, 3, 4]  # the line of the lost step 4 is gone
     assert (tmp_path / "checkpoint-3").exists()
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
-    """Trainer's: a scheduler beside the optimizer, and the evaluations in its log."""
-    model, first = fit_tiny(tmp_path / "old", evaluate=lambda *_: {"agreement": 0.5})
-    lines = [{"step": 2, "loss": 1.0}, {"step": 8, "eval_agreement": 0.5, "epoch": 1.0}]
-    for checkpoint in run_dir.checkpoints(tmp_path / "old"):
-        (checkpoint / STATE_FILE).unlink()
-        state = {"global_step": run_dir.step_of(checkpoint), "log_history": lines, "epoch": 1.0, "max_steps": 8}
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state))
-        torch.save({"last_epoch": run_dir.step_of(checkpoint)}, checkpoint / "scheduler.pt")
-    assert fit_tiny(tmp_path / "old", resume=True)[1].metrics == first.metrics
-    shutil.rmtree(tmp_path / "old" / "checkpoint-8")
-    again, second = fit_tiny(tmp_path / "old", resume=True, evaluate=lambda *_: {"agreement": 0.5})
-    assert second.resumed_from == 6
-    torch.testing.assert_close(trained_weights(again), trained_weights(model), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth"])

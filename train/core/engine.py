@@ -160,7 +160,7 @@ class _RandomStates(TypedDict):
     python: tuple[object, ...]
     numpy: dict[str, object] | tuple[str, np.ndarray, int, int, float]
     cpu: Tensor
-    cuda: NotRequired[Tensor | list[Tensor]]
+    cuda: NotRequired[Tensor]
 
 
 def _random_states() -> _RandomStates:
@@ -180,5 +180,4 @@ def _set_random_states(states: _RandomStates) -> None:
     torch.set_rng_state(states["cpu"])
     cuda = states.get("cuda")
     if torch.cuda.is_available() and cuda is not None:
-        # Earlier versions saved those of all devices where there were several processes.
-        torch.cuda.set_rng_state_all(cuda) if isinstance(cuda, list) else torch.cuda.set_rng_state(cuda)
+        torch.cuda.set_rng_state(cuda)

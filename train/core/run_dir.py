@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from outrider.errors import UserError
-from outrider.files import read_json, require_writable
+from outrider.files import read_mapping, require_writable
 from outrider.run_dirs import check_identity
 from outrider.settings import Settings
 from outrider.versions import code_history, code_version
@@ -70,8 +70,8 @@ def open_run(
     found = checkpoints(out_dir)
     if not found:
         return None
-    before = read_json(found[-1] / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
-    made = {key: value for key, value in before.items() if key != "code"} if isinstance(before, dict) else before
+    before = read_mapping(found[-1] / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
+    made = {key: value for key, value in before.items() if key != "code"}
     check_identity(made, identity, found[-1], settings)
     return found[-1]
 
@@ -80,7 +80,7 @@ def code_of(start: Path | None) -> list[str]:
     """What a run that begins at `start` records as "code" (see `code_history`)."""
     if start is None:
         return [code_version()]
-    record = read_json(start / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
+    record = read_mapping(start / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
     return code_history(record.get("code", []), start)
 
 
@@ -102,8 +102,8 @@ def finished(
         raise UserError(
             f"out_dir={out_dir}: holds a finished run ({report}); resume=true keeps it, another out_dir makes a new one"
         )
-    made = read_json(path, "report of a run", "remove it, or give another out_dir")
-    check_identity(made.get("settings") if isinstance(made, dict) else None, identity, path, settings)
+    made = read_mapping(path, "report of a run", "remove it, or give another out_dir")
+    check_identity(made.get("settings"), identity, path, settings)
     return True
 
 

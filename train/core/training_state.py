@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import UserError, require
-from outrider.files import read_json, write_json
+from outrider.files import write_json
 from outrider.settings import read_as
 from train.core import run_dir
 
 STATE_FILE = "training_state.json"
-EARLIER_FILE = "trainer_state.json"  # of earlier versions, which trained with transformers' Trainer
 _WHAT = "state of a training"
 
 
@@ -37,27 +36,11 @@ def write_state(checkpoint: Path, reached: TrainingState) -> None:
 
 
 def read_state(checkpoint: Path) -> TrainingState:
-    """What `write_state` has left in `checkpoint`, also an earlier version's. Raises `UserError` for a damaged file."""
+    """What `write_state` has left in `checkpoint`. Raises `UserError` for a damaged file."""
     remedy = f"remove {checkpoint}: resume=true goes on from the one before"
     file = checkpoint / STATE_FILE
-    if file.exists() or not (checkpoint / EARLIER_FILE).exists():
-        state: TrainingState = read_as(TrainingState, file, _WHAT, remedy)
-    else:
-        file = checkpoint / EARLIER_FILE
-        state = _earlier(file, remedy)
+    state = read_as(TrainingState, file, _WHAT, remedy)
     if state.step != run_dir.step_of(checkpoint):
         expected = run_dir.step_of(checkpoint)
         raise UserError(f"{file}: damaged {_WHAT} (step={state.step!r}: expected {expected}); {remedy}")
     return state
-
-
-def _earlier(file: Path, remedy: str) -> TrainingState:
-    """The steps and the last evaluation, as Trainer wrote them: log_history has lines of names and numbers."""
-    values = read_json(file, _WHAT, remedy)
-    try:
-        lines = [line for line in values["log_history"] if any(key.startswith("eval_") for key in line)]
-        last = dict(lines[-1]) if lines else {}
-        metrics = {key.removeprefix("eval_"): value for key, value in last.items() if key.startswith("eval_")}
-        return TrainingState(values["global_step"], metrics)
-    except (KeyError, TypeError, ValueError, AttributeError, UserError) as error:
-        raise UserError(f"{file}: damaged {_WHAT} ({type(error).__name__}: {error}); {remedy}") from None

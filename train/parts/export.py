@@ -3,7 +3,6 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,7 +13,7 @@ from outrider.errors import UserError
 from train.core import run_dir
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     """The ids under which configs know the tokenizer's special tokens."""
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +51,7 @@ def drafter_config(
         config = load_config(drafter.path, drafter.revision, role="drafter.path")
         require_same_vocabulary(load_tokenizer(drafter.path, drafter.revision, role="drafter.path"), tokenizer)
         return config
-    shape: dict[str, Any] = {
+    shape = {
         "vocab_size": target.vocab_size,
         "hidden_size": drafter.hidden,
         "intermediate_size": drafter.intermediate,
@@ -62,7 +61,7 @@ def drafter_config(
         "max_position_embeddings": context_limit(target),
         "tie_word_embeddings": drafter.tied,
     }
-    return LlamaConfig(**shape, **special_tokens(tokenizer))
+    return LlamaConfig.from_dict({**shape, **special_tokens(tokenizer)})
 
 
 def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> OwnTokens | None:

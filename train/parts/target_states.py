@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 
 from data_prep.text.rows import Rows
 from outrider.errors import UserError
-from outrider.files import read_json, require_writable, write_json
+from outrider.files import read_mapping, require_writable, write_json
 from outrider.processes import from_main, only_run_of
 from outrider.progress import counted
 from outrider.run_dirs import changes
@@ -99,7 +99,7 @@ def _is_there(folder: Path, identity: Mapping[str, object], size: int) -> bool:
     file, states = folder / MADE_FROM_FILE, folder / STATES_FILE
     if not file.exists():
         return False
-    found = changes(read_json(file, "record of a target's states", "remove its folder"), identity)
+    found = changes(read_mapping(file, "record of a target's states", "remove its folder"), identity)
     if found:
         wrong = [f"{key}={new!r} (was {old!r})" for key, old, new in found]
         raise UserError(
@@ -114,9 +114,9 @@ def _make_room(folder: Path, identity: Mapping[str, object], size: int, blocks: 
     Raises `UserError` without room: a full disk kills who writes to a mapped file.
     """
     filling, sizes = folder / FILLING_FILE, {STATES_FILE: size, DONE_FILE: blocks}
-    begun = read_json(filling, "record of a target's states", "remove its folder") if filling.exists() else {}
+    begun = read_mapping(filling, "record of a target's states", "remove its folder") if filling.exists() else {}
     whole = all((folder / name).exists() and (folder / name).stat().st_size == own for name, own in sizes.items())
-    if whole and isinstance(begun, dict) and not changes(begun, identity):
+    if whole and not changes(begun, identity):
         there = int(torch.from_file(str(folder / DONE_FILE), False, blocks, dtype=torch.uint8).sum())
         print(f"features={folder} goes_on_after={there} of {blocks} blocks of {ROWS_AT_ONCE} rows", flush=True)
         return

@@ -48,18 +48,17 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained model: a fixed function of the config. Every layer starts as the identity."""
-    special = special_tokens(tokenizer)
-    lm_config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
-        max_position_embeddings=config.max_positions,
-        tie_word_embeddings=config.tied,
-        **special,
-    )
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden,
+        "intermediate_size": config.intermediate,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tied,
+    }
+    lm_config = LlamaConfig.from_dict({**shape, **special_tokens(tokenizer)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
         lm = LlamaForCausalLM(lm_config)
@@ -69,7 +68,7 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
                     matrix.normal_(0, 0.6 / math.sqrt(matrix.shape[1]))  # a matrix learns at its own scale
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
-    lm.generation_config = GenerationConfig(do_sample=False, **special)
+    lm.generation_config = GenerationConfig(do_sample=False, **special_tokens(tokenizer))
     return lm
 
 

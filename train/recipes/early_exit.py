@@ -25,7 +25,6 @@ from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.loading.drafters import prepare
 from outrider.processes import from_main, say
-from outrider.run_dirs import recorded_at_first
 from train.core.driver import run_training
 from train.core.training import Batch, Metrics, Rows, Trained, Training
 from train.parts.drafter import pick_tokens, require_context
@@ -99,7 +98,7 @@ class Recipe:
             evaluation_of(config, target, heldout, student, active=state.is_main_process),
             save,
             finished=CARD_FILE,
-            best_of=recorded_at_first(identity) if config.decode_prompts else None,
+            best_of=identity if config.decode_prompts else None,
             minutes=config.minutes,
         )
 

@@ -24,7 +24,6 @@ from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
 from outrider.processes import from_main, say
-from outrider.run_dirs import recorded_at_first
 from train.core.driver import run_training
 from train.core.training import Metrics, Rows, Trained, Training
 from train.parts.drafter import parameters_of, pick_tokens, require_context, write_record
@@ -80,7 +79,7 @@ def prepare(config: FinetuneConfig, state: PartialState) -> Training[SmallLMStud
         evaluation_of(config, target, heldout, student, stack if state.is_main_process else None),
         partial(save, config, target, student, own, identity),
         finished=TRAINING_FILE,
-        best_of=recorded_at_first(identity),
+        best_of=identity,
         saved_whole=student,  # adapters are merged into what is frozen
         on_step=student.begin_step,
         minutes=config.minutes,
@@ -92,12 +91,11 @@ def identity_of(config: FinetuneConfig, target: OpenTarget, data_key: str, state
     identity = {
         **config.deciding(),
         "target": asdict(from_main(state, lambda: target.fingerprint)),
-        "drafter_weights": None,
+        "drafter_model": None,
         "data_key": data_key,
     }
     if config.drafter.path is not None:
-        start = open_tensors(config.drafter.path, config.drafter.revision)
-        identity |= {"drafter_weights": start.digest(start.file_of), "drafter_model": model_identity(start)}
+        identity["drafter_model"] = model_identity(open_tensors(config.drafter.path, config.drafter.revision))
     return identity
 
 

@@ -129,7 +129,7 @@ class PromptLookup(Drafter):
             self._followed_at[tuple(self._text[end - size :])] = end
 
 
-class LookupMaker(Maker):
+class LookupMaker(Maker[None]):
     """There is no model."""
 
     def make(

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from inference.drafters.ngram.ngram_learning import learn_text
 from inference.drafters.ngram.ngram_memory import Learnt, carried, close, memory_of, nothing, open_memory, save_all
 from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, Sources, mixed_best_first, new_scratch, weights_from
 from inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
-from inference.settings.kinds import Maker, recorded_data
+from inference.settings.kinds import Maker, Placed, recorded_data
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
 from inference.sizing.node_sizes import ROOMS, BestNodes
 from inference.sizing.policy import Tuning
@@ -313,7 +313,7 @@ def identity_of(target: object) -> dict[str, object]:
     return {name: value for name, value in known.items() if name not in ("target", "revision")}
 
 
-class NgramMaker(Maker):
+class NgramMaker(Maker[TrigramTable | None]):
     """The model is a `TrigramTable`."""
 
     def identity(self, where: str | None) -> dict[str, object]:
@@ -324,7 +324,7 @@ class NgramMaker(Maker):
         return corpus and {key: value for key, value in corpus.items() if key not in ("text", "digest")}
 
     def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Any
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Unpack[Placed]
     ) -> TrigramTable | None:
         if not any(method.reads_ngrams for method in methods.values()):
             return None
@@ -336,7 +336,7 @@ class NgramMaker(Maker):
                 open_memory(method.ngrams, table, identity_of(target))
         return table
 
-    def finish(self, model: TrigramTable) -> None:
+    def finish(self, model: TrigramTable | None) -> None:
         save_all()
 
     def release(self, method: MethodConfig) -> None:
@@ -344,8 +344,9 @@ class NgramMaker(Maker):
             close(method.ngrams.keep)
 
     def make(
-        self, model: TrigramTable, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+        self, model: TrigramTable | None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
+        assert model is not None  # a method reads it
         return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64), tuning)
 
 

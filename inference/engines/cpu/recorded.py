@@ -11,8 +11,6 @@ from typing import TypeVar
 from outrider.errors import UserError
 from outrider.settings import listed
 
-GONE = ("halved", "coded")  # kernels that earlier versions chose among
-
 _current: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
 _imposed: ContextVar[bool] = ContextVar("imposed", default=False)
 
@@ -24,15 +22,8 @@ def recorded(known: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]
     """Models that are laid out inside choose as `known` says, or, where that is None, by the clock.
 
     Gives the choices, by question, which grow meanwhile: one question has one answer, whoever asks it. Inside another
-    such context it is that one. Raises `UserError` for a choice that this version no longer has, and inside where a
-    known choice is not possible here.
+    such context it is that one. Raises `UserError` inside where a known choice is not possible here.
     """
-    for question, answer in (known or {}).items():
-        if answer in GONE:
-            raise UserError(
-                f"resume=true: the run multiplied {question} by the kernel {answer!r}, which this version no longer "
-                "has; give another out_dir, or go on with the version that it began with"
-            )
     outer = _current.get()
     if outer is not None:
         yield outer

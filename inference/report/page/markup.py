@@ -2,7 +2,6 @@
 
 import html
 import json
-from typing import Any
 
 from outrider.tables import Table
 
@@ -39,7 +38,7 @@ def as_table(table: Table) -> Markup:
     return tag("div", tag("table", header, tag("tbody", *rows)), class_="scroll")
 
 
-def embedded(value: Any, **attributes: object) -> Markup:
+def embedded(value: object, **attributes: object) -> Markup:
     """JSON for the page's script, in which no text can close the script element."""
     plain = json.dumps(value, separators=(",", ":"))
     for sign in "<>&":

@@ -1,7 +1,6 @@
 """The generated texts, token by token, and their draft trees."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from inference.core.tree import ROOT
 from inference.measure.results import PromptResult
@@ -45,7 +44,7 @@ def texts_section(results: Sequence[PromptResult], decode: Decode) -> Markup:
     if not shown:
         return tag("p", "No rounds were kept (show_prompts=0).")
     pieces = Pieces(decode, shown[0].answer[0])
-    trees: dict[str, list[list[Any]]] = {}
+    trees: dict[str, list[list[object]]] = {}
     articles = []
     for number, result in enumerate(shown):
         for method, rounds in result.shown.items():
@@ -113,7 +112,7 @@ def rejected_tokens(r: ShownRound) -> list[int]:
     return found
 
 
-def _tree(r: ShownRound, pieces: Pieces) -> list[Any]:
+def _tree(r: ShownRound, pieces: Pieces) -> list[object]:
     """Data for the script: tokens, parents and accepted nodes of the draft, and the target's own tokens."""
     own = list(r.tokens[r.accepted :])
     for token in (*r.drafted, *own):

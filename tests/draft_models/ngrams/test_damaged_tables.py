@@ -1,6 +1,5 @@
 """A damaged n-gram table is refused by name, or drafts as before: never a crash, never another draft."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from draft_models.ngrams.table import TrigramTable
-from draft_models.ngrams.table_files import ARRAYS, TABLE_FILE, array_file, table_digest
+from draft_models.ngrams.table_files import ARRAYS, array_file, table_digest
 from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.settings.method import NgramConfig
 from outrider.errors import UserError
@@ -33,15 +32,6 @@ TABLE = make_table(orders=(2, 3), suffixes=True)
 def save(folder: Path) -> Path:
     TABLE.save(folder)
     return folder
-
-
-def without_digests(table: Path) -> Path:
-    """As an earlier version would have written it."""
-    meta = json.loads((table / TABLE_FILE).read_text())
-    del meta["sha256"]
-    levels = {order: {name: value[:2] for name, value in arrays.items()} for order, arrays in meta["levels"].items()}
-    (table / TABLE_FILE).write_text(json.dumps({**meta, "format": 1, "levels": levels}))
-    return table
 
 
 def drafts(table: TrigramTable) -> list[tuple[list[int], tuple[int, ...]]]:
@@ -117,53 +107,12 @@ def test_a_damaged_table_is_refused_or_drafts_the_same(tmp_path: Path) -> None:
     assert drafts(TrigramTable.open(table)) == expected
 
 
-@pytest.mark.slow
-def test_a_damaged_table_without_digests_is_refused_or_drafts_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What cannot be told from a table that was written so may draft otherwise, but tokens that can be verified."""
-    table = without_digests(save(tmp_path / "table"))
-    refused = 0
-    for _ in cases(table, 400):
-        opened = open_or_refusal(table)
-        if isinstance(opened, str):
-            refused += 1
-            assert str(table) in opened
-        else:
-            assert all(0 <= token <= VOCABULARY for tokens, _ in drafts(opened) for token in tokens)
-    assert 200 < refused < 400
-    capsys.readouterr()
-
-
-def test_a_table_of_an_earlier_version_opens_with_one_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = save(tmp_path / "table")
-    expected = drafts(TrigramTable.open(table))
-    assert capsys.readouterr().err == ""
-    assert drafts(TrigramTable.open(without_digests(table))) == expected
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"warning: {table}: an n-gram table of an earlier version, without digests")
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_a_table_is_known_by_all_that_it_holds(tmp_path: Path, old: bool) -> None:
-    """Also where its arrays are changed behind table.json's back."""
+def test_a_table_is_known_by_all_that_it_holds(tmp_path: Path) -> None:
     table = save(tmp_path / "table")
     copy = Path(shutil.copytree(table, tmp_path / "copy"))
-    if old:
-        without_digests(table), without_digests(copy)
-    assert table_digest(table) == table_digest(copy)
-    changed = TABLE.levels[3].counts.copy()
-    changed[0] += 1
-    seen = {table_digest(table)}
-    if old:
-        (table / array_file(3, "counts")).write_bytes(changed.tobytes())
-        seen.add(table_digest(table))
     other = TrigramTable.from_documents([[1, 2, 3, 4]], (2, 3, 4), VOCABULARY, "t")
     other.save(tmp_path / "other")
-    seen.add(table_digest(without_digests(tmp_path / "other") if old else tmp_path / "other"))
-    assert len(seen) == (3 if old else 2)
+    assert table_digest(table) == table_digest(copy) != table_digest(tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", ARRAYS)

@@ -31,7 +31,6 @@ def test_a_question_has_one_answer() -> None:
             {"8×8 in float32": "panels"},
             r"8×8 in float32 by the kernel 'panels'.*one of plain, blocked.*out_dir",
         ),
-        ({"8×8 in bfloat16": "coded"}, r"8×8 in bfloat16 by the kernel 'coded', which this version no longer has"),
         ({}, "does not record by what kernel it multiplied 8×8 in float32"),
     ],
 )
