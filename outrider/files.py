@@ -90,15 +90,6 @@ def sealed(value: Mapping[str, object]) -> dict[str, object]:
     return {**plain, _SEAL: _digest(plain)}
 
 
-def read_sealed(path: Path | str, what: str, remedy: str) -> dict[str, object]:
-    """What a JSON file holds that was `sealed`. Raises `UserError` as `read_json` does."""
-    value = read_json(path, what, remedy)
-    try:
-        return unsealed(value)
-    except UserError as error:
-        raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
-
-
 def unsealed(value: object) -> dict[str, object]:
     """What was `sealed`. Raises `UserError` where anything in it is no longer as it was."""
     if not isinstance(value, dict) or _SEAL not in value:

@@ -14,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from outrider.errors import UserError
-from outrider.files import write_json
+from outrider.files import read_mapping, write_json
 from outrider.settings import ABSENT, Settings, default_at, differences, listed
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
@@ -127,6 +127,25 @@ def check_identity(before: object, now: Mapping[str, object], where: Path, confi
             f"resume=true: {where} was made with other settings: {listed(wrong, _NAMED)}; "
             "give the same ones, or another out_dir"
         )
+
+
+def finished(
+    record: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None, *, key: str = "made_of"
+) -> bool:
+    """Whether a run of the same `identity` has already left its `record`: nothing is to be done then.
+
+    record: the JSON file that a run writes last, whose `key` is its identity. config: as for `check_identity`.
+
+    Raises `UserError` where a finished run is not to be resumed, or was another one.
+    """
+    if not record.exists():
+        return False
+    if not resume:
+        held = f"out_dir={record.parent}: holds a finished run ({record.name})"
+        raise UserError(f"{held}; resume=true keeps it, another out_dir makes a new one")
+    made = read_mapping(record, "report of a run", "remove it, or give another out_dir")
+    check_identity(made.get(key), identity, record, config)
+    return True
 
 
 def _show(value: object) -> str:

@@ -34,6 +34,7 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 from outrider.files import require_writable
+from outrider.run_dirs import finished
 from outrider.settings import construct
 from tests.forked import Fork
 from tests.inference.evaluate.test_prompt_results import measured
@@ -41,9 +42,8 @@ from tests.mutants import require_named
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from train import pipeline_run
 from train.core import run_dir
-from train.core.fit import fit
+from train.core.fit import STATE_FILE, fit, read_state
 from train.core.time_budget import StepBudget
-from train.core.training_state import STATE_FILE, read_state
 from train.pipeline_run import run_pipeline
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
 
@@ -225,7 +225,9 @@ def test_steps_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     require_named(tmp_path / "steps.json", steps, capsys, 60)
     (tmp_path / "report.json").write_text(json.dumps({"settings": {"seed": 0, "data": {"path": ["x"]}}, "tau": 1.0}))
     same = {"seed": 0, "data": {"path": ["x"]}}
-    require_named(tmp_path / "report.json", lambda: run_dir.finished(tmp_path, "report.json", same, True), capsys, 60)
+    require_named(
+        tmp_path / "report.json", lambda: finished(tmp_path / "report.json", same, True, key="settings"), capsys, 60
+    )
 
 
 @pytest.mark.slow

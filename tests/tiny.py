@@ -15,7 +15,7 @@ from draft_models.targets.load_layers import load_layers
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.tiny import models as tiny_models
-from draft_models.tiny.architectures import TINY_ARCHITECTURES, tiny_settings
+from draft_models.tiny.models import TINY_ARCHITECTURES, tiny_settings
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from data_prep.formats.original import CONFIG_FILE
 from draft_models.card import write_card
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.checkpoint import make_head, open_head
@@ -11,7 +12,6 @@ from draft_models.eagle3.export import save_head
 from draft_models.early_exit.checkpoint import from_pretrained, open_target_of
 from draft_models.early_exit.export import USE, as_causal_lm
 from draft_models.targets.architectures import read_config
-from data_prep.formats.original import CONFIG_FILE
 from draft_models.targets.open_target import stored_dtype
 from inference.settings.kinds import kind_in
 from outrider.errors import UserError, require

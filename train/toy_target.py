@@ -1,15 +1,15 @@
 """Train a small Llama on the Python standard library: `python train/toy_target.py`."""
 
-from pathlib import Path
-
 from conf import entry
-from train.core import run_dir
+from outrider.files import require_writable
+from outrider.run_dirs import finished
 from train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 
 @entry("toy_target", ToyTargetConfig)
 def main(config: ToyTargetConfig) -> None:
-    if run_dir.finished(Path(config.out_dir), TOY_REPORT, config.deciding(), config.resume, config):
+    report = require_writable(config.out_dir) / TOY_REPORT
+    if finished(report, config.deciding(), config.resume, config, key="settings"):
         return print(f"{config.out_dir}: finished already")
     from train.recipes.toy import train_toy_target  # heavy, so only when there is something to do
 

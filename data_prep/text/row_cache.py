@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -12,7 +13,7 @@ from outrider.errors import UserError, require
 from outrider.settings import read_as
 
 META_FILE = "meta.json"
-ARRAYS = ("tokens", "documents", "supervised")  # one .npy each, [rows, seq_len]
+ARRAYS = ("tokens", "documents", "supervised")  # one .bin each, [rows, seq_len]
 COUNTS = (
     "records",
     "rows",
@@ -27,67 +28,45 @@ COUNTS = (
 )
 
 
-class ArrayFile:
-    """A .npy file that grows by whole rows; the shape in its header is filled in at the end."""
-
-    def __init__(self, path: Path, dtype: np.dtype, width: int) -> None:
-        self._file = path.open("wb")
-        self._dtype, self._width, self._rows = dtype, width, 0
-
-    def __enter__(self) -> "ArrayFile":
-        self._write_header()
-        return self
-
-    def append(self, rows: np.ndarray) -> None:
-        """Append rows [n, width]."""
-        self._file.write(rows.astype(self._dtype).tobytes())
-        self._rows += len(rows)
-
-    def _write_header(self) -> None:
-        # numpy leaves room in the header for the first axis to grow, so its length does not change
-        shape = (self._rows, self._width)
-        descr = np.lib.format.dtype_to_descr(self._dtype)
-        header = {"descr": descr, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def __exit__(self, *_: object) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
+Kind = Literal["bool", "uint8", "uint16", "uint32", "int8", "int16", "int32"]
 
 
 @dataclass(frozen=True)
 class Meta:
-    """The content of an entry's `META_FILE`: its key, counts, and the size of each file."""
+    """The content of an entry's `META_FILE`: its key, counts, and the types of its arrays."""
 
     key: str
     seq_len: int
     counts: dict[str, int]
-    sizes: dict[str, int]
+    types: dict[str, Kind]
 
     def __post_init__(self) -> None:
         require(set(self.counts) >= set(COUNTS), "counts", sorted(self.counts), ", ".join(COUNTS))
         require(min(self.counts.values()) >= 0, "counts", self.counts, "numbers ≥ 0")
+        require(set(self.types) == set(ARRAYS), "types", sorted(self.types), ", ".join(ARRAYS))
         for name in ("rows", "supervised"):
             require(self.counts[name] >= 1, f"counts.{name}", self.counts[name], "at least 1")
 
 
 def read_meta(folder: Path) -> Meta:
     """The `Meta` of an entry. Raises `UserError` if it is damaged."""
-    meta: Meta = read_as(Meta, folder / META_FILE, "entry of the cache", "remove its directory")
-    return meta
+    return read_as(Meta, folder / META_FILE, "entry of the cache", "remove its directory")
+
+
+def map_arrays(folder: Path) -> list[np.ndarray]:
+    """The arrays of an entry, memory-mapped. Raises `ValueError` where a file is not of its size."""
+    meta = read_meta(folder)
+    rows = meta.counts["rows"]
+    flat = [np.memmap(folder / f"{name}.bin", meta.types[name], "r") for name in ARRAYS]
+    return [array.reshape(rows, meta.seq_len) for array in flat]
 
 
 def is_complete(folder: Path, key: str) -> bool:
-    """Whether the entry of `key` exists, and each file has the size and row count it was written with."""
+    """Whether the entry of `key` exists, and each file has the size that it was written with."""
     try:
-        meta = read_meta(folder)
-        paths = [folder / f"{name}.npy" for name in ARRAYS]
-        sizes = {path.name: path.stat().st_size for path in paths}
-        shapes = {np.load(path, mmap_mode="r").shape for path in paths}
+        return read_meta(folder).key == key and bool(map_arrays(folder))
     except (OSError, ValueError, UserError):
         return False
-    return meta.key == key and meta.sizes == sizes and shapes == {(meta.counts["rows"], meta.seq_len)}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +26,9 @@ from data_prep.text.row_cache import (
     ARRAYS,
     COUNTS,
     META_FILE,
-    ArrayFile,
-    Meta,
     is_complete,
     locked,
+    map_arrays,
     read_meta,
     storage_errors,
 )
@@ -65,7 +64,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         """kept: int64 [rows, 2], a folder's number and the row in it."""
         self._source = (folders, kept, key, counts)
         self.key, self.counts = key, counts
-        self._arrays = [[np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS] for folder in folders]
+        self._arrays = [map_arrays(folder) for folder in folders]
         self._kept = kept
 
     def __len__(self) -> int:
@@ -278,20 +277,17 @@ def _build(
     dtypes = (np.min_scalar_type(largest_id), np.min_scalar_type(-seq_len), np.dtype(bool))
     try:
         with ExitStack() as stack:
-            files = [
-                stack.enter_context(ArrayFile(partial / f"{name}.npy", dtype, seq_len))
-                for name, dtype in zip(ARRAYS, dtypes, strict=True)
-            ]
+            files = [stack.enter_context((partial / f"{name}.bin").open("wb")) for name in ARRAYS]
             packed = pack(_documents(config, tokenizer, seq_len, split, counts), seq_len)
             laid_out = (_lay_out(segments, seq_len) for segments in packed)
             kept = (row for row in laid_out if _count_row(row, counts))
             while chunk := list(islice(kept, _ROWS_A_WRITE)):
-                for file, arrays in zip(files, zip(*chunk, strict=True), strict=True):
-                    file.append(np.stack(arrays))
+                for file, arrays, dtype in zip(files, zip(*chunk, strict=True), dtypes, strict=True):
+                    file.write(np.stack(arrays).astype(dtype).tobytes())
         _require_content(config, split, counts)
-        sizes = {f"{name}.npy": (partial / f"{name}.npy").stat().st_size for name in ARRAYS}
-        meta = Meta(key, seq_len, dict(counts), sizes)
-        (partial / META_FILE).write_text(json.dumps(asdict(meta), indent=1) + "\n")
+        types = {name: dtype.name for name, dtype in zip(ARRAYS, dtypes, strict=True)}
+        meta = {"key": key, "seq_len": seq_len, "counts": dict(counts), "types": types}
+        (partial / META_FILE).write_text(json.dumps(meta, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
         partial.replace(folder)
     except BaseException:

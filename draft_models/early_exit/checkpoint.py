@@ -27,7 +27,7 @@ from draft_models.targets.open_target import OpenTarget, open_target
 from draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 from outrider.errors import UserError, warn
 from outrider.files import read_mapping, require_writable, write_atomically, write_json
-from outrider.settings import construct, listed
+from outrider.settings import Count, construct, listed
 from outrider.versions import code_version, package_version
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
@@ -39,7 +39,7 @@ class DrafterMeta:
     """drafter.json: the kind of drafter, its shape, its target and how it was made."""
 
     kind: str
-    exit_layer: int
+    exit_layer: Count
     own_head: bool
     dtype: str
     fingerprint: Fingerprint
@@ -48,9 +48,9 @@ class DrafterMeta:
     made_with: dict[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
     own_layer: bool = True  # false: norm and head right on the target's first layers
-    exit_depth: int = 1  # transformer layers of the exit
+    exit_depth: Count = 1  # transformer layers of the exit
     format: int = FORMAT
-    draft_vocabulary: int | None = None  # tokens that it has logits of; null: all
+    draft_vocabulary: Count | None = None  # tokens that it has logits of; null: all
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:

@@ -6,7 +6,6 @@ weight is a probability that ADED's Algorithm 2 has raised, and stands for the t
 counts what followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,16 +80,6 @@ def with_room(known: ContextMap, more: int) -> ContextMap:
     larger.entries[: known.used[1]] = known.entries[: known.used[1]]
     larger.used[:] = known.used
     return larger
-
-
-def _successors(known: ContextMap, key: np.uint64) -> dict[int, float]:
-    """{token: weight} after the context `key`, the heaviest first."""
-    entry = known.slots["head"][slot_of(known, key)]
-    found = {}
-    while entry >= 0:
-        found[int(known.entries["token"][entry])] = float(known.entries["weight"][entry])
-        entry = known.entries["following"][entry]
-    return found
 
 
 @lean
@@ -211,13 +200,6 @@ class Overlay:
         self.known = with_room(self.known, stop - start)
         adapt(self.known, self.level, ids, start, stop, self.table.vocabulary, self.increment, self.highest)
 
-    def successors(self, context: Sequence[int]) -> dict[int, float]:
-        """What was raised after a context of order − 1 ids: {token: probability}, likeliest first."""
-        if not all(0 <= token < self.table.vocabulary for token in context):
-            return {}
-        key = context_key(np.asarray(context, np.int64), len(context), len(context), self.level.bits)
-        return _successors(self.known, np.uint64(key))
-
 
 # ---------------------------------------------------------------------------------------------------- the text so far
 
@@ -263,10 +245,3 @@ class TextIndex:
         """Take in ids[start : stop] (int64), which follow ids[:start]."""
         self.known = with_room(self.known, self.longest * (stop - start))
         index_text(self.known, ids, start, stop, self.longest, self.decay)
-
-    def successors(self, context: Sequence[int]) -> dict[int, float]:
-        """Decayed counts of what followed a context of up to `longest` ids: {token: count}, largest first."""
-        key = np.uint64(0)
-        for token in reversed(context):
-            key = np.uint64(longer_key(key, token))
-        return _successors(self.known, key)

@@ -25,9 +25,7 @@ import numpy as np
 from draft_models.ngrams.kernels import (
     Grams,
     context_grams,
-    context_key,
     count_grams,
-    find,
     group,
 )
 from draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, separated, sort_suffixes
@@ -79,12 +77,6 @@ class Level:
     def shift(self) -> int:
         """key >> shift is the bucket of a key."""
         return self.key_bits - ((len(self.buckets) - 1).bit_length() - 1)
-
-    def find(self, context: Sequence[int]) -> int:
-        """Index of a context of order − 1 ids within the vocabulary, or −1."""
-        packed = np.asarray(context, np.uint32)
-        key = context_key(packed, len(packed), self.order - 1, self.token_bits)
-        return int(find(self.buckets, self.shift, self.keys, key))
 
     def grams(self) -> Grams:
         """All n-grams, in the order of (key, token)."""
@@ -178,17 +170,6 @@ class TrigramTable:
             raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another") from None
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-
-    def successors(self, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """What follows a context of n − 1 ids, by the level of order n: (tokens [k], probabilities float64 [k]),
-        likeliest first; empty if the context is unknown."""
-        level = self.levels[len(context) + 1]
-        inside = all(0 <= token < self.vocabulary for token in context)
-        index = level.find(context) if inside else -1
-        if index < 0:
-            return np.empty(0, level.tokens.dtype), np.empty(0)
-        part = slice(int(level.starts[index]), int(level.starts[index + 1]))
-        return level.tokens[part], level.counts[part] / level.totals[index]
 
     def require_tokenizer(self, digest: str, where: str) -> None:
         """Raise `UserError` unless the table was built with the vocabulary of this `vocabulary_digest`."""

@@ -3,6 +3,7 @@
 import copy
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,8 +24,26 @@ from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TABLE, TARGET
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.targets.vocabulary import vocabulary_digest
-from draft_models.tiny.architectures import TINY_ARCHITECTURES, WINDOW, tiny_settings
 from outrider.errors import reason
+
+WINDOW = 48  # of sliding attention: shorter than the texts of a rehearsal
+# By the `model_type` of transformers: what its config needs beside the sizes that all have (see `save_tiny_model`).
+TINY_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "qwen3": {"head_dim": 16},
+}
+
+
+def tiny_settings(architecture: str, window: int = WINDOW) -> dict[str, Any]:
+    """A copy of the line of `architecture`, with sliding attention, where it has any, over `window` positions."""
+    settings = dict(TINY_ARCHITECTURES[architecture])
+    if "sliding_window" in settings:
+        settings["sliding_window"] = window
+    return settings
+
 
 VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
 

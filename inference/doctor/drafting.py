@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit.model import EarlyExit
@@ -27,7 +28,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     taps = torch.cat([recording.taps[boundary] for boundary in head.reading.taps], dim=-1)[:, :count].to(head.dtype)
     index = torch.arange(count, device=tokens.device)
     head.reserve(count + 1)
-    cache = _Growing()
+    cache = DynamicCache()
     past = {window: None if window is None else Band.sliding(index, window) for window in head.windows}
     first = head.run(tokens[None, 1:], head.features(taps), past, head.rotary(index[None]), cache)
     own = places - STEPS - 1  # the entries whose outputs are the features of the second step
@@ -58,17 +59,3 @@ def draft_by_lm(lm: Target, recording: Recording) -> Tensor:
     start = recording.places[0] - 1
     logits, _ = read(lm, recording.tokens.tolist(), start)
     return logits[None, [place - 1 - start for place in recording.places]]
-
-
-class _Growing:
-    """Keys and values of all passes, side by side."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        if layer_idx in self.held:
-            keys, values = self.held[layer_idx]
-            key, value = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
-        self.held[layer_idx] = (key, value)
-        return key, value

@@ -2,42 +2,24 @@
 
 A model comes with more than weights. Example: Qwen2.5-Instruct has a repetition penalty of 1.05, and
 `model.generate(do_sample=False)` obeys it. So do all arms here. transformers' `generate` runs the target's own config,
-in which only lengths, end tokens and sampling are replaced (`generate_settings`). Ours make the same logits processors
-from the same fields, in `generate`'s order (`make_processors`). What is another way of decoding altogether is refused.
+in which only lengths, end tokens and sampling are replaced (`generate_settings`). Ours have the logits processors that
+`generate` itself makes of it (`make_processors`). What is another way of decoding altogether is refused.
 """
 
 import copy
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import LongTensor, Tensor
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    GenerationConfig,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from torch import LongTensor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedConfig
 
 from data_prep.formats.original import CONFIG_FILE
 from draft_models.targets.model_files import load_generation_config
 from inference.core.sampling import Sampler
-from inference.settings.sampling import SamplingConfig
+from inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.errors import UserError, reason
 
 
@@ -54,61 +36,14 @@ class Inherited:
     ignored: Mapping[str, object]
 
 
-@dataclass(frozen=True)
-class _Text:
-    """The generation that processors are for. prompt [1, n]; total: tokens at its end; eos None: nothing ends it."""
-
-    prompt: LongTensor
-    total: int
-    eos: Tensor | None
-    forced_bos: bool
-
-    @property
-    def device(self) -> str:
-        return str(self.prompt.device)
-
-
-def _min_length(length: int, text: _Text) -> LogitsProcessor | None:
-    return None if text.eos is None else MinLengthLogitsProcessor(length, text.eos, text.device)
-
-
-def _min_new_tokens(count: int, text: _Text) -> LogitsProcessor | None:
-    before = text.prompt.shape[1]
-    return None if text.eos is None else MinNewTokensLengthLogitsProcessor(before, count, text.eos, text.device)
-
-
-def _exponential_decay(value: tuple[int, float], text: _Text) -> LogitsProcessor:
-    if text.eos is None:
-        raise ValueError("there is no end token that it could favour")
-    return ExponentialDecayLengthPenalty(value, text.eos, text.prompt.shape[1])
-
-
-def _suppress_at_begin(tokens: list[int], text: _Text) -> LogitsProcessor:
-    length = text.prompt.shape[1]
-    begin = length if length > 1 or not text.forced_bos else length + 1
-    return SuppressTokensAtBeginLogitsProcessor(tokens, begin, device=text.device)
-
-
-# The fields that act on the choice of a token: the value that does nothing, as None does, and what it makes of a value.
-# It makes None where an end token is wanting. They stand in the order in which `generate` applies them. The last one
-# comes after the warpers there, none of which minds that all scores are shifted.
-_ACTING: dict[str, tuple[Any, Callable[[Any, _Text], LogitsProcessor | None]]] = {
-    "sequence_bias": (None, lambda bias, _: SequenceBiasLogitsProcessor(bias)),
-    "encoder_repetition_penalty": (1, lambda p, text: EncoderRepetitionPenaltyLogitsProcessor(p, text.prompt)),
-    "repetition_penalty": (1, lambda penalty, _: RepetitionPenaltyLogitsProcessor(penalty)),
-    "no_repeat_ngram_size": (0, lambda size, _: NoRepeatNGramLogitsProcessor(size)),
-    "encoder_no_repeat_ngram_size": (0, lambda n, text: EncoderNoRepeatNGramLogitsProcessor(n, text.prompt)),
-    "bad_words_ids": (None, lambda words, text: NoBadWordsLogitsProcessor(words, text.eos)),
-    "min_length": (0, _min_length),
-    "min_new_tokens": (0, _min_new_tokens),
-    "forced_bos_token_id": (None, lambda token, _: ForcedBOSTokenLogitsProcessor(token)),
-    "forced_eos_token_id": (None, lambda eos, text: ForcedEOSTokenLogitsProcessor(text.total, eos, text.device)),
-    "remove_invalid_values": (False, lambda *_: InfNanRemoveLogitsProcessor()),
-    "exponential_decay_length_penalty": (None, _exponential_decay),
-    "suppress_tokens": (None, lambda tokens, text: SuppressTokensLogitsProcessor(tokens, device=text.device)),
-    "begin_suppress_tokens": (None, _suppress_at_begin),
-    "renormalize_logits": (False, lambda *_: LogitNormalization()),
-}
+# The fields that act on the choice of a token, with the value that does nothing, as None does.
+_ACTING = {
+    "sequence_bias": None, "encoder_repetition_penalty": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "min_length": 0, "min_new_tokens": 0,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "remove_invalid_values": False,
+    "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "renormalize_logits": False,
+}  # fmt: skip
 # What the evaluation's own settings replace, and what says how fast and in which form a text comes out, not which.
 _REPLACED: dict[str, object] = {
     **dict.fromkeys(
@@ -162,14 +97,14 @@ def inherit(
         taken.pop("repetition_penalty", None)
     if stops:
         taken.pop("stop_strings", None)
-    text = _Text(
-        cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), 2, _end_tensor(eos), "forced_bos_token_id" in taken
-    )
     for name, value in taken.items():
+        alone = generate_settings(None, GREEDY, max_new_tokens=1, eos=eos)
+        setattr(alone, name, value)
         try:
-            step = _ACTING[name][1](value, text) if name in _ACTING else None
-            if step is not None:
-                step(text.prompt, torch.zeros(1, vocabulary))
+            if name == "exponential_decay_length_penalty" and not eos:
+                raise ValueError("there is no end token that it could favour")
+            for step in make_processors(alone, [0], torch.device("cpu")):
+                step(cast(LongTensor, torch.zeros(1, 1, dtype=torch.long)), torch.zeros(1, vocabulary))
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise _unusable(source, name, value, f"which transformers cannot use ({reason(error)})") from None
     return Inherited(own, taken, {})
@@ -200,11 +135,11 @@ def read_generation_config(source: str, revision: str | None) -> GenerationConfi
 
 
 def acting(config: GenerationConfig) -> dict[str, Any]:
-    """The fields that have a say in which token comes next when decoding greedily, in the order of their say."""
+    """The fields that have a say in which token comes next when decoding greedily."""
     found = {name: getattr(config, name, None) for name in _ACTING}
     if found["min_new_tokens"] is not None:
         found["min_length"] = None  # which it stands in for
-    return {name: value for name, value in found.items() if value is not None and value != _ACTING[name][0]}
+    return {name: value for name, value in found.items() if value is not None and value != _ACTING[name]}
 
 
 def other_ways(config: GenerationConfig) -> dict[str, object]:
@@ -256,18 +191,23 @@ def generate_options(sampling: SamplingConfig) -> dict[str, object]:
     return {"do_sample": True, **warpers, "min_p": sampling.min_p or None, **penalty}
 
 
+class _Model(GenerationMixin):
+    """All of a model that is asked when `generate` makes processors."""
+
+    config = PreTrainedConfig()
+
+
 def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: torch.device) -> list[LogitsProcessor]:
     """What `generate` makes of `settings` for one generation after `prompt`, the warpers apart."""
-    total = len(prompt) + settings.max_new_tokens
-    ids = torch.tensor([prompt], device=device)
-    text = _Text(
-        cast(LongTensor, ids),
-        total,
-        _end_tensor(settings.eos_token_id or (), device),
-        settings.forced_bos_token_id is not None,
-    )
-    steps = [_ACTING[name][1](value, text) for name, value in acting(settings).items()]
-    return [step for step in steps if step is not None]
+    own, ids = copy.copy(settings), torch.tensor([prompt], device=device)
+    own.do_sample = False
+    own.max_length = len(prompt) + settings.max_new_tokens
+    if own.min_new_tokens is not None:
+        own.min_length = None  # which it stands in for
+    ends = settings.eos_token_id or None
+    own._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device)
+    model: Any = _Model()
+    return list(model._get_logits_processor(own, len(prompt), ids, device=device))
 
 
 def make_sampler(
@@ -281,7 +221,3 @@ def make_sampler(
     if not own and not sampling.temperature:
         return None
     return Sampler(replace(sampling, repetition_penalty=None), own=own)
-
-
-def _end_tensor(eos: Collection[int], device: torch.device | None = None) -> Tensor | None:
-    return torch.tensor(sorted(eos), device=device) if eos else None

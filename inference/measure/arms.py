@@ -21,8 +21,17 @@ from inference.core.stopwatch import Clock, Round
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.measure.lossless import Deviation, Forced, make_reference
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, Arm, Choosing, MakeArms, PromptResult
-from inference.measure.shown import Noting, ShownRound, shown_rounds
+from inference.measure.results import (
+    AUTOREGRESSIVE,
+    TRANSFORMERS,
+    Arm,
+    Choosing,
+    MakeArms,
+    Noting,
+    PromptResult,
+    ShownRound,
+    shown_rounds,
+)
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.sizing.policy import Tuning

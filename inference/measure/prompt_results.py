@@ -16,7 +16,7 @@ from pathlib import Path
 
 from inference.measure.results import PromptResult, Skipped
 from outrider.errors import UserError
-from outrider.files import parse_json, read_sealed, sealed, unsealed, write_json
+from outrider.files import parse_json, read_json, sealed, unsealed, write_json
 from outrider.run_dirs import check_identity
 from outrider.settings import Settings, construct
 
@@ -62,7 +62,12 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config:
         raise UserError(f"resume=true: {folder} holds results, but no {RUN_FILE} that says how they were made")
     if not (resume and path.exists()):
         return None
-    run = read_sealed(path, "record of a run", "measure again in another out_dir")
+    what, remedy = "record of a run", "measure again in another out_dir"
+    before = read_json(path, what, remedy)
+    try:
+        run = unsealed(before)
+    except UserError as error:
+        raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
     check_identity(run["settings"], settings, folder, config)
     return run["prepared"]
 

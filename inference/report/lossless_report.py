@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from inference.measure.lossless import Judgement, judge
+from inference.measure.lossless import BULK, GAP, PEAK, Judgement, judge
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from outrider.tables import Table
 
 HALF_NAMES = ("bfloat16", "float16")
 
@@ -59,16 +60,38 @@ def is_lossless(report: Mapping[str, Any]) -> bool:
     return same and not (judged and judged["faults"])
 
 
+def judgements(reports: Sequence[Mapping[str, Any]]) -> Table | None:
+    """The judgement of every arm by rounding errors over the reference's text, in units of transformers' own.
+
+    None without judgements.
+    """
+    judged = {arm: one for report in reports for arm, one in report["lossless"]["judged"].items() if one}
+    columns = {
+        "method": "which of the ways to decode",
+        f"worst row (at most {BULK})": "the keys, values or logits that are furthest off on average",
+        f"worst position (at most {PEAK:.0f})": "the same at one place of one text",
+        f"largest gap (at most {GAP:.0f})": "how much likelier the best token was than one chosen in its place",
+        "other choices": "positions at which another token would have been chosen; in brackets transformers' own",
+        "faults": "what is beyond its limit",
+    }
+    rows = [
+        (
+            arm,
+            f"{one['bulk']:.2f}: {one['bulk_at']}",
+            f"{one['peak']:.1f}: {one['peak_at']}",
+            f"{one['largest_gap']:.1f}",
+            f"{one['ties']} of {one['positions']} ({one['own_ties']})",
+            f"NOT LOSSLESS: {'; '.join(one['faults'])}" if one["faults"] else "none above rounding",
+        )
+        for arm, one in judged.items()
+    ]
+    return Table(columns, rows) if rows else None
+
+
 def judgement_lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     """The judgement of every arm as Markdown; empty without judgements."""
-    judged = {arm: found for report in reports for arm, found in report["lossless"]["judged"].items() if found}
-    lines = ["", "Judged by rounding errors over the reference's text, in units of transformers' own:", ""]
-    for arm, found in judged.items():
-        faults = "; ".join(found["faults"])
-        verdict = f"NOT LOSSLESS: {faults}" if faults else "No fault above rounding"
-        lines.append(
-            f"- {arm}: {found['bulk']:.2f} in the worst row ({found['bulk_at']}), {found['peak']:.1f} at the worst "
-            f"position ({found['peak_at']}); another choice at {found['ties']} of {found['positions']} positions "
-            f"(transformers' own pass: {found['own_ties']}). {verdict}."
-        )
-    return [*lines, "", resolution(reports[0])] if judged else []
+    table = judgements(reports)
+    if table is None:
+        return []
+    said = "Judged by rounding errors over the reference's text, in units of transformers' own:"
+    return ["", said, "", *table.markdown(), "", resolution(reports[0])]

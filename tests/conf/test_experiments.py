@@ -15,8 +15,7 @@ from conf.options import compose_defaults
 from data_prep.text.rehearsal import MODELS
 from data_prep.text.settings import DataConfig, MixPart
 from draft_models.targets.settings import TARGET, Architecture
-from draft_models.tiny.architectures import TINY_ARCHITECTURES
-from draft_models.tiny.models import save_tiny_model, save_tiny_models
+from draft_models.tiny.models import TINY_ARCHITECTURES, save_tiny_model, save_tiny_models
 from outrider.errors import UserError
 from outrider.wandb_config import WandbConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build

@@ -26,8 +26,7 @@ from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, heading, interrupted_at, log, same
 from train.parts.eagle3 import Eagle3Student
-from train.parts.packed_states import pack, unpack
-from train.parts.target_states import MADE_FROM_FILE, STATES_FILE
+from train.parts.target_states import MADE_FROM_FILE, STATES_FILE, pack, unpack
 from train.recipes.eagle3 import train_eagle3
 
 

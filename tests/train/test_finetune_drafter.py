@@ -31,7 +31,7 @@ from tests.families import save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, finetuning, log, same, weights
-from train.core.best import Best
+from train.core.driver import Best
 from train.parts.heldout import Decoding
 from train.parts.small_lm import drafter_config, start_lm
 from train.recipes.small_lm import finetune_drafter

@@ -21,8 +21,8 @@ from tests.train.fit_runs import fit_tiny, trained_weights
 from tests.train.jobs import log
 from train.core import run_dir
 from train.core.fit import fit
+from train.core.loop import epoch_order, step_rows
 from train.core.progress import start_wandb, tracker_of
-from train.core.row_order import epoch_order, step_rows
 from train.core.trained_weights import WEIGHTS_FILE, trained_parameters
 
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}

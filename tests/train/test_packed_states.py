@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from train.parts.packed_states import GROUP, pack, packed_width, unpack
+from train.parts.target_states import GROUP, pack, packed_width, unpack
 
 
 def in_turn(values):

@@ -32,7 +32,7 @@ from tests.train.jobs import (
     options_of,
     save_for_calibration,
 )
-from train.core.row_order import own_share, step_rows
+from train.core.loop import own_share, step_rows
 from train.core.trained_weights import WEIGHTS_FILE
 from train.recipes.calibration import calibrate
 from train.recipes.eagle3 import train_eagle3

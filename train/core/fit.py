@@ -8,7 +8,9 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -18,10 +20,10 @@ from torch import nn
 from draft_models.targets.open_target import fast_dtype
 from inference.core.stopwatch import Clock
 from inference.measure.time_limit import TimeLimit
-from outrider.errors import UserError
+from outrider.errors import UserError, require
 from outrider.files import write_json
 from outrider.processes import from_main, join_processes
-from outrider.settings import Settings
+from outrider.settings import Settings, read_as
 from train.core import run_dir, sharding
 from train.core.engine import Engine
 from train.core.loop import train
@@ -29,8 +31,44 @@ from train.core.progress import Report, cut_log, start_wandb
 from train.core.time_budget import StepBudget
 from train.core.trained_weights import load_trained, save_trained
 from train.core.training import FitResult, Metrics, Rows
-from train.core.training_state import TrainingState, read_state, write_state
 from train.settings.fit import FitConfig
+
+STATE_FILE = "training_state.json"
+_WHAT = "state of a training"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What `STATE_FILE` holds.
+
+    metrics: the last evaluation, by name; empty where there was none. seconds: what the training had taken by then, of
+    all runs, evaluations included.
+    """
+
+    step: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = all(isinstance(value, int | float) for value in self.metrics.values())
+        require(numbers, "metrics", self.metrics, "numbers by name")
+
+
+def write_state(checkpoint: Path, reached: TrainingState) -> None:
+    """Leave in `checkpoint` what `read_state` reads."""
+    write_json(checkpoint / STATE_FILE, asdict(reached))
+
+
+def read_state(checkpoint: Path) -> TrainingState:
+    """What `write_state` has left in `checkpoint`. Raises `UserError` for a damaged file."""
+    remedy = f"remove {checkpoint}: resume=true goes on from the one before"
+    file = checkpoint / STATE_FILE
+    state = read_as(TrainingState, file, _WHAT, remedy)
+    if state.step != run_dir.step_of(checkpoint):
+        expected = run_dir.step_of(checkpoint)
+        raise UserError(f"{file}: damaged {_WHAT} (step={state.step!r}: expected {expected}); {remedy}")
+    return state
+
 
 Evaluate = Callable[[nn.Module, int], Metrics]
 

@@ -1,7 +1,8 @@
 """The training loop: forward, loss, backward, clip, step; the rest of the package stands around it."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,15 +11,38 @@ from torch.utils.data import default_collate
 
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
+from outrider.streams import Streams
 from train.core import run_dir
 from train.core.engine import Engine
 from train.core.progress import Report
-from train.core.row_order import own_share, step_rows
 from train.core.training import Batch, Rows
 from train.settings.fit import FitConfig
 
 if TYPE_CHECKING:
     from train.core.time_budget import StepBudget
+
+
+@functools.lru_cache(maxsize=2)  # a step may take rows of two epochs
+def epoch_order(count: int, seed: int, epoch: int) -> Sequence[int]:
+    """The order of `count` rows in one epoch: a pure function of its arguments."""
+    return tuple(Streams(seed).arrays("row order", epoch).permutation(count).tolist())
+
+
+def step_rows(count: int, batch: int, seed: int, step: int) -> list[int]:
+    """The rows of optimizer step `step` (from 0), `batch` of them.
+
+    Epoch follows epoch without a gap. Step s takes places [s · batch, (s + 1) · batch) of that sequence.
+    """
+    places = range(step * batch, (step + 1) * batch)
+    return [epoch_order(count, seed, place // count)[place % count] for place in places]
+
+
+def own_share(rows: Sequence[int], micro: int, process: int, processes: int) -> list[Sequence[int]]:
+    """Those of a step's `rows` that one process has, in micro batches of `micro` rows.
+
+    The processes take micro batches in turn. len(rows) is a multiple of micro · processes.
+    """
+    return [rows[start : start + micro] for start in range(process * micro, len(rows), processes * micro)]
 
 
 def train(

@@ -84,29 +84,6 @@ def code_of(start: Path | None) -> list[str]:
     return code_history(record.get("code", []), start)
 
 
-def finished(
-    out_dir: Path, report: str, identity: Mapping[str, object], resume: bool, settings: Settings | None = None
-) -> bool:
-    """Whether a run of the same `identity` has already left its report in `out_dir`: nothing is to be done then.
-
-    report: name of a JSON file, written last, whose "settings" are the identity.
-    settings: as for `open_run`.
-
-    Raises `UserError` for an `out_dir` that cannot be written or holds a finished run that is not to be resumed.
-    """
-    require_writable(out_dir)
-    path = out_dir / report
-    if not path.exists():
-        return False
-    if not resume:
-        raise UserError(
-            f"out_dir={out_dir}: holds a finished run ({report}); resume=true keeps it, another out_dir makes a new one"
-        )
-    made = read_mapping(path, "report of a run", "remove it, or give another out_dir")
-    check_identity(made.get("settings"), identity, path, settings)
-    return True
-
-
 def own_staging(out_dir: Path) -> Path:
     """Where this process may write what is to appear in `out_dir` whole; no other process's, whoever holds the lock."""
     return out_dir / STAGING / f"{socket.gethostname()}-{os.getpid()}"

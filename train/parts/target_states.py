@@ -1,7 +1,7 @@
 """What a target makes of the rows, kept on disk: a head then trains on it without running the target again.
 
     states.bin     [rows, T, k + 1, H_t] of the dtype: the taps, ascending, and the states after the last norm; in int8
-                   as `train.parts.packed_states` packs them
+                   as `pack` makes it
     states.json    written last: what they were made from
 
 Until then states.filling.json says it, and states.done has a byte for every block of rows, 1 where it is there: a run
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from data_prep.text.rows import Rows
@@ -28,7 +29,35 @@ from outrider.progress import counted
 from outrider.run_dirs import changes
 from outrider.settings import listed
 from train.parts.eagle3 import Eagle3Student
-from train.parts.packed_states import pack, packed_width, unpack
+
+GROUP = 32
+_SCALE_BYTES = 2
+
+
+def packed_width(width: int) -> int:
+    """Bytes of a vector of `width` values."""
+    return -(-width // GROUP) * (GROUP + _SCALE_BYTES)
+
+
+def pack(vectors: Tensor) -> Tensor:
+    """vectors [..., H] as int8 [..., `packed_width(H)`].
+
+    Raises `OverflowError` where a scale is beyond float16, or a value no number.
+    """
+    groups = F.pad(vectors.float(), (0, -vectors.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    scales = (groups.abs().amax(-1, keepdim=True) / 127).half()
+    if not bool(scales.isfinite().all()):
+        raise OverflowError
+    numbers = (groups / scales.float()).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat([numbers, scales.view(torch.int8)], -1).flatten(-2)
+
+
+def unpack(packed: Tensor, width: int) -> Tensor:
+    """What `pack` made of vectors of `width` values, float32 [..., width]."""
+    groups = packed.unflatten(-1, (-1, GROUP + _SCALE_BYTES))
+    scales = groups[..., GROUP:].contiguous().view(torch.float16)
+    return (groups[..., :GROUP] * scales.float()).flatten(-2)[..., :width]
+
 
 STATES_FILE, MADE_FROM_FILE = "states.bin", "states.json"
 FILLING_FILE, DONE_FILE = "states.filling.json", "states.done"

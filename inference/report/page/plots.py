@@ -1,14 +1,12 @@
 """The page's plots as SVG, coloured by the page's styles for light and dark mode."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from inference.report.page.markup import Markup, joined, tag
+from inference.report.wording import Report
 
 WIDTH, LEFT, RIGHT, ROW = 640, 150, 60, 26
 PARTS = ("draft", "verify", "structure", "other")  # of a round's time, as `parts_of_time` names them
-
-Report = Mapping[str, Any]
 
 
 def speedups(reports: Sequence[Report]) -> Markup:

@@ -1,14 +1,10 @@
 """The page's section on losslessness: what was checked, and what the checks cannot show."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from inference.measure.lossless import BULK, GAP, PEAK
-from inference.report.lossless_report import is_lossless, resolution
+from inference.report.lossless_report import is_lossless, judgements, resolution
 from inference.report.page.markup import Markup, as_table, tag
-from outrider.tables import Table
-
-Report = Mapping[str, Any]
+from inference.report.wording import Report
 
 
 def most_that_differ(checked: int, chance: float = 0.05) -> float:
@@ -24,8 +20,8 @@ def proof_section(reports: Sequence[Report]) -> list[Markup]:
     first = reports[0]["lossless"]
     wrong = [report["method"] for report in reports if not is_lossless(report)]
     said = [_verdict(wrong), *(_compared(reports) if first["checked"] else _sampled())]
-    judged = {arm: one for report in reports for arm, one in report["lossless"]["judged"].items() if one}
-    if judged:
+    judged = judgements(reports)
+    if judged is not None:
         said.append(
             "In half precision, and when sampling, two correct programs may part where two tokens are nearly as "
             "likely; and the text of an int8 model may be that of the floats it is made from. So every method was "
@@ -33,7 +29,7 @@ def proof_section(reports: Sequence[Report]) -> list[Markup]:
             "target in twice the precision. The unit is what transformers rounds there. " + resolution(reports[0])
         )
     paragraphs = [tag("p", text, class_="wrong" if wrong and text == said[0] else None) for text in said]
-    return paragraphs + ([_judged(judged)] if judged else [])
+    return paragraphs + ([] if judged is None else [as_table(judged)])
 
 
 def _verdict(wrong: Sequence[str]) -> str:
@@ -61,26 +57,3 @@ def _sampled() -> list[str]:
         "The texts were sampled, so no two need to be the same. What must be the same is their law: how likely each "
         "text is. That is proven in the project's tests, by going through every random choice on small vocabularies."
     ]
-
-
-def _judged(judged: Mapping[str, Mapping[str, Any]]) -> Markup:
-    columns = {
-        "method": "which of the ways to decode",
-        f"worst row (at most {BULK})": "the keys, values or logits that are furthest off on average",
-        f"worst position (at most {PEAK:.0f})": "the same at one place of one text",
-        f"largest gap (at most {GAP:.0f})": "how much likelier the best token was than one chosen in its place",
-        "other choices": "positions at which another token would have been chosen; in brackets transformers' own",
-        "faults": "what is beyond its limit",
-    }
-    rows = [
-        (
-            arm,
-            f"{one['bulk']:.2f}: {one['bulk_at']}",
-            f"{one['peak']:.1f}: {one['peak_at']}",
-            f"{one['largest_gap']:.1f}",
-            f"{one['ties']} of {one['positions']} ({one['own_ties']})",
-            "; ".join(one["faults"]) or "none above rounding",
-        )
-        for arm, one in judged.items()
-    ]
-    return as_table(Table(columns, rows))

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from inference.core.tree import ROOT
-from inference.measure.results import PromptResult
-from inference.measure.shown import ShownRound
+from inference.measure.results import PromptResult, ShownRound
 from inference.report.page.markup import Markup, embedded, joined, tag
 
 ASKED = 3000  # last characters of a prompt that are shown

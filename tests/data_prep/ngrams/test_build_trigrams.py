@@ -28,6 +28,7 @@ from outrider.errors import UserError
 from tests.conf.test_configs import compose_and_build
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
 from tests.gguf_files import save_plain_target, write_gguf
+from tests.ngram_reading import successors
 
 ROOT = Path(__file__).parents[3]
 
@@ -134,9 +135,9 @@ def test_turns_are_documents_of_their_own(config: TrigramConfig) -> None:
     build_table(everything)
     table, encoder = TrigramTable.open(everything.out_dir), open_encoder(config.tokenizer, None)
     question, answer = encoder.encode(["how are you", "it is the first"])
-    assert table.successors(question[:2])[0].tolist() == [question[2]]
-    assert table.successors(question[-1:])[0].tolist() == []  # neither the answer nor the end
-    assert table.successors(answer[-1:])[0].tolist() == [encoder.eos]
+    assert successors(table, question[:2])[0].tolist() == [question[2]]
+    assert successors(table, question[-1:])[0].tolist() == []  # neither the answer nor the end
+    assert successors(table, answer[-1:])[0].tolist() == [encoder.eos]
 
 
 def test_held_out_records_are_left_out(config: TrigramConfig) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.python_docs.instructions import as_lines, halves, make_instructions, read_subjects
+from data_prep.python_docs.instructions import TEMPLATES, as_lines, halves, make_instructions, read_subjects
 from data_prep.python_docs.modules import PACKAGES, STANDARD_LIBRARY
 from data_prep.python_docs.subjects import Collector
-from data_prep.python_docs.templates import TEMPLATES
 from data_prep.text.sources import is_heldout
 
 ROOT = Path(__file__).parents[3]

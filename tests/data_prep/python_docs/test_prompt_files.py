@@ -67,7 +67,7 @@ def test_each_half_is_read_by_whom_it_is_for(config):
 def test_prompts_are_kept_or_refused_where_others_are(config, capsys, monkeypatch):
     write_prompts(config)
     before = {path.name: path.read_bytes() for path in Path(config.out_dir).glob("[a-z]*")}
-    with pytest.raises(UserError, match="holds prompts already; resume=true keeps them"):
+    with pytest.raises(UserError, match="holds a finished run"):
         write_prompts(config)
     monkeypatch.setattr(prompt_files, "read_subjects", None)  # nothing is read again
     write_prompts(replace(config, resume=True))

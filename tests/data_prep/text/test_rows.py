@@ -1,6 +1,7 @@
 import json
 import pickle
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,7 +210,7 @@ def test_a_second_load_reads_the_cache(data, tokenizer, monkeypatch):
     assert first.counts == second.counts
 
 
-@pytest.mark.parametrize("name", ["tokens.npy", "documents.npy", "supervised.npy", "meta.json"])
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "supervised.bin", "meta.json"])
 @pytest.mark.parametrize("damage", ["truncate", "delete"])
 def test_a_damaged_entry_is_rebuilt(data, tokenizer, name, damage):
     config = data(TEXTS)
@@ -284,10 +285,13 @@ def test_a_cache_that_cannot_be_written_is_named(data, tokenizer, tmp_path, monk
     with pytest.raises(UserError, match=r"cache_dir=.*file/x: cannot be written .*data.cache_dir=DIRECTORY"):
         load_rows(data(TEXTS, cache_dir=str(tmp_path / "file" / "x")), tokenizer, 32, "train")
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    opened = Path.open
 
-    monkeypatch.setattr(rows_module.ArrayFile, "append", full)
+    def full(path, mode="r", *rest, **options):
+        there = mode == "wb" and path.parent.suffix == ".partial"
+        return opened(Path("/dev/full") if there else path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", full)
     config = data(TEXTS)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); free space there"):
         load_rows(config, tokenizer, 32, "train")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from draft_models.ngrams.kept import contexts_of, fault_of_contexts, from_arrays, map_of, most_used
 from draft_models.ngrams.overlay import TextIndex
+from tests.ngram_reading import successors
 
 TEXTS = st.lists(st.integers(0, 7), min_size=2, max_size=60)
 LONGEST = 3
@@ -36,7 +37,7 @@ def test_a_map_that_was_kept_goes_on_as_if_it_never_had_been(text: list[int], mo
     for learner in (index, again):
         learner.learn(np.array([*text, *more]), len(text), len(text) + len(more))
     for context in contexts_in([*text, *more]):
-        assert list(again.successors(context).items()) == list(index.successors(context).items()) != []
+        assert list(successors(again, context).items()) == list(successors(index, context).items()) != []
     assert again.known.used.tolist() == index.known.used.tolist()
 
 
@@ -50,9 +51,9 @@ def test_what_is_used_most_stays_within_the_limit(text: list[int], share: float)
     assert fault_of_contexts(kept, 8) == ""
     left, index = TextIndex(LONGEST, decay=0.5), index_of(text)
     left.known = map_of(kept)
-    stays = {context: bool(left.successors(context)) for context in seen}
+    stays = {context: bool(successors(left, context)) for context in seen}
     assert sum(stays.values()) == len(kept.keys)
-    assert all(left.successors(context) == index.successors(context) for context in seen if stays[context])
+    assert all(successors(left, context) == successors(index, context) for context in seen if stays[context])
     fewest = min((seen[context] for context in seen if stays[context]), default=9**9)
     dropped = [seen[context] for context in seen if not stays[context]]
     assert max(dropped) <= fewest

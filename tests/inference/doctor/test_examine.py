@@ -18,8 +18,7 @@ from draft_models.eagle3.changes import ReadingChanges
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.small_lm.model import TRAINING_FILE, load_plain_lm
 from draft_models.targets.open_target import open_target
-from inference.doctor.examine import examine, find_patients
-from inference.doctor.lm_ways import patient_of_lm
+from inference.doctor.examine import examine, find_patients, patient_of_lm
 from inference.doctor.table import coloured, table
 from inference.doctor.training_data import training_facts
 from inference.drafters.small_lm import SmallLMMaker

@@ -13,7 +13,7 @@ from torch import Tensor
 from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import load_head, open_head
-from inference.doctor import head_facts
+from inference.doctor import head_ways
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.examine import boundaries_of, compare, judge
 from inference.doctor.head_ways import patient_of
@@ -157,11 +157,11 @@ def test_only_what_is_read_is_recorded(clinic: Clinic, tmp_path: Path) -> None:
 
 def test_a_likeness_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they are compared some at a time."""
-    monkeypatch.setattr(head_facts, "ROWS", 4)
+    monkeypatch.setattr(head_ways, "ROWS", 4)
     own = torch.eye(10)
     theirs = own.clone()
     theirs[-1] *= -1
-    said = head_facts._likeness("head", own, theirs.double(), None).said
+    said = head_ways._likeness("head", own, theirs.double(), None).said
     assert said == "its own; 90% of the rows are the target's, mean cosine 0.80"
 
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from data_prep.text.prompts import Prompt
 from inference.core.tree import ROOT
 from inference.measure.prompt_results import read_results
-from inference.measure.results import PromptResult
-from inference.measure.shown import Noting, ShownRound
+from inference.measure.results import Noting, PromptResult, ShownRound
 from inference.report.overlap import RUN, overlap
 from inference.report.page.build import make_page
 from inference.report.page.markup import embedded, tag
