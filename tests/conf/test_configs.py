@@ -260,14 +260,22 @@ def test_what_is_not_there_is_named_before_torch_is_imported(
 
 
 def test_places_that_a_plan_or_a_rehearsal_does_not_read_need_not_be_there() -> None:
-    """Those of an experiment or a default in a rehearsal, text in a plan; a name on the Hub is not looked up."""
-    schema = COMMANDS["eesd"][0]
-    for overrides in (
-        ["target=org/model", "data=responses", "plan=true"],
-        ["debug=true", "experiment=eesd/llama2_13b"],
+    """Those of an experiment or a default in a rehearsal, text and prompts in a plan, a name on the Hub."""
+    for command, *overrides in (
+        ("eesd", "target=org/model", "data=responses", "plan=true"),
+        (
+            "evaluate_checkpoint",
+            "target=org/model",
+            "method=vanilla",
+            "small_lm=org/small",
+            "prompts=no.jsonl",
+            "plan=true",
+        ),
+        ("eesd", "debug=true", "experiment=eesd/llama2_13b"),
     ):
-        register("eesd", schema)
-        look_for_places(build(schema, compose_defaults("eesd", overrides), overrides))
+        schema = COMMANDS[command][0]
+        register(command, schema)
+        look_for_places(build(schema, compose_defaults(command, overrides), overrides))
 
 
 def method(name: str) -> MethodConfig:

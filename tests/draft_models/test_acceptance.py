@@ -32,7 +32,7 @@ def test_acceptance_is_a_probability_whatever_rounding_does() -> None:
 
 @pytest.mark.parametrize("at_once", [3, 1024])
 def test_judging_is_the_argmax_and_the_acceptance(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """By a whole target, whose vocabulary may be padded, and by all that there is of its top-k."""
+    """By a whole target, of which the vocabulary may be padded, or the drafter's, and by all there is of its top-k."""
     monkeypatch.setattr("draft_models.acceptance.AT_ONCE", at_once)
     hidden, head = random(TOKENS, WIDTH), random(WIDTH, VOCABULARY, seed=1)
     known, teacher = random(TOKENS, WIDTH, seed=2), random(WIDTH, VOCABULARY, seed=3)
@@ -42,6 +42,10 @@ def test_judging_is_the_argmax_and_the_acceptance(monkeypatch: pytest.MonkeyPatc
     for law, expected in (
         (whole_law(lambda states: states @ teacher, known), acceptance(p, q)),
         (whole_law(lambda states: states @ torch.cat([teacher, teacher], 1), known), acceptance(p, q)),
+        (
+            whole_law(lambda states: states @ teacher[:, :6], known),
+            acceptance(*(of[:, :6].log_softmax(-1) for of in (p, q))),
+        ),
         (top_k_law(top.indices, top.values, tail), acceptance(top.values, q.gather(1, top.indices))),
     ):
         choices, accepted = judge(lambda states: states @ head, hidden, law)

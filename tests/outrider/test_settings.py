@@ -11,7 +11,20 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.errors import UserError
 from outrider.run_dirs import check_identity
-from outrider.settings import Count, Named, Positive, Settings, Share, construct, decides, free, keyed, only
+from outrider.settings import (
+    ABSENT,
+    Count,
+    Named,
+    Positive,
+    Settings,
+    Share,
+    construct,
+    decides,
+    default_at,
+    free,
+    keyed,
+    only,
+)
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,7 @@ def test_a_key_is_the_same_where_an_option_newer_than_it_has_its_default() -> No
     assert keyed(Outer(), first) == {"kind": "plain", "rate": 1.0, "inner": {"size": 1}}
     assert keyed(Outer(exact=False, log=True), first) == keyed(Outer(), first) | {"exact": False}
     assert keyed(Outer(inner=Inner(2)), ()) == {"inner": {"size": 2}}
+    assert default_at(Outer(), "log") is default_at(Outer(), "inner.where") is ABSENT  # which decide nothing
 
 
 def test_an_option_newer_than_a_run_had_its_default_then(tmp_path: Path) -> None:

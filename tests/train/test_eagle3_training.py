@@ -131,6 +131,8 @@ def test_from_a_folder_of_features_it_learns_the_same(
     assert same(weights(tmp_path / "refilled"), weights(tmp_path / "online"))
     with pytest.raises(UserError, match=r"holds what was made with other settings: dtype='bfloat16' \(was 'float32'\)"):
         train_eagle3(replace(kept, features_dtype="bfloat16", out_dir=str(tmp_path / "other")))
+    with pytest.raises(UserError, match=r"other settings: frozen_dtype='torch.float16' \(was 'torch\.\w+'\)"):
+        train_eagle3(replace(kept, frozen_dtype="float16", out_dir=str(tmp_path / "other")))
 
 
 def test_a_killed_filling_goes_on_with_the_rows_that_are_missing(

@@ -21,7 +21,7 @@ from tests.train.fit_runs import fit_tiny, trained_weights
 from tests.train.jobs import log
 from train.core import run_dir
 from train.core.fit import fit
-from train.core.loop import epoch_order, step_rows
+from train.core.loop import epoch_order, own_share, step_rows
 from train.core.progress import start_wandb, tracker_of
 from train.core.trained_weights import WEIGHTS_FILE, trained_parameters
 
@@ -128,6 +128,13 @@ def test_row_order_is_a_function_of_seed_and_epoch():
     assert len(order) == 25
     assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
     assert order[8:24] == [row for step in range(2, 6) for row in step_rows(10, 4, 3, step)]  # across epochs
+
+
+def test_processes_share_a_step_out_without_gap_or_overlap():
+    rows = list(range(24))
+    shares = [own_share(rows, 2, process, 3) for process in range(3)]
+    assert [len(micro) for share in shares for micro in share] == [2] * 12
+    assert [row for micros in zip(*shares, strict=True) for micro in micros for row in micro] == rows
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints

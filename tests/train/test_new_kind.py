@@ -196,6 +196,21 @@ def test_it_learns_and_an_interrupted_run_ends_with_the_same_bits(
         train_bigram(run)
 
 
+def test_a_directory_that_is_named_twice_is_held_once(run: BigramConfig, tmp_path: Path) -> None:
+    """A calibration head's out_dir may be its drafter's, by whatever path."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "whole")
+    made: list[PartialState] = []
+
+    def stop(state: PartialState) -> Training[Bigram]:
+        made.append(state)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_training(run, stop, str(tmp_path / "link"), run.out_dir)
+    assert len(made) == 1
+
+
 def test_it_drafts_losslessly(bigram: Kind, run: BigramConfig) -> None:
     train_bigram(run)
     given = {"method": MethodConfig("bigram"), "drafters": {"bigram": run.out_dir}}

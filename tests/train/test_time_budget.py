@@ -176,6 +176,14 @@ def test_evaluations_before_the_last_step_count(tmp_path: Path, evaluation: floa
     assert 50 < spent < 70 or evaluation == 20 * len(at) - 20 or evaluation == 200
 
 
+def test_a_step_that_its_evaluation_makes_the_last_has_a_line(tmp_path: Path) -> None:
+    """The evaluation takes what was left of the time: before it the step was one of many."""
+    config = replace(FIT, log_every=500, eval_every=20)
+    made = timed(tmp_path, lambda *_: 0.5, config=config, evaluation=200)
+    assert made.result.steps == 20
+    assert [line["step"] for line in log(tmp_path) if "loss" in line] == [20]
+
+
 def test_a_step_longer_than_the_time_is_done_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert timed(tmp_path / "nearly", lambda *_: 55.0).model.now == 55
     assert "minutes=1" in capsys.readouterr().err

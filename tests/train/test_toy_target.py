@@ -18,12 +18,14 @@ from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
+from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE
+from outrider.settings import differences
 from outrider.wandb_config import WandbConfig
 from train.core.time_budget import STEPS_FILE
 from train.parts.export import export
 from train.parts.toy_lm import build_lm, can_compile, compile_layers, token_bytes, train_tokenizer
-from train.recipes.toy import ToyTarget, bits_per_byte, train_toy_target
+from train.recipes.toy import ToyTarget, bits_per_byte, prepare, train_toy_target
 from train.settings.fit import FitConfig
 from train.settings.toy import TOY_REPORT, ToyTargetConfig
 
@@ -194,6 +196,16 @@ def test_gradient_checkpointing_changes_nothing(finished, tmp_path, monkeypatch)
     train_toy_target(config)
     assert all(seen)
     assert _weights(config) == _weights(finished)
+
+
+def test_other_text_is_another_run(tmp_path):
+    """What was read decides, not where it lies."""
+    file, identities = tmp_path / "texts.jsonl", []
+    for word in ("one", "other"):
+        file.write_text("".join(json.dumps({"text": f"{word} text, number {n}\n" * 9}) + "\n" for n in range(30)))
+        data = DataConfig(source="local", path=[str(file)], heldout_fraction=0.3, cache_dir=str(tmp_path / "cache"))
+        identities.append(prepare(_config(tmp_path, data=data), 0.0, join_processes()).identity)
+    assert [key for key, *_ in differences(*identities)] == ["data_key"]
 
 
 def test_conversations_are_refused(tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from data_prep.formats import cache, convert
-from data_prep.formats.cache import RECORD_FILE, cache_folder
+from data_prep.formats.cache import RECORD_FILE, cache_folder, content_key
 from data_prep.formats.door import as_safetensors
 from data_prep.formats.gguf_model import GgufModel
+from data_prep.formats.torch_files import PICKLES
+from data_prep.formats.torch_folder import FolderModel
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
+from outrider.run_dirs import system_lock
 from tests.data_prep.formats.test_bin_files import as_bin
 from tests.forked import Fork
 from tests.gguf_files import write_gguf
@@ -139,6 +143,23 @@ def test_a_killed_conversion_leaves_nothing_that_is_read(
     assert not list(kept.glob("*.part"))
 
 
+def test_a_directory_loads_only_once_it_is_whole(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put: list[Path] = []
+    replace = os.replace
+
+    def note(source: Path, place: Path) -> None:
+        put.append(Path(place))
+        replace(source, place)
+
+    monkeypatch.setattr(convert.os, "replace", note)
+    convert.write_safetensors(GgufModel(str(written), written), tmp_path / "made", remedy="")
+    placed = [place.name for place in put if place.parent == tmp_path / "made"]
+    assert placed[-1] == "config.json"
+    assert len(placed) == len(set(placed)) > 2
+
+
 def test_what_somebody_removed_is_made_again(kept: Path, written: Path, conversions: list[str]) -> None:
     place, _ = as_safetensors(str(written))
     (Path(place) / RECORD_FILE).unlink()
@@ -167,6 +188,38 @@ def test_what_was_not_used_for_longest_goes_first(
     assert "removed the conversion of " in line
     assert "b.gguf" in line
     assert len(list((kept / "known").iterdir())) == 3
+
+
+def test_what_was_just_asked_for_stays(
+    kept: Path, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long ago it was converted under another name, and however little room there is."""
+    place = Path(as_safetensors(str(written))[0])
+    os.utime(place, (0, 0))
+    monkeypatch.setenv("OUTRIDER_CACHE_GB", "1e-9")
+    assert as_safetensors(str(shutil.copy(written, tmp_path / "other.gguf"))) == (str(place), None)
+    assert entries(kept) == [place]
+
+
+def test_a_file_under_another_name_is_another_content(tmp_path: Path) -> None:
+    keys = set()
+    for name in ("merges.txt", "vocab.txt"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("the same")
+        keys.add(content_key(FolderModel("m", folder, PICKLES)))
+    assert len(keys) == 2
+
+
+def test_who_finds_it_being_made_waits(kept: Path, written: Path, conversions: list[str]) -> None:
+    kept.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        with system_lock(kept / ".lock"):  # another process, at work
+            asked = pool.submit(as_safetensors, str(written))
+            with pytest.raises(TimeoutError):
+                asked.result(timeout=0.3)
+            assert conversions == []
+        assert asked.result(timeout=60) == (str(entries(kept)[0]), None)
 
 
 def test_a_size_that_is_none_is_refused(kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,13 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
 
+def test_ids_with_gaps_are_kept_whole(tmp_path: Path) -> None:
+    """How many bytes an id takes is decided by the highest one, not by how many there are."""
+    encoder = Encoder(lambda batch: [[2**16] for _ in batch], {"a": 0, "b": 2**16}, None, "")
+    shards = tokenise([Passage("b", ends=False)], "", None, encoder, tmp_path, 1)
+    assert read_shard(shards.paths[0], shards.dtype)[0].tolist() == [2**16] == [encoder.vocabulary - 1]
+
+
 def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of no token, of one shard, over two and over many, in shards of three passages."""
     monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)

@@ -54,6 +54,13 @@ def test_overlay_equals_the_algorithm(text: list[int], order: int, cut: int) -> 
     assert successors(overlay, text[: order - 1]) == {}
 
 
+def test_of_equals_the_newest_comes_first() -> None:
+    overlay = Overlay(make_table(), 2, increment=1.0, highest=0.8)
+    for text, order in (([1, 2], [2]), ([1, 3], [3, 2]), ([1, 2], [2, 3])):
+        overlay.learn(np.array(text), 0, 2)
+        assert list(successors(overlay, [1]).items()) == [(token, 0.8) for token in order]
+
+
 def test_what_the_table_lacks() -> None:
     table = TrigramTable.from_documents([[1, 2, 3]], [3], 12, "t")
     with pytest.raises(UserError, match=r"order=2: the n-gram table has orders \[3\]"):

@@ -165,6 +165,24 @@ def test_first_half_is_not_run_again(tmp_path: Path) -> None:
     assert calls == dict.fromkeys(range(LAYERS), rows)
 
 
+def test_a_tree_need_not_have_all_fed_rows_nor_their_order(tmp_path: Path) -> None:
+    """A drafter that shares the first half feeds three tokens, submits two of them the other way round, and a leaf."""
+    stack = open_stack(save_target(tmp_path, kv_heads=2), torch.float64)[1]
+    prompt, (root, *fed) = random_prompt(7), torch.tensor(random_prompt(5, seed=1)).split(1)
+    tokens, parents = torch.cat([fed[2], fed[0], fed[3]]), (-1, -1, 0)
+    shared, whole = TargetSession(stack, 2, 32), TargetSession(stack, 0, 32)
+    for session in (shared, whole):
+        session.prefill(prompt)
+        session.commit(range(len(prompt)))
+    shared.feed(root, (-1,))
+    shared.feed(torch.cat(fed[:3]), (0, 0, 0))
+    found = shared.run_tree(root, DraftTree(tokens, parents, (3, 1, -1)))
+    expected = whole.run_tree(root, DraftTree(tokens, parents, (-1,) * 3))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    again = shared.finish([0, 1])  # may be called again, for other rows
+    torch.testing.assert_close(again, expected[[0, 2]], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_session_as_a_whole_says_what_one_by_layers_says(tmp_path: Path, architecture: str) -> None:
     """A tree under a prompt, and another one after what was accepted of it: one target in sessions of both kinds."""

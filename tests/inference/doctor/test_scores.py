@@ -46,6 +46,14 @@ def test_a_lead_must_be_worth_it_and_have_been_seen_often() -> None:
     assert not better
 
 
+def test_the_more_ways_are_tried_the_likelier_one_leads_by_chance() -> None:
+    draw = np.random.default_rng(5)
+    one, other = (scores_of(draw.random(2 * FEWEST * BLOCK) < share) for share in (0.52, 0.5))
+    chance = is_better(one, other)[1]
+    assert 0 < chance < 1
+    assert [is_better(one, other, tried)[1] for tried in (3, 10**6)] == [min(1.0, 3 * chance), 1.0]
+
+
 def test_tokens_under_other_names_are_found_by_what_was_not_learned_from() -> None:
     said = np.random.default_rng(2).integers(6, size=60 * BLOCK)
     assert relabelled(scores_of(said < 0, said + 10, said)).agree.mean() > 0.95

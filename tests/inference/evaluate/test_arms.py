@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
+from inference.core.acceptance import Chooser
 from inference.core.generation import Generation, collect
 from inference.core.stopwatch import Round
 from inference.drafters.calibrated import Calibrated
@@ -125,6 +126,24 @@ def test_no_two_draws_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = 1 + len(METHODS)  # those that verify, and
     drawn += 6 + 1 + 1 + 2 + 1  # chains and trees that draw from q, those with Beta's coins, and a search
     assert len(given) == 4 * drawn
+
+
+def test_a_method_verifies_as_it_says() -> None:
+    """verify=naive gives the same law as the exact rule, so no text shows which of them was at work."""
+    seen: list[bool] = []
+
+    def noted(chooser: Chooser) -> Chooser:
+        seen.append(chooser.naive)
+        return chooser
+
+    q = TableModel([[0.25] * 4] * 4)
+    tree = StructureConfig("k_config", widths=(2, 2))
+    methods = {verify: MethodConfig("small_lm", tree, verify=verify) for verify in ("exact", "naive")}
+    options = {"max_new_tokens": 3, "eos": (), "sampling": SamplingConfig(1.0), "runtime": TableRuntime()}
+    arms = make_arms(q, {"small_lm": q}, methods, None, choosing=noted, **options)  # type: ignore[arg-type]
+    for name in methods:
+        arms[name]([0], Streams(0))
+    assert seen == [False, True]
 
 
 def test_prefill_is_timed_apart() -> None:

@@ -7,6 +7,7 @@ import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,9 +32,17 @@ from inference.measure.statistics import (
     structure_statistics,
 )
 from inference.measure.verdict import verdict
+from inference.report import report as whole_report
 from inference.report.lossless_report import is_lossless
 from inference.report.page.build import make_page
-from inference.report.report import build_report, markdown, plot_acceptance, plot_speedups, relate_to_chain
+from inference.report.report import (
+    build_report,
+    markdown,
+    plot_acceptance,
+    plot_speedups,
+    relate_to_chain,
+    write_reports,
+)
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.machine import describe_machine
@@ -231,6 +240,24 @@ def test_report_by_hand() -> None:
     assert "| m | 500.0 [500.0, 500.0] | 3.00× | 2.27× [1.60, 2.93] | 4.20× [2.87, 5.53] |\n" in table
     profiled = [replace(r, profiles={"m": generation([(4, 4)], 2.0)}) for r in results()]
     assert build_report("m", profiled, facts(), seed=0)["seconds"]["draft"] == pytest.approx(6 * 2.0 / 40)
+
+
+def test_a_report_is_never_beside_the_files_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first to go and the last to come: a run that is killed meanwhile leaves none."""
+    made = results()
+    texts = {(r.prompt_id, arm): "" for r in made for arm in r.generations}
+    written = [build_report("m", made, facts(), seed=0)], made, texts, "a page"
+
+    def die(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(whole_report, "_save", lambda *_: None)  # plots take long
+    write_reports(tmp_path, *written)
+    assert (tmp_path / "report.json").exists()
+    monkeypatch.setattr(whole_report, "markdown", die)
+    with pytest.raises(KeyboardInterrupt):
+        write_reports(tmp_path, *written)
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_what_the_baseline_spends_outside_of_the_model() -> None:

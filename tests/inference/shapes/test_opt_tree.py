@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +74,16 @@ def test_opt_tree_follows_algorithm_1(q: Q, nodes: int, delta: float, depth: int
     assert max(source.calls) <= nodes
     weights = sorted(weight(q, path) for path in chosen if weight(q, path) > 0)
     assert sorted(weight(q, path) for path in paths) == pytest.approx(weights, abs=1e-6)
+
+
+def test_a_level_that_adds_exactly_delta_is_the_last() -> None:
+    exact = torch.tensor([[0.5, 0.25, 0.25]])
+    for delta, passes in ((0.5, 1), (0.499, 2)):
+        source = KnownSource(dyadic_q(0))
+        opt_tree(
+            source, root(), limit=5, nodes=1, delta=delta, to_probs=lambda logits, _: exact.expand(len(logits), -1)
+        )
+        assert len(source.calls) == passes
 
 
 def eagle_2(q: Q, vocabulary: int, nodes: int, width: int, depth: int) -> list[float]:

@@ -1,5 +1,6 @@
 """Whether one more pass pays: against every choice tried, and what it learns."""
 
+import itertools
 import math
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_given_levels_are_all_made_and_a_round_feeds_only_so_many() -> None:
     narrow = Feeding(None, 24, 9, 3)
     begun(narrow, [0.5] * 24)
     assert [narrow.feed(24, [0.1] * 24) for _ in range(2)] == [3, 3]
+
+
+def test_a_pass_that_does_not_pay_is_tried_ever_more_seldom() -> None:
+    """After 8 rounds without one, then after 16 and 32; once one has paid, after 8 again."""
+    feeding = Feeding(tuning(), None, None, None)
+
+    def rounds_without(gain: float) -> int:
+        for number in itertools.count():
+            fed = feeding.feed(begun(feeding, [0.5]), [gain])
+            feeding.end()
+            if fed:
+                return number
+        raise AssertionError
+
+    assert [rounds_without(1e-4) for _ in range(3)] == [8, 16, 32]
+    assert rounds_without(0.9) == 0
+    assert [rounds_without(1e-4) for _ in range(2)] == [8, 16]
 
 
 def test_nodes_whose_like_came_seldom_true_are_worth_less() -> None:
