@@ -185,6 +185,11 @@ class _Speaker:
         self._drawn = True
 
 
+def speaks() -> bool:
+    """Whether this is the process that says for all of them what is going on."""
+    return os.environ.get("RANK", "0") == "0" and parent_process() is None
+
+
 def _has_room(stream: TextIO) -> bool:
     """Whether it is a terminal that a bar is seen on; what `script` or a container makes may have no lines."""
     if not stream.isatty():
@@ -204,7 +209,7 @@ def _enter(stage: Stage) -> None:
     global _speaker
     with _lock:
         _stages.append(stage)
-        if _speaker is None and os.environ.get("RANK", "0") == "0" and parent_process() is None:
+        if _speaker is None and speaks():
             _speaker = _Speaker()
 
 

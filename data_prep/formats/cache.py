@@ -17,6 +17,7 @@ from pathlib import Path
 
 from data_prep.formats.convert import write_safetensors
 from data_prep.formats.original import Original
+from outrider.caches import user_cache
 from outrider.errors import UserError, warn
 from outrider.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.progress import Stage, counted
@@ -32,8 +33,7 @@ _REMEDY = f"free space, or say by {PLACE} where there is more"
 
 def cache_folder() -> Path:
     """Where converted models are kept."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get(PLACE) or f"{caches}/outrider/targets").expanduser().absolute()
+    return Path(os.environ.get(PLACE) or user_cache() / "targets").expanduser().absolute()
 
 
 def cached(original: Original) -> Path:

@@ -4,10 +4,10 @@
 from collections.abc import Iterator
 
 import numpy as np
-from numba import njit
 
 from data_prep.ngrams.token_shards import Shards, read_shard
 from draft_models.ngrams.kernels import mix
+from outrider.compiled import kept
 from outrider.progress import Stage
 
 
@@ -54,7 +54,7 @@ def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Itera
         yield ids[start:stop], sizes
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _fill(ids, lengths, order, bits, narrow, keys, tokens):
     key_bits = (order - 1) * bits
     mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)

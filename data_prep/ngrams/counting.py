@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from data_prep.ngrams.blocks import blocks
 from data_prep.ngrams.token_shards import Shards
 from draft_models.ngrams.kernels import Grams, group, merge_grams
 from draft_models.ngrams.table_files import Described, array_file, count_buckets, start_type, token_bits, token_type
+from outrider.compiled import kept
 from outrider.errors import require
 from outrider.progress import Stage
 
@@ -124,7 +124,7 @@ def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) ->
     return Grams(contexts[distinct >> np.uint64(bits)], (distinct & np.uint64(2**bits - 1)).astype(np.uint32), counts)
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _run_lengths(values: np.ndarray) -> tuple[int, np.ndarray]:
     """Move the distinct values of a sorted array to its front; (their number, uint32 counts)."""
     size = 0

@@ -1,7 +1,6 @@
 """Where text comes from and how it is read; light, so that a config error shows at once."""
 
 import glob
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
 
+from outrider.caches import user_cache
 from outrider.errors import UserError, require
 from outrider.settings import Count, Named, Settings, free
 
@@ -90,7 +90,7 @@ class DataConfig(SourceConfig):
 
     mix: the sources by name, each read as its own fields say; the fields above are then left alone.
     heldout_fraction: share of the records kept out of training, chosen by a hash of each record.
-    cache_dir: where tokenised rows are kept; None: `default_cache_dir()`.
+    cache_dir: where tokenised rows are kept; None: `user_cache()`.
     """
 
     mix: dict[str, MixPart] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class DataConfig(SourceConfig):
     @property
     def cache(self) -> Path:
         """The directory of the tokenised rows."""
-        return Path(self.cache_dir).expanduser() if self.cache_dir else default_cache_dir()
+        return Path(self.cache_dir).expanduser() if self.cache_dir else user_cache()
 
     def small(self, models: Path) -> "DataConfig":
         """A few files of the standard library in the place of this, or of each of its sources (see `rehearsable`)."""
@@ -128,11 +128,6 @@ class DataConfig(SourceConfig):
                 own = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}
                 own |= {"heldout_fraction": self.heldout_fraction, "cache_dir": self.cache_dir}
                 yield name, part.weight, DataConfig(**own)
-
-
-def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
 
 
 def _as_tuple(path: object) -> tuple[str, ...]:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
-from numba import njit, typeof
+from numba import typeof
 from numba.core.dispatcher import Dispatcher
+
+from outrider.compiled import kept
 
 _LARGEST = np.uint64(2**32 - 1)  # counts saturate here
 
@@ -22,8 +24,7 @@ R = TypeVar("R")
 def lean(function: Function) -> Function:
     """`function`, compiled without counting references to arrays, which would take 40 % of the time of what runs every
     round. It can make no array."""
-    compiled: Function = njit(cache=True, nogil=True, _nrt=False)(function)  # type: ignore[call-overload]
-    return compiled
+    return kept(function, counted=False)
 
 
 def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Callable[P, R]:
@@ -121,7 +122,7 @@ FAULTS = (  # what `fault_of` finds; the first is none
 )
 
 
-@njit(cache=True, nogil=True)
+@kept
 def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
     """The first thing, by its place in `FAULTS`, for which the arrays of a level are not what `group` makes.
 
@@ -160,7 +161,7 @@ def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabu
 # ------------------------------------------------------------------------------------------------------- counting
 
 
-@njit(cache=True, nogil=True)
+@kept
 def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """(keys uint64, tokens uint32) of all n-grams of one document, in order of place."""
     size = max(0, len(ids) - order + 1)
@@ -171,7 +172,7 @@ def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, n
     return keys, tokens
 
 
-@njit(cache=True, nogil=True)
+@kept
 def group(
     keys: np.ndarray, tokens: np.ndarray, counts: np.ndarray, min_count: int, max_successors: int
 ) -> tuple[np.ndarray, ...]:
@@ -202,7 +203,7 @@ def group(
     return out_keys[:contexts], lengths[:contexts], totals[:contexts], out_tokens, out_counts
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _sort(values: np.ndarray, begin: int, end: int) -> None:
     if end - begin > 24:
         values[begin:end].sort()
@@ -215,7 +216,7 @@ def _sort(values: np.ndarray, begin: int, end: int) -> None:
         values[j] = value
 
 
-@njit(cache=True, nogil=True)
+@kept
 def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
     """The fields of two `Grams` → those of their sum; counts saturate at 2^32 − 1."""
     keys_a, tokens_a, counts_a = first

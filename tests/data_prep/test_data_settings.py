@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from data_prep.text.settings import DataConfig, MixPart, default_cache_dir
+from data_prep.text.settings import DataConfig, MixPart
+from outrider.caches import user_cache
 from outrider.errors import UserError
 
 GROUP = Path(__file__).parents[2] / "conf" / "data"
@@ -58,9 +59,9 @@ def test_every_choice_of_the_data_group_is_valid(file):
 
 def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert DataConfig().cache == default_cache_dir() == tmp_path / "outrider"
+    assert DataConfig().cache == user_cache() == tmp_path / "outrider"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_cache_dir() == Path.home() / ".cache" / "outrider"
+    assert user_cache() == Path.home() / ".cache" / "outrider"
     assert DataConfig(cache_dir="~/c").cache == Path.home() / "c"
 
 

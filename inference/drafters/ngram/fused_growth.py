@@ -8,14 +8,15 @@ share of q, depends on how sure both are of their likeliest token. It follows wh
 step of expectation–maximisation a fed node, as the n-grams' own weights do.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from inference.drafters.ngram.fused_priors import SHARES
 from inference.drafters.ngram.ngram_mixing import SUREST, Scratch, Sources, predict
 from inference.sizing.feeding import BANDS
+from outrider.compiled import kept
 
 _LEAST = 1e-4  # path probability of a node that is kept at all
 _UNSEEN = -2  # `first` of a node whose children nobody has asked for
@@ -65,13 +66,13 @@ def new_candidates(budget: int) -> tuple[np.ndarray, ...]:
     return np.empty(size, np.int64), np.empty(size), np.empty(size, np.int64), np.empty(size)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@partial(kept, inline="always")
 def band(share):
     """0 … BANDS − 1 for 0 … 1, and for any other number too: arrays are indexed by it without a check."""
     return max(0, min(BANDS - 1, np.int64(min(1.0, share) * BANDS)))
 
 
-@njit(cache=True, nogil=True)
+@kept
 def start(pool: np.ndarray, token: int) -> int:
     """Make the root node 0. Returns how many nodes there are."""
     pool[0].token, pool[0].parent, pool[0].depth, pool[0].row = token, -1, 0, -1
@@ -79,7 +80,7 @@ def start(pool: np.ndarray, token: int) -> int:
     return 1
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _add_child(pool: np.ndarray, made: int, node: int, token: int, prob: float, by_q: float, by_n: float) -> int:
     if made == len(pool) or prob * pool[node].path < _LEAST:
         return made
@@ -90,7 +91,7 @@ def _add_child(pool: np.ndarray, made: int, node: int, token: int, prob: float, 
     return made + 1
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _ngrams_after(
     pool: np.ndarray, node: int, sources: Sources, ids: np.ndarray, stop: int, scratch: Scratch
 ) -> tuple[int, float, float]:
@@ -111,7 +112,7 @@ def _ngrams_after(
     return found, largest, total
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _rank(ranked: Ranked, size: int, done: int, node: int, path: float) -> int:
     order, paths = ranked.order, ranked.paths
     if size == len(order):
@@ -126,7 +127,7 @@ def _rank(ranked: Ranked, size: int, done: int, node: int, path: float) -> int:
     return size + 1
 
 
-@njit(cache=True, nogil=True)
+@kept
 def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sources, ids, stop, scratch):
     """Rank the likeliest nodes under ids[:stop], no deeper than `depth`.
 
@@ -150,7 +151,7 @@ def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sou
     return size, made, kept
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _join(pool, made, node, row, found, shares, maximum, sources, ids, stop, scratch):
     """`found` [2k] of `grow`, after `node`, which is the drafter's row `row`. Returns how many nodes there are.
 
@@ -201,7 +202,7 @@ def _join(pool, made, node, row, found, shares, maximum, sources, ids, stop, scr
     return made
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _weigh(
     pool: np.ndarray, child: int, q: float, n: float, rest: float, share: float, maximum: bool, scale: float
 ) -> None:
@@ -209,7 +210,7 @@ def _weigh(
     pool[child].prob = max(q, n) / scale if maximum else share * q + (1 - share) * (n + rest * q)
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _grow(pool, made, ranked, depth, sources, ids, stop, scratch):
     size, done, budget = 0, 0, len(ranked.order)
     node = 0
@@ -235,7 +236,7 @@ def _grow(pool, made, ranked, depth, sources, ids, stop, scratch):
         node, done = ranked.order[done], done + 1
 
 
-@njit(cache=True, nogil=True)
+@kept
 def learn(pool: np.ndarray, nodes: np.ndarray, following: np.ndarray, weights: Join, strength: float) -> None:
     """Adjust λ: after the root and after each of `nodes`, which were accepted, came what is next in `following`."""
     for i in range(len(following)):
@@ -253,7 +254,7 @@ def learn(pool: np.ndarray, nodes: np.ndarray, following: np.ndarray, weights: J
         weights.now[kind] = (strength * weights.prior[kind] + weights.hits[kind]) / (strength + weights.trials[kind])
 
 
-@njit(cache=True, nogil=True)
+@kept
 def frontier(pool, ranked, count, depth, gains, least, nodes, worths, bands, values):
     """The nodes that the drafter can be fed next, the root or children of what it was fed; returns how many.
 
@@ -277,7 +278,7 @@ def frontier(pool, ranked, count, depth, gains, least, nodes, worths, bands, val
     return found
 
 
-@njit(cache=True, nogil=True)
+@kept
 def later_passes(pool, ranked, count, depth, gains, least, parents, unfed, later):
     """What the best node of each later pass is expected to bring, as `frontier` values nodes; returns how many passes.
 
@@ -300,7 +301,7 @@ def later_passes(pool, ranked, count, depth, gains, least, parents, unfed, later
     return passes
 
 
-@njit(cache=True, nogil=True)
+@kept
 def drafted(pool: np.ndarray, ranked: Ranked, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The first `count` ranked nodes as a draft: tokens, parents as places (−1: the root), rows."""
     tokens, parents, rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)

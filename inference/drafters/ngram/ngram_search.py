@@ -9,10 +9,10 @@ equals. All of it is compiled and works in arrays that are allocated once.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from draft_models.ngrams.kernels import find, lean, mix, successors_of
 from draft_models.ngrams.overlay import ContextMap, LevelArrays, slot_of
+from outrider.compiled import kept
 
 _ONE = np.uint64(1)
 
@@ -289,7 +289,7 @@ def _sample(level, known, begin, end, total, head, mass, seed):
                 return np.int64(level.tokens[at]), level.counts[at] / total
 
 
-@njit(cache=True, nogil=True)
+@kept
 def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, found, nodes):
     """ADED's search under ids[:stop]: the tree of the `sentences` best ones of up to `depth` tokens; as `tree_of`.
 
@@ -349,7 +349,7 @@ def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences,
     return _join(words[: len(explore) - 1], scores[: len(explore) - 1], sentences, depth, nodes)
 
 
-@njit(cache=True, nogil=True)
+@kept
 def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nodes: Nodes) -> int:
     """The tree of the best sentences, shared beginnings once, within the node budget; parents as places."""
     budget, size, kept = len(nodes.order), 0, 0

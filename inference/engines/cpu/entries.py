@@ -5,11 +5,12 @@ A function is called with the address of a table of addresses and numbers, int64
 """
 
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
@@ -23,12 +24,13 @@ from inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
 from inference.engines.cpu.passes import Layers, Room, Shape, run
 from inference.engines.cpu.products import part, product
 from inference.engines.cpu.vectors import LANES
+from outrider.compiled import kept_entry
 
 Numbers = type  # of numpy's, of a kind that compiled code knows
 # numba keeps compiled functions on disk, by their own file and what they close over. These close over all files here.
 _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 _inlined = njit(inline="always")  # what returns an array that it makes cannot be a `kernel`
-_entry = cfunc("void(int64)", cache=True, fastmath=FAST, error_model="numpy")
+_entry = partial(kept_entry, signature="void(int64)", fastmath=FAST)
 
 
 @intrinsic

@@ -1,0 +1,82 @@
+"""Functions that numba compiles once: what it makes of them is kept where the user's other caches are.
+
+numba by itself would keep it beside the source. Where NUMBA_CACHE_DIR names a folder, that is the place of ours too.
+"""
+
+import atexit
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TypeVar
+
+import numba
+from numba.core import event
+from numba.core.ccallback import CFunc
+
+from outrider.caches import user_cache
+from outrider.progress import speaks
+from outrider.versions import package_version
+from outrider.words import in_words
+
+Function = TypeVar("Function", bound=Callable[..., object])
+_settings = vars(numba.config)
+
+
+def kept(function: Function, *, inline: Literal["never", "always"] = "never", counted: bool = True) -> Function:
+    """`function`, compiled by `njit` and kept on disk; other threads run while it does.
+
+    counted: references to arrays are; without that it can make none.
+    """
+    with _in_our_folder():
+        compiled: Function = numba.njit(cache=True, nogil=True, inline=inline, _nrt=counted)(function)  # type: ignore[call-overload]
+    return compiled
+
+
+def kept_entry(function: Callable[..., None], signature: str, fastmath: set[str]) -> CFunc:
+    """The same by `cfunc`, which compiles at once."""
+    before, began = _clock.seconds, time.perf_counter()
+    with _in_our_folder():
+        compiled = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")(function)
+    if not compiled.cache_hits:  # with what it calls
+        _clock.seconds = before + time.perf_counter() - began
+    return compiled
+
+
+@contextmanager
+def _in_our_folder() -> Iterator[None]:
+    """What is decorated inside is kept in our folder, and nothing else: numba's setting is put back.
+
+    One for each version: numba looks whether the file of a function has changed, but not at those of what it calls.
+    """
+    given = _settings["CACHE_DIR"]
+    _settings["CACHE_DIR"] = given or str(user_cache() / "kernels" / package_version())
+    try:
+        yield
+    finally:
+        _settings["CACHE_DIR"] = given
+
+
+class _Clock(event.Listener):
+    """The seconds in which numba compiled, in this process."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began, self._depth = 0.0, 0.0, 0  # a function may need another
+
+    def on_start(self, event: object) -> None:
+        self._began = self._began if self._depth else time.perf_counter()
+        self._depth += 1
+
+    def on_end(self, event: object) -> None:
+        self._depth -= 1
+        self.seconds += 0.0 if self._depth else time.perf_counter() - self._began
+
+
+def _say() -> None:
+    if _clock.seconds and speaks():
+        print(f"compiling CPU kernels, once: {in_words(_clock.seconds)}", file=sys.stderr, flush=True)
+
+
+_clock = _Clock()
+event.register("numba:compile", _clock)
+atexit.register(_say)
