@@ -120,7 +120,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "calibrate": (
         [*DEBUG, f"checkpoint={EARLY_EXIT}"],
         {
-            "train.parts.capture:speculative": "calibrate > continuing texts 0/1 shards of 8 > shard 0/",
+            "train.recipes.calibration:speculative": "calibrate > continuing texts 0/1 shards of 8 > shard 0/",
             "train.recipes.calibration:load_stack": "progress: calibrate; ",
             "train.recipes.calibration:plot_reliability": "progress: calibrate; ",
         },

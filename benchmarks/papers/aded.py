@@ -131,9 +131,9 @@ def in_session(bench: Bench, row: Row, asked: Asked) -> Counts:
         try:
             for each in itertools.takewhile(lambda one: one.id != asked.id, bench.session):
                 text = (*each.ids, *(each.answer or ()))
-                session = RecordedSession(text, text[-1:])
+                session = RecordedSession(0, len(text) + 1, len(text) + 1)
                 session.prefill(text)
-                make_ngram_drafter(table, config, seed=0).begin(session, RecordedChooser(), watch)
+                make_ngram_drafter(table, config, seed=0).begin(session, RecordedChooser(text[-1:]), watch)
             drafter = new_drafter(drafting(config), bench.drafters, streams, False)
             return counts_of(replayed(bench, drafter, asked))
         finally:

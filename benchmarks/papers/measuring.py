@@ -10,25 +10,23 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from draft_models.targets.target import Target
 from inference.core.acceptance import Chooser
-from inference.core.decode import decode_rounds, speculative
+from inference.core.decode import speculative
 from inference.core.drafter import Drafter
 from inference.core.generation import Generation, collect
 from inference.core.runtime import Eager, Runtime
-from inference.core.session import Session
-from inference.core.target_session import eager_session
 from inference.drafters.shaped import Shaped
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.measure.arms import make_arms
-from inference.measure.replay import RecordedChooser, RecordedSession
+from inference.measure.replay import RecordedSession, replay
 from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.kinds import KINDS
 from outrider.streams import Streams
@@ -77,20 +75,6 @@ class Bench:
         return self.tokens if self.stack is not None or asked.answer is None else max(self.tokens, len(asked.answer))
 
 
-class TextSession(RecordedSession):
-    """A recorded text in the place of the target, also for a small LM, which runs beside it."""
-
-    def __init__(self, bench: Bench, asked: Asked, spare: int):
-        assert asked.answer is not None
-        super().__init__(asked.ids, asked.answer, bench.vocabulary)
-        self.context = len(asked.ids) + bench.budget(asked)
-        self.capacity = self.context + spare + 1
-
-    def beside(self, model: Target) -> Session:
-        """As of a target's session."""
-        return eager_session(model, None, self.capacity, self.context)
-
-
 def replays(row: Row) -> bool:
     """Whether the drafter sees nothing of the target but its greedy tokens."""
     assert row.method is not None
@@ -122,11 +106,10 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
 
 def replayed(bench: Bench, drafter: Drafter, asked: Asked) -> Generation:
     """The recorded answer as the target would have decoded it with `drafter`, which sees nothing else of the target."""
-    session = TextSession(bench, asked, drafter.max_rows)
+    assert asked.answer is not None
     eos = bench.eos if bench.stack is not None else {asked.answer[-1]} if asked.answer else ()
-    chooser, budget = RecordedChooser(), bench.budget(asked)
-    with torch.inference_mode():
-        decoded = collect(decode_rounds(session, drafter, chooser, asked.ids, budget, eos, time.perf_counter))
+    session, budget = partial(RecordedSession, vocabulary=bench.vocabulary), bench.budget(asked)
+    decoded = collect(replay(drafter, asked.ids, asked.answer, max_new_tokens=budget, eos=eos, session=session))
     return replace(decoded, totals=dict(drafter.totals))
 
 

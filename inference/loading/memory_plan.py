@@ -8,10 +8,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from draft_models.targets.anatomy import context_limit
-from draft_models.targets.empty_models import empty_model
+from draft_models.targets.empty_models import empty_layers, empty_model
 from draft_models.targets.int8 import int8_bytes, require_linear
 from draft_models.targets.open_target import pick_device, pick_dtype
-from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
+from inference.engines.footprint import Place, cache_bytes, count, pass_bytes, weight_bytes
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS, Kind
 
@@ -57,14 +57,20 @@ def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
     return describe(held, place, "int8" if config.dtype == "int8" else name_of(dtype), device)
 
 
-def plan_capture(config: Decoding, kind: Kind, checkpoint: str, target: PreTrainedConfig, positions: int) -> str:
+def plan_capture(
+    config: Decoding, kind: Kind, checkpoint: str, target: PreTrainedConfig, positions: int, layers: int | None = None
+) -> str:
     """The same of capturing what a calibration head learns from, on texts of up to `positions` tokens.
 
-    checkpoint: where the drafter lies, which is of `kind`.
+    checkpoint: where the drafter lies, which is of `kind`. layers: the only ones of the target that are read, with
+    embedding and head; 0: nothing of it is; None: all are.
     """
     device = planned_device()
     place, dtype = place_of(config, target, positions, device)
     held = {"target's weights": weight_bytes(target, place)}
+    if layers is not None:
+        part = count(empty_layers(target, range(layers))) * place.itemsize if layers else 0
+        held = {f"target's first {layers} layers, embedding and head": part}
     held |= kind.load_maker().held(checkpoint, target, place)
     return describe(held, place, name_of(dtype), device)
 

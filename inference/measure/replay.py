@@ -1,8 +1,9 @@
 """Replay: recorded greedy generations stand in for a target.
 
 Under greedy decoding the text does not depend on the drafter. So a recording gives the exact τ of any drafter that
-sees nothing but tokens, without the target's weights. The loop is the one that decodes,
-`inference.core.decode.decode_rounds`. A recording takes the place of the session, and its choices that of logits.
+sees nothing of the target but tokens and its first layers, without the other weights. The loop is the one that decodes,
+`inference.core.decode.decode_rounds`. A session that runs what the drafter shares of the target, if anything, takes
+the place of the whole one's, and the recording chooses.
 
 Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
 "choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
@@ -25,6 +26,7 @@ from data_prep.text.chat import VICUNA_SYSTEM
 from data_prep.text.prompts import Prompt
 from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.encoder import open_encoder
+from draft_models.targets.target import Target
 from draft_models.targets.vocabulary import vocabulary_digest
 from inference.core.acceptance import Chooser
 from inference.core.decode import cut, decode_rounds
@@ -32,7 +34,8 @@ from inference.core.drafter import Drafter
 from inference.core.generation import Generation, collect
 from inference.core.session import Session
 from inference.core.stopwatch import Clock, Round
-from inference.core.tree import DraftTree
+from inference.core.target_session import TargetSession, eager_session
+from inference.core.tree import DraftTree, depths
 from inference.core.verify import verify_greedy
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.subject import finish, load_drafters
@@ -49,6 +52,8 @@ from outrider.progress import counted
 from outrider.run_dirs import only_run
 from outrider.streams import Streams
 from outrider.tables import Table
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -73,25 +78,29 @@ class Recording:
 
 
 class RecordedSession(Session):
-    """A recording in the place of a target, for drafters that share nothing with it.
+    """A recording in the place of a target, for drafters that share nothing with it: rows are noted, and nothing runs.
 
-    What it gives in the place of logits are the recorded choices themselves: the token [n] that the target says after
-    each row, right for the rows that the recording goes through. After its end the recording says its last token again.
+    Where logits would be is nothing: `RecordedChooser` knows what follows. In the place of the target's last hidden
+    state, `width` wide, are zeros.
     """
 
-    device, dtype = torch.device("cpu"), torch.int64
+    dtype = torch.float32
 
-    def __init__(self, prompt: Sequence[int], recorded: Sequence[int], vocabulary: int | None = None):
-        self.base = 0
-        self._vocabulary = vocabulary or 1 + max(recorded)
-        self.target_hidden = torch.empty(1, 0)  # there are none
-        self.capacity = self.context = len(prompt) + len(recorded)
-        self._start, self._recorded = len(prompt), recorded
+    def __init__(
+        self, split: int, capacity: int, context: int, *, vocabulary: int = 2**31, width: int = 0,
+        device: torch.device = CPU,
+    ):  # fmt: skip
+        self.device, self.capacity, self.context = device, capacity, context
+        self.base, self._vocabulary = 0, vocabulary
+        self.target_hidden = torch.zeros(1, width, device=device)
         self.start_round()
 
     @property
     def vocabulary(self) -> int:
         return self._vocabulary
+
+    def beside(self, model: Target) -> Session:
+        return eager_session(model, None, self.capacity, self.context)
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Note rows."""
@@ -100,12 +109,8 @@ class RecordedSession(Session):
         return tokens[None]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
-        """The recorded choices after `rows`, or after the last of them."""
         self.finished = range(self.rows) if rows is None else rows
-        done = self.base + 1 - self._start  # of the recording, row 0 included
-        last = len(self._recorded) - 1
-        asked = self.finished[-1:] if last_only else self.finished
-        return torch.tensor([self._recorded[min(done + self.round.depths[row], last)] for row in asked])
+        return torch.empty(len(self.finished), 0)
 
     def commit(self, rows: Sequence[int]) -> None:
         """See `Session.commit`."""
@@ -113,21 +118,40 @@ class RecordedSession(Session):
         self.start_round()
 
 
-class RecordedChooser(Chooser):
-    """Chooses what was recorded: of a `RecordedSession`, what stands for logits is the choice."""
+class FirstLayersSession(TargetSession):
+    """The same for drafters that share a target's first layers, which run; no others need be there."""
 
-    def begin(self, session: Session, prompt: Sequence[int]) -> None:
-        """There is no device."""
+    def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
+        self.finished = range(self.rows) if rows is None else rows
+        self.target_hidden = torch.zeros_like(self.hidden[0, :1])
+        return self.hidden.new_empty(len(self.finished), 0)
+
+
+class RecordedChooser(Chooser):
+    """Chooses what was recorded, whatever the logits. After its end the recording says its last token again."""
+
+    def __init__(self, recorded: Sequence[int]):
+        super().__init__()
+        self._recorded, self._said = recorded, 0
 
     def next_token(self, logits: Tensor) -> Tensor:
-        return logits
+        token = self._after(0)
+        self._said += 1
+        return self._token(token)
 
     def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
         proposed = tree.tokens.tolist()
-        nodes, bonus = verify_greedy(proposed, tree.parents, logits.tolist())
-        return proposed, nodes, torch.tensor([bonus]), bonus
+        choices = [self._after(depth) for depth in depths(tree.parents)]
+        nodes, bonus = verify_greedy(proposed, tree.parents, choices)
+        self._said += len(nodes) + 1
+        return proposed, nodes, self._token(bonus), bonus
+
+    def _after(self, depth: int) -> int:
+        """The token after a node so deep, right for those that the recording goes through."""
+        return self._recorded[min(self._said + depth, len(self._recorded) - 1)]
 
 
+@torch.inference_mode()
 def replay(
     drafter: Drafter,
     prompt: Sequence[int],
@@ -136,15 +160,19 @@ def replay(
     max_new_tokens: int,
     eos: Collection[int] = (),
     clock: Clock = time.perf_counter,
+    session: Callable[[int, int, int], Session] = RecordedSession,
 ) -> Iterator[Round]:
     """The rounds in which `speculative` would have decoded the recorded `answer` to `prompt`, the prefill first.
 
-    The answer ends with an end token, or is at least max_new_tokens long. Raises `UserError` if it is empty.
+    The answer ends with an end token, or is at least max_new_tokens long. session: makes one of
+    (split, capacity, context). Raises `UserError` if the answer is empty.
     """
     if not answer:
         raise UserError("empty recorded answer: expected the target's tokens, the end token included")
-    session = RecordedSession(prompt, cut(answer, eos, max_new_tokens))
-    return decode_rounds(session, drafter, RecordedChooser(), prompt, max_new_tokens, eos, clock)
+    context = len(prompt) + max_new_tokens
+    made = session(drafter.split, context + drafter.max_rows + 1, context)
+    chooser = RecordedChooser(cut(answer, eos, max_new_tokens))
+    yield from decode_rounds(made, drafter, chooser, prompt, max_new_tokens, eos, clock)
 
 
 # ------------------------------------------------------------------------------------------------------- recordings

@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, save_for_calibration, synthetic
 from train.parts import capture as capturing
 from train.parts.calibration_scores import brier, later_half, predict
-from train.parts.capture import Drafting, capture, capture_shards, only_tested, own_shards
+from train.parts.capture import Drafting, Text, capture, capture_shards, only_tested, own_shards
+from train.recipes import calibration
 from train.recipes.calibration import calibrate
 
 
@@ -76,7 +78,7 @@ def test_what_is_captured_is_what_happened(tmp_path: Path, kind: str) -> None:
     path, prompt = save_target(tmp_path / "target"), random_prompt(12)
     _, stack = open_stack(path)
     draft_model, logits_of = drafting(kind, path, prompt)
-    got = capture(stack, draft_model, [prompt], 30, 4)
+    got = capture(Drafting(lambda: partial(speculative, stack), draft_model, 30), [Text(prompt)], 4)
 
     labels: list[float] = []
     positions: list[int] = []
@@ -101,7 +103,8 @@ def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> No
     _, stack = open_stack(path)
     prompt = random_prompt(12)
     draft_model, _ = drafting("early_exit", path, prompt)
-    part, whole = (capture(stack, draft_model, [prompt], 30, 4, all_of_it) for all_of_it in (False, True))
+    given = Drafting(lambda: partial(speculative, stack), draft_model, 30), [Text(prompt)], 4
+    part, whole = (capture(*given, all_of_it) for all_of_it in (False, True))
     assert len(whole["label"]) > len(part["label"])
     kept = only_tested(whole)
     assert all(torch.equal(kept[name], part[name]) for name in part)
@@ -123,7 +126,8 @@ def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path
     monkeypatch.setattr(capturing, "capture", lambda *_: synthetic(40, 0))
     made = calibrating(folder, tmp_path, prompts=24, heldout_prompts=24, minutes=1, plan=False)
     state, limit = join_processes(), capturing.TimeLimit(0.5)
-    prompts, left, drafting = [[1]] * 24, tmp_path / "left", Drafting(lambda: None, None)  # type: ignore[arg-type]
+    prompts, left = [Text([1])] * 24, tmp_path / "left"
+    drafting = Drafting(lambda: None, None, 24)  # type: ignore[arg-type]
     for shards in (["000000", "000016"], ["000000", "000016"]):
         left.mkdir(exist_ok=True)
         capture_shards(made, left, prompts, drafting, state, limit)
@@ -138,7 +142,7 @@ def test_a_machine_that_becomes_slow_ends_in_time(folder: Path, tmp_path: Path, 
 
     At least one text of either kind there is; each here is long enough.
     """
-    now, texts, real = 0.0, 0, capturing.speculative
+    now, texts, real = 0.0, 0, calibration.speculative
 
     def slow(*given: Any, **options: Any) -> Any:
         nonlocal now, texts
@@ -149,7 +153,7 @@ def test_a_machine_that_becomes_slow_ends_in_time(folder: Path, tmp_path: Path, 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(capturing, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now))
-    monkeypatch.setattr(capturing, "speculative", slow)
+    monkeypatch.setattr(calibration, "speculative", slow)
     monkeypatch.setattr("train.core.driver.fit", fit)
     with pytest.raises(KeyboardInterrupt):
         calibrate(calibrating(folder, tmp_path, minutes=1, new_tokens=100))
@@ -166,7 +170,7 @@ def test_a_resumed_run_learns_from_the_texts_that_there_was_time_for(folder: Pat
         now[0] += tick[0]
         return now[0]
 
-    def capture(_stack: object, _drafter: object, prompts: list[list[int]], *_: int) -> dict[str, torch.Tensor]:
+    def capture(_: Drafting, prompts: list[Text], *__: int) -> dict[str, torch.Tensor]:
         taken.append(len(prompts))
         return synthetic(40, 0)
 
@@ -313,10 +317,10 @@ def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, m
     texts: list[tuple[int, ...]] = []
     identities: list[dict[str, Any]] = []
 
-    def capture(_stack: object, _drafter: object, prompts: list[list[int]], *_: int) -> dict[str, torch.Tensor]:
-        texts.extend(map(tuple, prompts))
+    def capture(_: Drafting, prompts: list[Text], *__: int) -> dict[str, torch.Tensor]:
+        texts.extend(tuple(text.prompt) for text in prompts)
         n = len(prompts)
-        labels = torch.tensor([float(sum(prompt) % 2) for prompt in prompts])
+        labels = torch.tensor([float(sum(text.prompt) % 2) for text in prompts])
         hidden = {"target_hidden": torch.zeros(n, 4), "draft_hidden": torch.zeros(n, 4)}
         return {**hidden, "position": torch.ones(n).long(), "confidence": torch.ones(n), "label": labels}
 

@@ -1,27 +1,30 @@
 """What drafting came to: texts are continued by a target with its drafter, and every tested token is kept.
 
-In shards on disk, so that a killed run goes on where it was.
+The target decodes them, or what it would say is on record (see `inference.measure.replay`). In shards on disk, so that
+a killed run goes on where it was.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from data_prep.responses.directory import SECONDS_FILE, seconds_spent
 from data_prep.text.sources import Split
-from draft_models.targets.target import Target
-from inference.core.decode import speculative
-from inference.core.drafter import DraftModel
+from inference.core.drafter import Drafter, DraftModel
+from inference.core.stopwatch import Round
 from inference.drafters.shaped import Shaped
 from inference.measure.time_limit import TimeLimit, spread_order
 from inference.shapes.factory import Chain
 from inference.stopping.interface import Step
+from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import say
 from outrider.progress import counted
@@ -33,32 +36,57 @@ from train.settings.drafters import CalibrateConfig
 SHARD_PROMPTS = 8
 
 
+class Text(NamedTuple):
+    """What is continued: token ids, and the target's greedy answer to them where it is on record."""
+
+    prompt: list[int]
+    answer: list[int] | None = None
+
+
 @dataclass(frozen=True)
 class Drafting:
-    """A target and its drafter. stack: loads the target, once. draft_model: makes one, fresh for a generation."""
+    """How texts are continued by a drafter.
 
-    stack: Callable[[], Target]
+    load: loads what of the target is needed, once, and gives what decodes: `speculative` of a target, or `replay` of
+    texts with answers. draft_model: makes one, fresh for a text. new_tokens: at most; ends: the tokens that end a text.
+    """
+
+    load: Callable[[], Callable[..., Iterator[Round]]]
     draft_model: Callable[[], DraftModel]
+    new_tokens: int
+    ends: Collection[int] = ()
+
+    def rounds(self, drafter: Drafter, text: Text) -> Iterator[Round]:
+        """The rounds of decoding `text`."""
+        most, given = self.new_tokens, [text.prompt]
+        if text.answer is not None:
+            given.append(text.answer)
+            if text.answer[-1] not in self.ends:  # a draft does not see where another one ends
+                most = min(most, len(text.answer))
+        return self.load()(drafter, *given, max_new_tokens=most, eos=self.ends)
 
 
 def capture_splits(
     config: CalibrateConfig,
     settings: Mapping[str, object],
-    prompts_of: Callable[[Split, int], list[list[int]]],
+    texts_of: Callable[[Split, int], Sequence[Text]],
     drafting: Drafting,
     state: PartialState,
 ) -> dict[Split, Batch]:
     """What is learned from, and what is reported on: `capture` of the texts of each split, kept in `config.out_dir`.
 
-    settings: JSON-able, what decides what is captured of a text. prompts_of: so many texts of a split.
+    settings: JSON-able, what decides what is captured of a text. texts_of: so many texts of a split.
+
+    Raises `UserError` where no token was drafted.
     """
     out_dir, found = Path(config.out_dir), dict[Split, Batch]()
     begun = bool(run_dir.checkpoints(out_dir))  # what is learned from is decided
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
     minutes, texts = config.minutes, sum(counts.values())  # what is left of both
     for split, count in counts.items():
-        prompts = prompts_of(split, count)
-        folder = require_writable(out_dir / "captured" / f"{split}-{digest_of([settings, prompts])}")
+        prompts = texts_of(split, count)
+        known = [text.prompt if text.answer is None else text for text in prompts]
+        folder = require_writable(out_dir / "captured" / f"{split}-{digest_of([settings, known])}")
         limit = TimeLimit(minutes and minutes * count / texts)
         there = _captured(folder, prompts)
         state.wait_for_everyone()  # nobody adds to them before all have looked
@@ -70,18 +98,20 @@ def capture_splits(
         elif len(there) < len(_starts(prompts)):
             said = "goes on with the texts that it learns from; for more another out_dir"
             say(f"calibrate split={split}: {said}")
-        shards = [load_file(_shard(folder, start)) for start in there]
+        shards = [shard for start in there if (shard := load_file(_shard(folder, start)))]
+        if not shards:
+            raise UserError(f"data: the {split} split has no text in which a token is drafted; give others")
         found[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
         minutes, texts = minutes and max(0.0, minutes - seconds_spent(folder) / 60), texts - count
     return found
 
 
-def _starts(prompts: Sequence[list[int]]) -> range:
+def _starts(prompts: Sequence[Text]) -> range:
     """The first prompts of all shards."""
     return range(0, len(prompts), SHARD_PROMPTS)
 
 
-def _captured(folder: Path, prompts: Sequence[list[int]]) -> list[int]:
+def _captured(folder: Path, prompts: Sequence[Text]) -> list[int]:
     """Those of the shards that are there."""
     return [start for start in _starts(prompts) if _shard(folder, start).exists()]
 
@@ -96,7 +126,7 @@ def _end_time(folder: Path, limit: TimeLimit, *, whole: bool, state: PartialStat
 def capture_shards(
     config: CalibrateConfig,
     folder: Path,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Text],
     drafting: Drafting,
     state: PartialState,
     limit: TimeLimit,
@@ -116,15 +146,14 @@ def capture_shards(
     left = own_shards(folder, len(prompts), state.process_index, state.num_processes)
     mine = [start for start in left if start == 0 or not limit.is_over(limit.earlier)]
     if mine:
-        drafting.stack()  # loading takes none of the time
+        drafting.load()  # loading takes none of the time
     limit = replace(limit, started=limit.clock())
     most = None if limit.minutes is None else 60 * limit.minutes - limit.earlier
     for start in counted(mine, "continuing texts", f"shards of {SHARD_PROMPTS}", most=most):
         if start > 0 and is_over():
             break
         texts = prompts[start : start + SHARD_PROMPTS]
-        given = (drafting.stack(), drafting.draft_model, texts)
-        shard = capture(*given, config.new_tokens, config.max_draft, whole, is_over)
+        shard = capture(drafting, texts, config.max_draft, whole, is_over)
         write_atomically(_shard(folder, start), save(shard))
         if state.is_main_process:
             write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
@@ -144,13 +173,13 @@ class Recorder:
     """A stop rule that never stops early and keeps what the head will see, with the outcome of every tested token.
 
     Tested are the accepted tokens and the first rejected one; nobody has asked the target about the others. whole: keep
-    those too, with the label 0.
+    those too, with the label 0. After an accepted one of `ends` there is no text that any could be a part of.
     """
 
-    def __init__(self, max_draft: int, whole: bool = False):
-        self.max_draft = max_draft
-        self.whole = whole
+    def __init__(self, max_draft: int, whole: bool = False, ends: Collection[int] = ()):
+        self.max_draft, self.whole, self.ends = max_draft, whole, ends
         self._round: list[Batch] = []
+        self._tokens: list[Tensor] = []
         self.kept: list[Batch] = []
 
     def stop(self, step: Step) -> bool:
@@ -162,38 +191,40 @@ class Recorder:
                 "confidence": step.log_probability.exp(),
             }
         )
+        self._tokens.append(step.token)
         return step.drafted >= self.max_draft
 
     def observe(self, drafted: int, accepted: int) -> None:
-        for place, example in enumerate(self._round[: drafted if self.whole else min(accepted + 1, drafted)]):
+        tokens = torch.cat(self._tokens).tolist() if self._tokens else []
+        count = drafted if self.whole else min(accepted + 1, drafted)
+        last = next((place for place, token in enumerate(tokens[:accepted]) if token in self.ends), count)
+        for place, example in enumerate(self._round[: min(count, last + 1)]):
             self.kept.append({**example, "label": torch.tensor([float(place < accepted)])})
         self._round.clear()
+        self._tokens.clear()
 
 
 def capture(
-    stack: Target,
-    draft_model: Callable[[], DraftModel],
-    prompts: Sequence[list[int]],
-    new_tokens: int,
+    drafting: Drafting,
+    texts: Sequence[Text],
     max_draft: int,
     whole: bool = False,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Batch:
-    """Continue `prompts` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
+    """Continue `texts` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
 
-    draft_model: makes one, fresh for a generation. is_over: whether to leave out the prompts that are left, once there
-    are tokens for a row of `Examples`.
+    is_over: whether to leave out the texts that are left, once there are tokens for a row of `Examples`.
 
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
-    the token) and label (1: it was the target's), each [n].
+    the token) and label (1: it was the target's), each [n]; nothing where nothing was drafted.
     """
-    recorder = Recorder(max_draft, whole)
-    for prompt in counted(prompts, "shard", "texts"):
-        for _ in speculative(stack, Shaped(draft_model(), Chain(recorder)), prompt, max_new_tokens=new_tokens):
+    recorder = Recorder(max_draft, whole, drafting.ends)
+    for text in counted(texts, "shard", "texts"):
+        for _ in drafting.rounds(Shaped(drafting.draft_model(), Chain(recorder)), text):
             pass
         if len(recorder.kept) >= EXAMPLES and is_over():
             break
-    names = ("target_hidden", "draft_hidden", "position", "confidence", "label")
+    names = recorder.kept[0] if recorder.kept else ()
     return {name: torch.cat([example[name].cpu() for example in recorder.kept]) for name in names}
 
 

@@ -3,37 +3,43 @@
 The training step is `CalibrationModel` (train/parts/calibration_model.py).
 """
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
+from torch import nn
 
 from data_prep.text.rehearsal import rehearsable
-from data_prep.text.rows import load_rows
 from data_prep.text.sources import Split
 from draft_models.calibration.checkpoint import save_calibration
 from draft_models.calibration.head import CalibrationHead
-from draft_models.early_exit.checkpoint import open_target_of
+from draft_models.early_exit.checkpoint import open_target_of, read_meta
 from draft_models.targets.anatomy import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
-from draft_models.targets.target import Target
+from inference.core.decode import speculative
+from inference.core.stopwatch import Round
+from inference.engines.packing import lay_out
 from inference.loading.drafters import prepare
 from inference.loading.memory_plan import plan_capture
-from inference.loading.subject import load_stack
+from inference.loading.subject import end_tokens, load_stack
+from inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from inference.settings.kinds import KINDS, Kind, kind_in
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
-from outrider.processes import from_main, join_processes
+from outrider.processes import from_main, join_processes, say
 from outrider.settings import keyed
 from train.core.driver import run_training
 from train.core.training import Metrics, Trained, Training
 from train.parts.calibration_model import CalibrationModel, Examples
 from train.parts.calibration_scores import Batch, brier, judge, later_half, plot_reliability, predict, temper
-from train.parts.capture import SHARD_PROMPTS, Drafting, capture_splits, digest_of, only_tested
+from train.parts.capture import SHARD_PROMPTS, Drafting, Text, capture_splits, digest_of, only_tested
 from train.parts.heldout import heldout_prompt
+from train.parts.recorded_answers import recorded_text, require_answers_of
+from train.parts.top_k_rows import load_taught_rows
 from train.settings.drafters import CalibrateConfig
 
 
@@ -47,7 +53,7 @@ def calibrate(config: CalibrateConfig) -> None:
     if config.plan:
         target = find_target(config, kind).config
         positions = min(config.seq_len + config.new_tokens, context_limit(target))
-        print(plan_capture(config, kind, config.checkpoint, target, positions), flush=True)
+        print(plan_capture(config, kind, config.checkpoint, target, positions, _layers_read(config, kind)), flush=True)
         return
     join_processes()
     digest = kind.load_maker().reading(config.reading).digest(config.checkpoint)  # before anything is made there
@@ -66,11 +72,20 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
         )
     if kind != KINDS["eagle3"] and config.reading.stated():
         raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
+    if kind == KINDS["eagle3"] and config.answers == "recorded":
+        raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")
     if kind != KINDS["early_exit"] and config.target is None:
         raise UserError(
             f"target=null: expected the model that the {kind.name} in checkpoint={config.checkpoint} is for"
         )
     return kind
+
+
+def _layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
+    """How many of the target's first layers are read; None: the whole target."""
+    if config.answers == "target":
+        return None
+    return read_meta(config.checkpoint).exit_layer if kind == KINDS["early_exit"] else 0
 
 
 def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
@@ -92,27 +107,35 @@ class Recipe:
     def prepare(self, state: PartialState) -> Training[CalibrationModel]:
         """Its training, on what is captured at first. Raises `UserError`."""
         config, target = self.config, find_target(self.config, self.kind)
+        recorded = config.answers == "recorded"
+        if recorded:
+            require_answers_of(target, config.data)
         dtype = pick_dtype(config.dtype, target.config, state.device)
         fingerprint = from_main(state, lambda: target.fingerprint)
         known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
         maker = self.kind.load_maker().reading(config.reading)
         model = maker.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
-        @functools.cache
-        def stack() -> Target:  # only where something is left to capture
-            whole = load_stack(target, None, dtype, state.device, by_layers=self.kind.layers)
-            prepare(whole, {self.kind.name: model})
-            return whole
+        draft_model = partial(maker.draft_model, model, MethodConfig(self.kind.name))
 
-        drafting = Drafting(stack, lambda: maker.draft_model(model, MethodConfig(self.kind.name)))
-        settings = self._settings(digest_of(known), str(dtype))
+        @cache
+        def load() -> Callable[..., Iterator[Round]]:  # only where something is left to capture
+            return self._load(target, model, dtype, state.device)
+
+        drafting = Drafting(load, draft_model, config.new_tokens, end_tokens(target))
+        settings = self._settings(digest_of(known), str(dtype), drafting.ends)
         room = self._room(target, maker.context(model))
 
-        def prompts_of(split: Split, count: int) -> list[list[int]]:
-            rows = load_rows(config.data, target.tokenizer, config.seq_len, split, max_rows=count)
-            return [heldout_prompt(rows[i])[-room:] for i in range(len(rows))]
+        def texts_of(split: Split, count: int) -> list[Text]:
+            given = config.data, target.tokenizer, config.seq_len, split
+            rows = load_taught_rows(*given, cached=recorded, max_rows=count)
+            if not recorded:
+                return [Text(heldout_prompt(rows[index])[-room:]) for index in range(len(rows))]
+            texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
+            say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
+            return [text for text in texts if len(text.prompt) <= room]
 
-        captured = capture_splits(config, settings, prompts_of, drafting, state)
+        captured = capture_splits(config, settings, texts_of, drafting, state)
         heldout = {name: value.to(state.device) for name, value in only_tested(captured["heldout"]).items()}
         student = CalibrationModel(captured["train"], config.l2)
         recipe = {"capture": settings, "l2": config.l2, "examples": len(captured["train"]["label"])}
@@ -127,8 +150,25 @@ class Recipe:
 
         return Training(student, Examples(captured["train"]), config.fit, identity, evaluate, save)
 
-    def _settings(self, target: str, dtype: str) -> dict[str, object]:
-        """What decides what is captured of a text. target: its digest."""
+    def _load(
+        self, target: OpenTarget, model: nn.Module, dtype: torch.dtype, device: torch.device
+    ) -> Callable[..., Iterator[Round]]:
+        """See `Drafting.load`; the drafter `model` is made ready too."""
+        layers = _layers_read(self.config, self.kind)
+        if layers == 0:
+            lay_out(model, device)
+            sizes = {"vocabulary": target.config.vocab_size, "width": target.config.hidden_size}
+            return partial(replay, session=partial(RecordedSession, **sizes, device=device))
+        if layers is None:
+            whole = load_stack(target, None, dtype, device, by_layers=self.kind.layers)
+            prepare(whole, {self.kind.name: model})
+            return partial(speculative, whole)
+        first = target.stack(range(layers), dtype=dtype, device=device)
+        prepare(first, {self.kind.name: model})
+        return partial(replay, session=partial(FirstLayersSession, first))
+
+    def _settings(self, target: str, dtype: str, ends: Collection[int]) -> dict[str, object]:
+        """What decides what is captured of a text. target: its digest. ends: the tokens that end a text."""
         decided = keyed(self.config, ("dtype", "new_tokens", "max_draft"))
         return {key: value for key, value in decided.items() if key not in ("fit", "l2")} | {
             "drafter": self.digest,
@@ -136,6 +176,7 @@ class Recipe:
             "dtype": dtype,
             "shard_prompts": SHARD_PROMPTS,
             "whole": True,  # rounds of held-out text
+            **({"ends": sorted(ends)} if ends else {}),
         }
 
     def _room(self, target: OpenTarget, drafter_context: int | None) -> int:

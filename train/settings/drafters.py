@@ -140,6 +140,9 @@ class CalibrateConfig(RehearsedConfig):
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     # how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too
     reading: ReadingChanges = free(factory=ReadingChanges)
+    # what continues texts: the target, or its greedy answers, which are then `data` (see docs/calibrate.md): of the
+    # target only the layers that the drafter shares are read, and the head sees no hidden state of the last one
+    answers: Literal["target", "recorded"] = "target"
     prompts: Count = free(400)  # texts continued to learn from; a row's start each
     heldout_prompts: Count = free(64)  # texts continued to report on
     # continue texts until this time is over, of all runs in out_dir together, but until 64 tokens of either kind are
@@ -158,6 +161,8 @@ class CalibrateConfig(RehearsedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_heldout(self.data, "the head is judged on held-out text")
+        recordable = self.answers == "target" or self.data.source == "local"
+        require(recordable, "answers", self.answers, "target without data=responses")
 
     def small(self, models: Path) -> Self:
         """Two steps for a tiny drafter."""
@@ -169,6 +174,7 @@ class CalibrateConfig(RehearsedConfig):
             fit=self.fit.small(),
             target=str(models / TARGET),
             revision=None,
+            answers="target",
             reading=ReadingChanges(),
         )
 

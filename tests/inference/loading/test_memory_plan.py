@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -113,15 +114,21 @@ def test_on_a_cpu_the_runtime_has_packed_weights_besides(tmp_path: Path, capsys:
     assert plain > 0
 
 
-def test_a_capture_holds_an_early_exit_beside_the_target(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("answers", "read"),
+    [("target", "target's weights"), ("recorded", f"target's first {LAYERS - 1} layers, embedding and head")],
+)
+def test_a_capture_holds_an_early_exit_beside_the_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture, answers: Literal["target", "recorded"], read: str
+) -> None:
     """For texts of a prompt and what continues it; nothing is captured."""
     folder = save_for_calibration(tmp_path)
-    calibrate(calibrating(folder, tmp_path / "out", plan=True))
+    calibrate(calibrating(folder, tmp_path / "out", plan=True, answers=answers))
     said = capsys.readouterr().out
     first, *lines = said[said.index("plan ") :].splitlines()  # what libraries say stands before it
     assert first.startswith("plan positions=88 ")
     assert [line.strip().partition(":")[0] for line in lines] == [
-        "target's weights",
+        read,
         "early exit's weights",
         "caches of decoding with it",
     ]

@@ -1,0 +1,187 @@
+"""Calibration by the target's answers on record: the evidence is that of the whole target, of which a part is read."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data_prep.responses.generate import generate_responses
+from data_prep.responses.settings import GenerateConfig
+from data_prep.text.settings import DataConfig
+from draft_models.calibration.checkpoint import WEIGHTS_FILE
+from draft_models.targets.open_target import open_target
+from draft_models.targets.settings import HEAD_FOLDER
+from draft_models.targets.target import Target
+from draft_models.targets.tensor_files import TensorFiles
+from inference.core.decode import speculative
+from inference.engines.cpu.recorded import recorded
+from inference.loading.drafters import prepare
+from inference.loading.subject import load_stack
+from outrider.errors import UserError
+from tests.tiny import LAYERS, byte_tokenizer, save_target
+from tests.train.jobs import CHAT, calibrating, save_for_calibration
+from train.parts import capture as capturing
+from train.parts.calibration_scores import Batch
+from train.parts.capture import Drafting, Text
+from train.recipes.calibration import calibrate
+from train.settings.drafters import CalibrateConfig
+
+END = 105  # a token that the target says now and then
+WITH_TARGET = capturing.capture
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with greedy answers of its own, and two drafters for it that are right now and then."""
+    folder = save_for_calibration(tmp_path_factory.mktemp("recorded"))
+    target = folder / "target"
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    answer(folder, "greedy", temperature=0)
+    small = folder / "small"
+    small.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (small / name).write_bytes((target / name).read_bytes())
+    generator = torch.Generator().manual_seed(5)
+    weights = load_file(target / "model.safetensors")
+    for name, tensor in weights.items():
+        if f"layers.{LAYERS - 1}." in name and tensor.ndim == 2:
+            tensor += 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, small / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def answer(folder: Path, out: str, **options: Any) -> None:
+    """Leave the target's answers to the beginnings of the texts in `folder`."""
+    data = DataConfig(source="local", path=str(folder / "text.jsonl"), layout="text", heldout_fraction=0)
+    given = {"prefix_tokens": 16, "max_new_tokens": 24, "top_k_logits": 2, **options}
+    generate_responses(GenerateConfig(target=str(folder / "target"), data=data, out_dir=str(folder / out), **given))
+
+
+def by_record(folder: Path, out_dir: Path, answers: str = "greedy", **changes: Any) -> CalibrateConfig:
+    """A head of answers in `folder`, for its early exit unless `changes` say otherwise."""
+    data = DataConfig(source="local", path=str(folder / answers), heldout_fraction=0.3)
+    run = calibrating(folder, out_dir, data=data, answers="recorded", prompts=8, heldout_prompts=4)
+    return replace(run, **changes)
+
+
+def evidence(run: Path) -> dict[str, Batch]:
+    """What was captured, by split."""
+    return {file.parent.name.partition("-")[0]: load_file(file) for file in run.glob("captured/*/*.safetensors")}
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def decoded_by(stack: Target) -> Callable[..., Batch]:
+    """In the place of `capture`: the whole target decodes the prompts, and its last hidden states are left out."""
+
+    def capture(drafting: Drafting, texts: Sequence[Text], *options: Any) -> Batch:
+        assert {text.answer[-1] == END for text in texts if text.answer} == {True, False}
+        whole, prompts = (
+            replace(drafting, load=lambda: partial(speculative, stack)),
+            [Text(text.prompt) for text in texts],
+        )
+        found = WITH_TARGET(whole, prompts, *options)
+        assert found["target_hidden"].any()
+        return {**found, "target_hidden": torch.zeros_like(found["target_hidden"])}
+
+    return capture
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "small_lm"])
+def test_the_head_is_that_of_the_whole_target(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Bit by bit, but that it sees no hidden state of the last layer; and a token that was not said changes it."""
+    shared, drafter = (LAYERS - 1, folder / "drafter") if kind == "early_exit" else (0, folder / "small")
+    target, stored = str(folder / "target"), drafter / ("" if shared else HEAD_FOLDER) / WEIGHTS_FILE
+    run = by_record(folder, tmp_path / "recorded", checkpoint=str(drafter), target=target)
+    read, real = set[str](), TensorFiles.read
+
+    def reading(files: TensorFiles, names: Iterable[str], *given: Any) -> dict[str, torch.Tensor]:
+        names = [*names]
+        read.update(names if files.source == target else ())
+        return real(files, names, *given)
+
+    with recorded():  # one choice of kernels
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorFiles, "read", reading)
+            calibrate(run)
+        layers = {int(found[1]) for name in read if (found := re.search(r"layers\.(\d+)", name))}
+        assert layers == set(range(shared))
+        assert bool(read) == bool(shared)
+        head = stored.read_bytes()
+        stack = load_stack(open_target(target), None, torch.float32, torch.device("cpu"), by_layers=True)
+        prepare(stack, {})
+        monkeypatch.setattr(capturing, "capture", decoded_by(stack))
+        calibrate(replace(run, out_dir=str(tmp_path / "live")))
+        assert stored.read_bytes() == head
+        ours, theirs = evidence(tmp_path / "recorded"), evidence(tmp_path / "live")
+        assert all(same(ours[split], theirs[split]) for split in ("train", "heldout"))
+        assert 0 < ours["train"]["label"].mean() < 1
+
+        def misread(drafting: Drafting, texts: Sequence[Text], *options: Any) -> Batch:
+            first, *others = texts
+            assert first.answer is not None
+            changed = [*first.answer[:5], first.answer[5] ^ 1, *first.answer[6:]]
+            return WITH_TARGET(drafting, [Text(first.prompt, changed), *others], *options)
+
+        monkeypatch.setattr(capturing, "capture", misread)
+        calibrate(replace(run, out_dir=str(tmp_path / "misread")))
+        assert not same(evidence(tmp_path / "misread")["train"], ours["train"])
+        assert stored.read_bytes() != head
+
+
+def test_an_answer_with_another_token_than_the_likeliest_is_left_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of an engine that says nothing of how it chose."""
+    left_out = []
+    for fault in (0, 1):
+        for file in (folder / "greedy").glob("responses-*"):
+            (tmp_path / str(fault)).mkdir(exist_ok=True)
+            (tmp_path / str(fault) / file.name).write_bytes(file.read_bytes())
+        shard = next((tmp_path / str(fault)).glob("*.safetensors"))
+        laws = load_file(shard)
+        for name in [name for name in laws if name.endswith(".tokens")][::3]:
+            laws[name][-1] ^= fault
+            laws[name.replace(".tokens", ".sequence")][-1] ^= fault
+        save_file(laws, shard)
+        calibrate(by_record(tmp_path, tmp_path / f"run{fault}", str(fault), checkpoint=str(folder / "drafter")))
+        left_out.append([int(count) for count in re.findall(r"not_greedy=(\d+)", capsys.readouterr().out)])
+    assert sum(left_out[0]) == 0 < sum(left_out[1])
+
+
+def test_wrong_answers_are_refused_before_a_model_is_loaded(
+    folder: Path, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(folder, "sampled")
+    answer(folder, "without", temperature=0, top_k_logits=0)
+    other = save_target(tmp_path / "other", seed=1)
+    byte_tokenizer(CHAT).save_pretrained(tmp_path / "templated")
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "templated" / name).write_bytes((folder / "target" / name).read_bytes())
+    monkeypatch.setattr(TensorFiles, "read", None)
+    small = {"checkpoint": str(folder / "small")}
+    bad: dict[str, dict[str, Any]] = {
+        "sampled, but for the first tokens; make others": {"answers": "sampled"},
+        "no response with the target's top-k": {"answers": "without"},
+        "no file matches": {"answers": "nowhere"},
+        "of another target than": {**small, "target": str(other)},
+        "of another template than tokenizer": {**small, "target": str(tmp_path / "templated")},
+        "answers=recorded: .* EAGLE-3 head": {"checkpoint": str(tiny_models / "eagle3"), "target": str(other)},
+    }
+    for message, changes in bad.items():
+        with pytest.raises(UserError, match=message):
+            calibrate(by_record(folder, tmp_path / "run", **changes))
+    for data in (DataConfig(), DataConfig(source="hub", path="a/b")):
+        with pytest.raises(UserError, match="answers='recorded': expected target without data=responses"):
+            by_record(folder, tmp_path / "run", data=data)
