@@ -23,7 +23,7 @@ install: $(STAMP)
 
 # What numba compiles, once, into __pycache__: workers that start together would each compile the same.
 kernels: $(STAMP)
-	$(RUN)python -m pytest -n0 tests/inference/drafters/test_fused.py tests/inference/drafters/test_ngram_mixing.py tests/inference/engines/cpu
+	$(RUN)python -m pytest -n0 tests/inference/drafters/test_fused.py tests/inference/drafters/test_ngram_mixing.py tests/inference/engines/cpu tests/inference/evaluate/test_arms.py
 
 # Every subject, every mechanism, every planted fault; of what repeats for further models the typical ones.
 test: $(STAMP)
