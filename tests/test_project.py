@@ -41,6 +41,7 @@ FLOORS = (
     "inference/shapes",
     "inference/drafters",
     "inference/drafters/ngram",
+    "inference/serving",
     "inference/loading",
     "inference/measure",
     "inference/doctor",

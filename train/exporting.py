@@ -5,17 +5,21 @@ from pathlib import Path
 import torch
 
 from data_prep.formats.original import CONFIG_FILE
-from draft_models.card import write_card
+from draft_models.card import CARD_FILE, write_card
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.checkpoint import make_head, open_head
 from draft_models.eagle3.export import save_head
 from draft_models.early_exit.checkpoint import from_pretrained, open_target_of
 from draft_models.early_exit.export import USE, as_causal_lm
+from draft_models.ngrams.table import TrigramTable
 from draft_models.targets.architectures import read_config
-from draft_models.targets.open_target import stored_dtype
+from draft_models.targets.open_target import open_target, stored_dtype
+from inference.drafters.ngram.ngrams import open_table
+from inference.serving.page import serving_page
+from inference.serving.proposer import TABLE_VARIABLE, NgramProposer
 from inference.settings.kinds import kind_in
 from outrider.errors import UserError, require
-from outrider.files import require_writable
+from outrider.files import require_writable, write_atomically
 from outrider.processes import from_main, join_processes, only_run_of
 from train.parts.export import export
 from train.settings.export import ExportConfig
@@ -35,22 +39,24 @@ def export_drafter(config: ExportConfig) -> None:
 def _export(config: ExportConfig, out_dir: Path) -> None:
     another = out_dir.resolve() != Path(config.checkpoint).resolve()
     require(another, "out_dir", config.out_dir, f"another place than checkpoint={config.checkpoint}")
-    if not config.resume and (out_dir / CONFIG_FILE).exists():
-        raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     kind = kind_in(config.checkpoint)
+    written = CARD_FILE if kind is not None and kind.name == "ngrams" else CONFIG_FILE
+    if not config.resume and (out_dir / written).exists():
+        raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     if kind is not None and kind.name == "early_exit":
         said = _export_early_exit(config, out_dir)
     elif kind is None or kind.name == "eagle3":
         said = _export_head(config, out_dir)
+    elif kind.name == "ngrams":
+        said = _export_table(config, out_dir)
     else:
         raise UserError(f"checkpoint={config.checkpoint}: {_AS_IT_IS.get(kind.name, f'nothing loads a {kind.name}')}")
     size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
-    print(f"export out_dir={out_dir} {said} megabytes={size:.2f}", flush=True)
+    print(f"export out_dir={out_dir} {said}" + (f" megabytes={size:.2f}" if size else ""), flush=True)
 
 
 _AS_IT_IS = {
     "small_lm": "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands",
-    "ngrams": "no engine loads an n-gram table yet; it drafts in this runtime alone",
 }
 
 
@@ -63,6 +69,19 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     layers = f"{model.config.num_hidden_layers} of {target.config.num_hidden_layers}"
     write_card(out_dir, USE, target.source, {"early exit": config.checkpoint, "layers": layers})
     return f"kind=early_exit layers={model.config.num_hidden_layers} dtype={str(dtype).removeprefix('torch.')}"
+
+
+def _export_table(config: ExportConfig, out_dir: Path) -> str:
+    """Only the page: an engine maps the table from where it lies."""
+    if config.target is None:
+        TrigramTable.open(config.checkpoint)
+    else:
+        target = open_target(config.target, config.revision, by_layers=False)
+        open_table(config.checkpoint, target.vocabulary_digest, target.vocabulary_size)
+    table, model = Path(config.checkpoint).resolve(), config.target or "MODEL"
+    page = serving_page(NgramProposer, TABLE_VARIABLE, table, model)
+    write_atomically(out_dir / CARD_FILE, page.encode())
+    return f"kind=ngrams page={CARD_FILE}"
 
 
 def _export_head(config: ExportConfig, out_dir: Path) -> str:

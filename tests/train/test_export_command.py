@@ -1,5 +1,8 @@
 """A head goes into another dialect and back as it was; what a dialect cannot say is refused before anything is left."""
 
+import importlib
+import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +14,12 @@ from draft_models.eagle3.card import use_of
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import open_head
 from draft_models.targets.architectures import load_config
-from draft_models.targets.settings import EAGLE3, TARGET
+from draft_models.targets.settings import EAGLE3, TABLE, TARGET
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
+from tests.inference.serving.vllm_stand_in import vllm_config
+from tests.tiny import byte_tokenizer
 from train.exporting import export_drafter
 from train.settings.export import ExportConfig
 
@@ -92,3 +97,41 @@ def test_maps_of_the_vocabulary_are_written_where_readers_ask_for_them(tmp_path:
         export_drafter(replace(given, dialect=dialect, out_dir=str(out_dir)))
         assert load_file(out_dir / "model.safetensors").keys() & {"d2t", "t2d"} == maps
         assert not open_head(str(out_dir), WIDE_TARGET).made_here  # a doctor has still to see it
+
+
+def test_the_page_of_a_table_has_the_line_that_serves_it(
+    tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class is found by its name, from the clone, and the table by its variable."""
+    where, target = str(tiny_models / TABLE), str(tiny_models / TARGET)
+    given = ExportConfig(checkpoint=where, target=target, out_dir=str(tmp_path / "out dir"))
+    export_drafter(given)
+    page = Path(given.out_dir, "README.md").read_text()
+    assert f"evaluate-checkpoint target={target} table={where} method=ngrams" in page
+    (line,) = [line for line in page.splitlines() if "vllm serve" in line]
+    *variables, command, serve, model, option, said = shlex.split(line)
+    assert (command, serve, model, option) == ("vllm", "serve", target, "--speculative-config")
+    environment = dict(variable.split("=", 1) for variable in variables)
+    assert environment == {"PYTHONPATH": str(Path(__file__).parents[2]), "OUTRIDER_TABLE": where}
+    monkeypatch.setenv("OUTRIDER_TABLE", environment["OUTRIDER_TABLE"])
+    settings = json.loads(said)
+    assert settings.keys() == {"method", "model", "num_speculative_tokens"}
+    module, _, name = settings["model"].rpartition(".")
+    vocabulary = load_config(target).vocab_size
+    config = vllm_config(settings["num_speculative_tokens"], 64, vocabulary)
+    getattr(importlib.import_module(module), name)(config).load_model()
+    with pytest.raises(UserError, match="holds a model already; resume=true replaces it"):
+        export_drafter(given)
+    export_drafter(replace(given, target=None, resume=True))
+    assert "vllm serve MODEL " in Path(given.out_dir, "README.md").read_text()
+
+
+def test_a_table_of_another_tokenizer_is_refused(tiny_models: Path, tmp_path: Path) -> None:
+    WIDE_TARGET.save_pretrained(tmp_path / "target")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path / "target")
+    given = ExportConfig(checkpoint=str(tiny_models / TABLE), target=str(tmp_path / "target"))
+    with pytest.raises(UserError, match="the n-gram table was built with another tokenizer"):
+        export_drafter(replace(given, out_dir=str(tmp_path / "out")))
+    assert not (tmp_path / "out/README.md").exists()

@@ -12,12 +12,12 @@ from outrider.settings import Place, RunConfig, free
 class ExportConfig(RunConfig):
     """export: a drafter as serving engines load it."""
 
-    # of an early exit or of an EAGLE-3 head, of any trainer
+    # of an early exit, of an n-gram table, or of an EAGLE-3 head, of any trainer
     checkpoint: Annotated[str, Place("the directory of a drafter, or the Hub name of an EAGLE-3 head", hub=True)] = (
         free()
     )
-    # directory or Hub name of the model that it was trained for; null: the one that an early exit knows. Of a head's
-    # only config.json is read
+    # directory or Hub name of the model that it was trained for; null: the one that an early exit knows, and of a table
+    # any. Of a head's only config.json is read, of a table's the tokenizer too
     target: Model | None = free(None)
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     reading: ReadingChanges = field(default_factory=ReadingChanges)  # where a head's config.json is wrong

@@ -86,7 +86,7 @@ class Fused(Drafter):
         self._ngrams.read(token)
         self._source.begin_round()
         self._rows, depth = 0, min(limit, self.config.depth)
-        self._text = (self._ngrams.sources, *self._ngrams.text)
+        self._text = (self._ngrams.mixture.sources, *self._ngrams.text)
         if depth <= 0:
             self._places = _NOTHING, _NOTHING, _NOTHING
             return self._draft(root, 0)

@@ -5,20 +5,18 @@ Neither runs a model, and both see nothing but tokens.
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draft_models.ngrams.kernels import compiled_for
-from draft_models.ngrams.overlay import LevelArrays, Overlay, TextIndex, flat, with_room
+from draft_models.ngrams.overlay import Overlay
 from draft_models.ngrams.recycled import recycle
-from draft_models.ngrams.suffixes import no_suffixes, read_only
-from draft_models.ngrams.table import TrigramTable, make_level
+from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import read_header, table_digest
 from draft_models.targets.open_target import OpenTarget
 from inference.core.acceptance import Chooser
@@ -26,9 +24,8 @@ from inference.core.drafter import Drafter
 from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree
-from inference.drafters.ngram.ngram_learning import learn_text
-from inference.drafters.ngram.ngram_memory import Learnt, carried, close, memory_of, nothing, open_memory, save_all
-from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, Sources, mixed_best_first, new_scratch, weights_from
+from inference.drafters.ngram.mixture import Mixture
+from inference.drafters.ngram.ngram_memory import Learnt, close, memory_of, nothing, open_memory, save_all
 from inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.settings.kinds import Maker, Placed, recorded_data
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
@@ -38,8 +35,6 @@ from outrider.errors import require
 from outrider.processes import join_processes
 from outrider.streams import Streams
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, what was found
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
 
@@ -178,18 +173,14 @@ class TrigramDrafter(_OverText):
 
 
 class MixedDrafter(_OverText):
-    """The mixture of `inference.drafters.ngram.ngram_mixing`, best-first. Uses the orders 2 to 4 that the table
-    has, and its suffixes.
+    """The `Mixture`, best-first. Uses the orders 2 to 4 that the table has, and its suffixes.
 
     Its rows of a round are the root and the nodes in their order: it shares nothing with the target.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         super().__init__(table, config)
-        two, three, four = (_level_or_empty(table, order) for order in CORPUS_ORDERS)
-        self._levels = two, three, four
-        self._scratch = new_scratch(config.longest)
-        self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
+        self.mixture = Mixture(table, config)
         self.successors = config.recycle
         self._verified: _Verified | None = None  # the last round's rows, as `recycle` takes them, until it does
 
@@ -219,52 +210,25 @@ class MixedDrafter(_OverText):
         """The text's ids with room behind them, and how many there are, the root included."""
         return self._ids, self._length + 1
 
-    @property
-    def sources(self) -> Sources:
-        """What `predict` asks, as compiled code takes it; until the text grows."""
-        config, table = self.config, self.table
-        kept = (self.recycled, self._suffixes, self.weights)
-        return (self._levels, self.index.known, config.longest, *kept, table.vocabulary)
-
     def _reset(self, learnt: Learnt) -> None:
         self._verified = None
-        self._compiled: dict[object, Callable[..., Any]] = {}
-        self.index = TextIndex(self.config.longest, self.config.decay)
-        self.index.known, self.recycled = learnt.known, learnt.recycled
-        self.weights = weights_from(learnt.shares)
+        self.mixture.reset(learnt)
 
     def _known(self) -> Learnt:
         self._catch_up()
-        return Learnt(self.index.known, self.recycled, carried(self.weights.now))
+        return self.mixture.learnt
 
     def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
-        self.index.learn(ids, 0, stop)  # what a user wrote says little about how the target follows its sources
+        self.mixture.learn_prompt(ids, stop)
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
-        index, config = self.index, self.config
-        index.known = with_room(index.known, config.longest * (stop - start))
-        self._call(
-            learn_text, self._levels, index.known, config.longest, config.decay, self.recycled, self._suffixes,
-            self.weights, config.strength, self.table.vocabulary, ids, start, stop, self._scratch,
-        )  # fmt: skip
+        self.mixture.learn(ids, start, stop)
         if self._verified is not None:  # only now: its rows are what these very tokens were chosen by
-            recycle(self.recycled, ids, *self._verified)
+            recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
     def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
-        config = self.config
-        count = self._call(
-            mixed_best_first, self._levels, self.index.known, config.longest, self.recycled, self._suffixes,
-            self.weights, self.table.vocabulary, ids, stop, min(limit, config.depth), nodes, self._scratch,
-        )  # fmt: skip
-        return _found(nodes, count)
-
-    def _call(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
-        """Of a text, all calls of a function have arguments of the same types."""
-        if function not in self._compiled:
-            self._compiled[function] = compiled_for(function, arguments)
-        found: R = self._compiled[function](*arguments)
-        return found
+        return _found(nodes, self.mixture.search(ids, stop, min(limit, self.config.depth), nodes))
 
 
 def _found(nodes: Nodes, count: int) -> _Found:
@@ -284,13 +248,6 @@ def make_ngram_drafter(
     if config.nodes == AUTO and tuning is not None:
         drafter.sizes = BestNodes(tuning)
     return drafter
-
-
-def _level_or_empty(table: TrigramTable, order: int) -> LevelArrays:
-    if order in table.levels:
-        return flat(table.levels[order])
-    nothing = np.empty(0, np.uint32)
-    return flat(make_level(order, table.vocabulary, (np.empty(0, np.uint64), *[nothing] * 4)))
 
 
 def open_table(where: str, digest: str, vocabulary: int | None = None) -> TrigramTable:

@@ -37,7 +37,7 @@ def ngrams_after(drafter: Fused, path: Path_) -> dict[int, float]:
     ids, stop = drafter._ngrams.text
     recent = [*reversed(path), *ids[:stop][::-1]][: len(drafter._scratch.recent)]
     drafter._scratch.recent[: len(recent)] = recent
-    found = predict(*drafter._ngrams.sources, len(recent), 1e-9, drafter._scratch)
+    found = predict(*drafter._ngrams.mixture.sources, len(recent), 1e-9, drafter._scratch)
     return dict(zip(drafter._scratch.tokens[:found].tolist(), drafter._scratch.probs[:found].tolist(), strict=True))
 
 

@@ -102,8 +102,8 @@ def test_weights_go_on_where_they_were(kept: Path) -> None:
     hits(config, [1])
     drafter = make_ngram_drafter(TABLE, config, 0)
     drafter.begin(FakeSession([2]), None, None)  # type: ignore[arg-type]
-    assert not np.array_equal(drafter.weights.now, ngram_memory.nothing(TABLE, config).shares)  # type: ignore[union-attr]
-    assert np.array_equal(drafter.weights.prior, memory._before.shares)  # type: ignore[union-attr]
+    assert not np.array_equal(drafter.mixture.weights.now, ngram_memory.nothing(TABLE, config).shares)  # type: ignore[union-attr]
+    assert np.array_equal(drafter.mixture.weights.prior, memory._before.shares)  # type: ignore[union-attr]
 
 
 def test_a_memory_keeps_within_its_limit(kept: Path) -> None:

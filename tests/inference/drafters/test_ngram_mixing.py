@@ -58,7 +58,7 @@ def slow_sources(
         if after:
             counts = Counter(token for token in after if token is not None)
             share = max(counts.values(), default=0) / len(after)
-            source = 3 + drafter.config.longest + drafter.recycled.longest + size - LEAST
+            source = 3 + drafter.config.longest + drafter.mixture.recycled.longest + size - LEAST
             found.append((source, class_of(len(after), share), {t: c / len(after) for t, c in counts.items()}))
     for order in (4, 3, 2):
         state = text[-(order - 1) :]
@@ -75,7 +75,7 @@ def slow_mixture(drafter: MixedDrafter, text: list[int], rows: Rows = NO_ROWS) -
     mixed: Counter = Counter()
     left = 1.0
     for source, kind, probabilities in slow_sources(drafter, text, rows):
-        share = drafter.weights.now[source, kind]
+        share = drafter.mixture.weights.now[source, kind]
         for token, p in probabilities.items():
             mixed[token] += left * share * p
         left *= 1 - share
@@ -110,17 +110,17 @@ def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int, rows:
     left = 1.0
     longer = [*text, token]
     for size in range(min(drafter.config.longest, len(longer)), 0, -1):
-        counts = successors(drafter.index, longer[-size:])
+        counts = successors(drafter.mixture.index, longer[-size:])
         if counts:
             total = sum(counts.values())
             seen = sum(longer[end - size : end] == longer[-size:] for end in range(size, len(text)))
-            share = drafter.weights.now[2 + size, class_of(seen, max(counts.values()) / total)]
+            share = drafter.mixture.weights.now[2 + size, class_of(seen, max(counts.values()) / total)]
             for t, c in counts.items():
                 mixed[t] += left * share * c / total
             left *= 1 - share
     for source, kind, probabilities in slow_sources(drafter, longer, rows):
         if source < 3 or source > 2 + drafter.config.longest:
-            share = drafter.weights.now[source, kind]
+            share = drafter.mixture.weights.now[source, kind]
             for t, p in probabilities.items():
                 mixed[t] += left * share * p
             left *= 1 - share
@@ -192,11 +192,11 @@ def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
     text[40:60] = make_documents()[4][20:40]
     session = FakeSession(text[:30])
     drafter.begin(session, None, None)
-    assert np.array_equal(drafter.weights.now, new_weights(3, 2 if recycle else 0, suffixes).prior)
-    hits, trials = np.zeros_like(drafter.weights.hits), np.zeros_like(drafter.weights.hits)
+    assert np.array_equal(drafter.mixture.weights.now, new_weights(3, 2 if recycle else 0, suffixes).prior)
+    hits, trials = np.zeros_like(drafter.mixture.weights.hits), np.zeros_like(drafter.mixture.weights.hits)
     for end in range(30, 80):
         sources = slow_sources(drafter, text[:end], rows)
-        shares = [drafter.weights.now[source, kind] for source, kind, _ in sources]
+        shares = [drafter.mixture.weights.now[source, kind] for source, kind, _ in sources]
         drafter.draft(torch.tensor([text[end]]), 1)
         if recycle and end > 30:
             note(rows, text[:end], LAWS[text[end - 1]])
@@ -211,7 +211,7 @@ def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
             hits[source, kind] += hit
             trials[source, kind] += left
             left -= hit
-    expected = (5.0 * drafter.weights.prior + hits) / (5.0 + trials)
-    np.testing.assert_allclose(drafter.weights.now, expected, rtol=1e-6)  # recycled rows are float32
-    assert not np.allclose(drafter.weights.now, drafter.weights.prior)
+    expected = (5.0 * drafter.mixture.weights.prior + hits) / (5.0 + trials)
+    np.testing.assert_allclose(drafter.mixture.weights.now, expected, rtol=1e-6)  # recycled rows are float32
+    assert not np.allclose(drafter.mixture.weights.now, drafter.mixture.weights.prior)
     assert (trials[6 + (2 if recycle else 0) :].sum() > 1) == suffixes

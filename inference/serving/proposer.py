@@ -1,0 +1,121 @@
+"""An n-gram table drafts in vLLM: the class that vLLM's method `custom_class` loads.
+
+vLLM finds the class by its name, and the table by the environment variable OUTRIDER_TABLE (`inference.serving.page` has
+the lines). Importing this imports neither vLLM, torch nor transformers: it takes numpy, numba and small packages.
+
+vLLM names no request: it hands over the texts of the batch by their slots, and moves texts between slots. So what was
+learnt of a text is found again by its tokens. A text that is not found begins anew. Drafts are chains of certain
+tokens, and vLLM's rejection sampling is exact with those at any temperature, whatever they are.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from operator import attrgetter
+
+import numpy as np
+
+from draft_models.ngrams.table import TrigramTable
+from inference.drafters.ngram.mixture import Mixture
+from inference.drafters.ngram.ngram_memory import nothing
+from inference.drafters.ngram.ngram_search import new_nodes
+from inference.settings.method import NgramConfig
+from outrider.errors import UserError, require
+
+TABLE_VARIABLE = "OUTRIDER_TABLE"
+_CONFIG = NgramConfig(evidence="mixed")  # as method=ngrams learns
+
+
+class ServedText:
+    """One request's text and what was learnt of it. Its last token is what a draft follows."""
+
+    def __init__(self, table: TrigramTable, room: int, prompt: np.ndarray):
+        """room: the most ids that text and draft come to together. prompt: int [P]."""
+        self.mixture = Mixture(table, _CONFIG)
+        self.mixture.reset(nothing(table, _CONFIG))
+        self._ids, self.length = np.zeros(room, np.int64), len(prompt)
+        self._ids[: self.length] = prompt
+        self.mixture.learn_prompt(self._ids, self.length)
+        self._best = new_nodes(1)
+
+    def begins(self, text: np.ndarray) -> bool:
+        """Whether `text`, int [T], goes on from here."""
+        return self.length <= len(text) and np.array_equal(self._ids[: self.length], text[: self.length])
+
+    def draft(self, text: np.ndarray, limit: int) -> list[int]:
+        """Learn what is new of `text`; at most `limit` tokens after it, each the likeliest after those before it."""
+        start, self.length = self.length, len(text)
+        self._ids[start : self.length] = text[start:]
+        self.mixture.learn(self._ids, start, self.length)
+        end = self.length
+        while end < self.length + limit and self.mixture.search(self._ids, end, 1, self._best):
+            self._ids[end] = self._best.tree[0, 0]
+            end += 1
+        return [int(token) for token in self._ids[self.length : end]]
+
+
+class NgramProposer:
+    """Drafts at most vLLM's `num_speculative_tokens`. Ranks of one engine are told the same, and draft the same.
+
+    vllm_config: vLLM's `VllmConfig`. Raises `UserError` where no table is named.
+    """
+
+    def __init__(self, vllm_config: object):
+        try:
+            self._most = int(attrgetter("speculative_config.num_speculative_tokens")(vllm_config))
+            self._longest = int(attrgetter("model_config.max_model_len")(vllm_config))  # tokens of a text
+            self._vocabulary = int(attrgetter("model_config.get_vocab_size")(vllm_config)())
+        except AttributeError as error:
+            raise UserError(f"vLLM's config: {error}; expected what vLLM 0.32 has") from None
+        self._where = os.environ.get(TABLE_VARIABLE, "")
+        require(self._where != "", TABLE_VARIABLE, self._where, "the directory of an n-gram table, in the environment")
+        self._texts: dict[int, ServedText] = {}
+
+    def load_model(self, *_: object, **__: object) -> None:
+        """Open the table and compile look-up. Raises `UserError` for a table that is damaged or of a larger model."""
+        ServedText(self._table, 4, np.zeros(1, np.int64)).draft(np.zeros(2, np.int64), 1)
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Sequence[int] | np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """A draft for each request of the batch, of different lengths; none where there is nothing to draft.
+
+        sampled_token_ids: what each was given in this step, −1 for padding; of nothing comes no draft. token_ids_cpu:
+        int [≥ B, max_model_len], the texts, these tokens included; num_tokens_no_spec: int [≥ B], their lengths. A text
+        with a −1 in it is unknown here. No draft goes beyond the model's length.
+        """
+        texts, fresh = np.asarray(token_ids_cpu), dict[int, np.ndarray]()
+        counts = [sum(token >= 0 for token in sampled) for sampled in sampled_token_ids]
+        for slot, count in enumerate(counts):
+            text = texts[slot, : int(num_tokens_no_spec[slot])]
+            if count and text.min(initial=0) >= 0:
+                fresh[slot] = text
+        self._find(fresh, counts)
+        limits = {slot: min(self._most, self._longest - len(text)) for slot, text in fresh.items()}
+        drafts = {slot: self._texts[slot].draft(text, limits[slot]) for slot, text in fresh.items()}
+        return [drafts.get(slot, []) for slot in range(len(counts))]
+
+    def _find(self, fresh: dict[int, np.ndarray], counts: Sequence[int]) -> None:
+        """Give every slot in `fresh` its own text, else one that moved, else a new one; counts: tokens of this step."""
+        before = self._texts
+        self._texts = {slot: before.pop(slot) for slot in fresh if slot in before and before[slot].begins(fresh[slot])}
+        for slot in [slot for slot in fresh if slot not in self._texts]:
+            moved = [other for other in before if before[other].begins(fresh[slot])]
+            if moved:
+                self._texts[slot] = before.pop(max(moved, key=lambda other: before[other].length))
+            else:
+                prompt = fresh[slot][: max(0, len(fresh[slot]) - counts[slot])]
+                self._texts[slot] = ServedText(self._table, self._longest + self._most, prompt)
+        # What was given nothing in this step may go on in the next; texts beyond the batch have ended.
+        self._texts |= {slot: before[slot] for slot in before if slot < len(counts) and slot not in self._texts}
+
+    @cached_property
+    def _table(self) -> TrigramTable:
+        table = TrigramTable.open(self._where)
+        limit = f"a table of ids below the model's {self._vocabulary}, not {table.vocabulary}"
+        require(table.vocabulary <= self._vocabulary, TABLE_VARIABLE, self._where, limit)
+        return table

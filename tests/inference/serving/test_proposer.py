@@ -1,0 +1,201 @@
+"""What vLLM is given for a table: the chain that our own drafter of it would take, for every request of a batch."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_models.ngrams.table import TrigramTable
+from inference.drafters.ngram.mixture import Mixture
+from inference.drafters.ngram.ngram_search import Nodes
+from inference.drafters.ngram.ngrams import MixedDrafter
+from inference.serving import proposer as module
+from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText
+from inference.settings.method import NgramConfig
+from outrider.errors import UserError
+from tests.inference.ngram_cases import FakeSession, make_table
+from tests.inference.serving.vllm_stand_in import Request, Runner, vllm_config
+
+VOCABULARY, MOST, LONGEST = 5, 4, 80
+TABLES = {
+    "grams": make_table(VOCABULARY),
+    "suffixes": make_table(VOCABULARY, suffixes=True),
+    "trigrams": make_table(VOCABULARY, orders=(3,)),
+}
+EVERYTHING = 2000  # nodes: more than all chains of MOST tokens
+IDS = st.integers(0, VOCABULARY)  # one beyond the table
+REQUESTS = st.builds(
+    Request, st.lists(IDS, min_size=1, max_size=20), st.lists(IDS, min_size=1, max_size=12), st.integers(0, 2)
+)
+
+
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("tables")
+    for name, table in TABLES.items():
+        table.save(folder / name)
+    return {name: folder / name for name in TABLES}
+
+
+def opened(place: Path, longest: int = LONGEST, most: int = MOST, vocabulary: int = VOCABULARY + 1) -> NgramProposer:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TABLE_VARIABLE, str(place))
+        proposer = NgramProposer(vllm_config(most, longest, vocabulary))
+    proposer.load_model(object(), some="word")
+    return proposer
+
+
+def own_chains(table: TrigramTable, request: Request, longest: int = LONGEST) -> list[tuple[int, list[int]]]:
+    """The drafts of this request by our drafter: of a tree with every chain, the likeliest child again and again."""
+    drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=EVERYTHING, depth=MOST))
+    drafter.begin(FakeSession(list(request.prompt)), None, None)  # type: ignore[arg-type]
+    said, new, drafts = 0, list(request.answer[:1]), []
+    while True:
+        said += len(new)
+        tree = drafter.draft(torch.tensor(new[-1:]), min(MOST, longest - len(request.prompt) - said))
+        assert len(tree) < EVERYTHING
+        chain, node = [], -1
+        while node in tree.parents:
+            node = tree.parents.index(node)
+            chain.append(int(tree.tokens[node]))
+        drafts.append((said, chain))
+        left = list(request.answer[said:])
+        if not left:
+            return drafts
+        accepted = next((i for i, pair in enumerate(zip(chain, left[:-1], strict=False)) if len({*pair}) > 1), None)
+        kept = min(len(chain), len(left) - 1) if accepted is None else accepted
+        drafter.commit(tree, [], [new[-1], *left[:kept]])
+        new = left[: kept + 1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.sampled_from(sorted(TABLES)), st.lists(REQUESTS, min_size=1, max_size=5), st.integers(1, 3), st.booleans())
+def test_it_proposes_what_our_own_drafter_would_as_a_chain(
+    places: dict[str, Path], name: str, requests: list[Request], slots: int, pad: bool
+) -> None:
+    """Of texts of different lengths that begin, end, wait and move between the slots of a batch."""
+    Runner(opened(places[name]), requests, slots, LONGEST, pad=pad).run()
+    for request in requests:
+        assert request.drafts == own_chains(TABLES[name], request)
+
+
+def some_requests() -> list[Request]:
+    generator = np.random.default_rng(4)
+    sizes = [(9, 11), (3, 12), (17, 2), (6, 9), (1, 5)]
+    return [Request(*(generator.integers(0, VOCABULARY, size).tolist() for size in pair)) for pair in sizes]
+
+
+class LatestUnread(Mixture):
+    """A fault: a context lacks its latest token."""
+
+    def search(self, ids: np.ndarray, stop: int, depth: int, nodes: Nodes) -> int:
+        return super().search(ids, stop - 1, depth, nodes)
+
+
+class OldestUnread(Mixture):
+    """A fault: the longest context of the text lacks its oldest token."""
+
+    def __init__(self, table: TrigramTable, config: NgramConfig):
+        super().__init__(table, NgramConfig(evidence="mixed", longest=config.longest - 1))
+
+
+class FirstUnlearnt(Mixture):
+    """A fault: the first token of what is new is not learnt."""
+
+    def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
+        super().learn(ids, start + 1, stop)
+
+
+@pytest.mark.parametrize("fault", [Mixture, LatestUnread, OldestUnread, FirstUnlearnt])
+def test_a_fault_in_what_it_reads_is_seen(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fault: type[Mixture]
+) -> None:
+    """OldestUnread differs only where a repeat is as long as the longest context."""
+    repeated = np.random.default_rng(5).integers(0, VOCABULARY, 20).tolist()
+    requests = [*some_requests(), Request([*repeated, *repeated[:18]], [*repeated[18:], *repeated[:8]])]
+    monkeypatch.setattr(module, "Mixture", fault)
+    Runner(opened(places["suffixes"]), requests, 2, LONGEST).run()
+    same = all(request.drafts == own_chains(TABLES["suffixes"], request) for request in requests)
+    assert same == (fault is Mixture)
+
+
+def test_a_text_is_learnt_once_wherever_its_slot_is(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twins too, which begin alike. Of a batch of two, no more than two texts are held."""
+    begun: list[int] = []
+
+    class Counted(ServedText):
+        def __init__(self, table: TrigramTable, room: int, prompt: np.ndarray):
+            begun.append(len(prompt))
+            super().__init__(table, room, prompt)
+
+    proposer = opened(places["grams"])
+    monkeypatch.setattr(module, "ServedText", Counted)
+    requests = [*some_requests(), *some_requests()[:2], *some_requests()[:2]]
+    runner = Runner(proposer, requests, 2, LONGEST)
+    runner.run(lambda: _at_most(proposer, 2))
+    assert sorted(begun) == sorted(len(request.prompt) for request in requests)
+
+
+def _at_most(proposer: NgramProposer, texts: int) -> None:
+    assert len(proposer._texts) <= texts
+
+
+def test_no_draft_goes_beyond_the_models_length(places: dict[str, Path]) -> None:
+    request = Request([0, 1, 2, 0, 1, 2, 0, 1], [2, 0, 3, 1, 4, 2])
+    longest = len(request.prompt) + len(request.answer)
+    Runner(opened(places["grams"], longest), [request], 1, longest).run()
+    assert request.drafts == own_chains(TABLES["grams"], request, longest)
+    left = [longest - len(request.prompt) - said for said, _ in request.drafts]
+    assert left[-1] == 0
+    assert [len(draft) for _, draft in request.drafts] == [min(MOST, room) for room in left]
+
+
+def test_a_request_of_which_nothing_is_known_drafts_nothing(places: dict[str, Path]) -> None:
+    """An empty batch, what was given nothing, only padding, or a text with placeholders; others draft all the same."""
+    proposer = opened(places["grams"])
+
+    def proposed(sampled: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[list[int]]:
+        ids = np.full((max(1, len(texts)), LONGEST), 3, np.int32)
+        for row, text in zip(ids, texts, strict=False):
+            row[: len(text)] = text
+        return proposer.propose(sampled, np.array([*map(len, texts)], np.int32), ids)
+
+    assert proposed([], []) == []
+    known, waits, padding, unknown = [0, 1, 2, 0, 1], [0, 1], [1, 2, 0, 1], [0, 1, -1, 1]
+    drafts = proposed([[1], [], [-1, -1], [1]], [known, waits, padding, unknown])
+    assert [len(draft) for draft in drafts] == [MOST, 0, 0, 0]
+    assert proposed([[1, -1]], [known]) == [drafts[0]]  # the same text once more, of which nothing is new
+    beyond = [VOCABULARY, VOCABULARY]
+    assert proposed([[VOCABULARY]], [beyond])[0][:1] == [VOCABULARY]  # by the text's own repeat
+
+
+def test_what_cannot_serve_is_refused_when_the_server_starts(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(TABLE_VARIABLE, raising=False)
+    config: Any = vllm_config(MOST, LONGEST, VOCABULARY)
+    with pytest.raises(UserError, match="OUTRIDER_TABLE='': expected the directory of an n-gram table"):
+        NgramProposer(config)
+    with pytest.raises(UserError, match=r"a table of ids below the model's 4, not 5"):
+        opened(places["grams"], vocabulary=VOCABULARY - 1)
+    with pytest.raises(UserError, match=r"table\.json"):
+        opened(tmp_path)
+    del config.model_config.get_vocab_size
+    with pytest.raises(UserError, match=r"vLLM's config: .*get_vocab_size.*; expected what vLLM 0.32 has"):
+        NgramProposer(config)
+
+
+@pytest.mark.slow
+def test_importing_it_needs_neither_vllm_nor_torch() -> None:
+    said = "import sys, inference.serving.proposer; print(*(m for m in sys.modules if '.' not in m))"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    loaded = {*done.stdout.split()} - {*sys.stdlib_module_names}
+    assert loaded >= {"inference", "numpy", "numba"}
+    assert not loaded & {"vllm", "torch", "transformers", "datasets", "hydra", "omegaconf"}
