@@ -278,6 +278,14 @@ def test_places_that_a_plan_or_a_rehearsal_does_not_read_need_not_be_there() -> 
         look_for_places(build(schema, compose_defaults(command, overrides), overrides))
 
 
+def test_a_group_that_was_chosen_gives_its_options() -> None:
+    schema, overrides = COMMANDS["eesd"][0], ["target=org/model", "data=responses", "debug=true"]
+    register("eesd", schema)
+    config = build(schema, compose_defaults("eesd", overrides), overrides)
+    given = ("data", "data.path", "target", "dat", "start", "fit.lr")
+    assert [config.gives(key) for key in given] == [True] * 3 + [False] * 3
+
+
 def method(name: str) -> MethodConfig:
     found: MethodConfig = construct(MethodConfig, settings_of(name))
     return found

@@ -81,6 +81,9 @@ def test_a_json_list_of_texts_and_inline_texts_are_completed(tmp_path):
 def test_prompts_of_one_id_are_told_apart(tmp_path):
     rows = [{"question_id": i, "turns": [text]} for i, text in ((1, "a"), (2, "b"), (1, "c"), (1, "d"))]
     assert [p.id for p in read_prompts(write(tmp_path / "p.jsonl", rows))] == ["1", "2", "1#2", "1#3"]
+    rows = [{"question_id": name, "turns": [text]} for name, text in (("1", "a"), ("1", "b"), ("1#2", "c"))]
+    ids = [p.id for p in read_prompts(write(tmp_path / "p.jsonl", rows))]
+    assert ids == ["1", "1#3", "1#2"]  # the file's own name is not taken from the one that has it
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,18 @@ def test_the_counts_are_printed_on_one_line(data, tokenizer, capsys, monkeypatch
     assert " records=" not in capsys.readouterr().out
 
 
+def test_a_conversation_of_which_only_the_first_token_is_answered_teaches_nothing(data, tokenizer, monkeypatch):
+    """There is none before it to say it, so the conversation takes no room in a row of others."""
+    kinds = iter(([True, False, False], [False, True, True], [True, False, False]))
+
+    def encode(batch, *_):
+        return [Document(np.array([5, 6, 7]), np.array(next(kinds)), whole=True) for _ in batch]
+
+    monkeypatch.setattr(rows_module, "encode", encode)
+    rows = load_rows(data([talk("Hello", "there")] * 3), tokenizer, 40, "train")
+    assert {"unsupervised": 2, "rows": 1, "tokens": 3, "supervised": 2}.items() <= rows.counts.items()
+
+
 def test_a_row_without_a_label_is_dropped(data, make_tokenizer):
     tokenizer = make_tokenizer(eos=False)
     (letter,) = tokenizer("x")["input_ids"]

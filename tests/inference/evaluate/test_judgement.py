@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,17 @@ from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_sta
 TOKENS = 32
 ARMS = ("autoregressive", "prompt_lookup", "tree")
 SAMPLING = SamplingConfig(temperature=0.9)
+
+
+def test_the_same_added_to_all_logits_is_no_error(tmp_path: Path) -> None:
+    model, prompt, text = open_stack(save_target(tmp_path), torch.bfloat16)[0], random_prompt(9), random_prompt(5)
+    reference = make_reference(model, prompt, text)
+    content = list(zip(reference.states[::2], reference.states[1::2], strict=True))
+    forced = Forced(Chooser(), reference)
+    forced.begin(SimpleNamespace(device=model.device, content=lambda: content), prompt)  # type: ignore[arg-type]
+    for logits in reference.logits:
+        forced.next_token(logits[None] + 3)
+    assert forced.deviation(text).peak < 0.1
 
 
 class Subject:
