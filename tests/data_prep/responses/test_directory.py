@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from data_prep.responses import directory
 from data_prep.responses import generate as responses_module
-from data_prep.responses.directory import prompt_id
+from data_prep.responses.answers import TopK
+from data_prep.responses.directory import Response, Shard, prompt_id
 from data_prep.responses.generate import generate_responses, run_identity
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
@@ -54,6 +55,30 @@ def test_records_from_elsewhere_with_ids_of_their_own_answer_their_prompts(make)
     (folder / "responses-engine.jsonl").write_text("".join(json.dumps(record) + "\n" for record in theirs))
     generate_responses(replace(config, resume=True))
     assert responses(config).keys() == {"own-0", "own-1", "own-2", prompt_id(talk("question 3")["messages"])}
+
+
+def test_a_shard_is_there_only_once_it_is_whole(tmp_path, monkeypatch):
+    """Killed before any of its files, of which the one that names it comes last."""
+    top = TopK(torch.tensor([3]), torch.tensor([[3, 4]]), torch.zeros(1, 2), torch.zeros(1))
+    shard = Shard([Response({"id": "a", "text": "b"}, top)], [{"id": "c", "reason": "empty"}])
+    write, left = directory.write_atomically, 0
+
+    def killed(*given):
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        write(*given)
+
+    monkeypatch.setattr(directory, "write_atomically", killed)
+    for files in range(3):
+        left = files
+        with pytest.raises(KeyboardInterrupt):
+            shard.save(tmp_path, 0)
+        assert directory.answered(tmp_path) == set()
+    left = 3
+    shard.save(tmp_path, 0)
+    assert directory.answered(tmp_path) == {"a", "c"}
 
 
 def test_two_runs_never_write_one_directory(make):
