@@ -4,8 +4,8 @@ vLLM finds the class by its name, and the table by the environment variable OUTR
 the lines). Importing this imports neither vLLM, torch nor transformers: it takes numpy, numba and small packages.
 
 vLLM names no request: it hands over the texts of the batch by their slots, and moves texts between slots. So what was
-learnt of a text is found again by its tokens. A text that is not found begins anew. Drafts are chains of certain
-tokens, and vLLM's rejection sampling is exact with those at any temperature, whatever they are.
+learnt of a text is found again by its tokens, for a while also by the next turn of a conversation. Other texts begin
+anew. Drafts are chains of certain tokens, and vLLM's rejection sampling is exact with those at any temperature.
 """
 
 import os

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
@@ -80,10 +80,32 @@ def own_chains(table: TrigramTable, request: Request, longest: int = LONGEST) ->
 def test_it_proposes_what_our_own_drafter_would_as_a_chain(
     places: dict[str, Path], name: str, requests: list[Request], slots: int, pad: bool
 ) -> None:
-    """Of texts of different lengths that begin, end, wait and move between the slots of a batch."""
+    """Of texts of different lengths that begin, end, wait and move between the slots of a batch.
+
+    None goes on where another has ended: that one would be the next turn of a conversation.
+    """
+    assume(not any(_may_go_on(one, other) for one in requests for other in requests if one is not other))
     Runner(opened(places[name]), requests, slots, LONGEST, pad=pad).run()
     for request in requests:
         assert request.drafts == own_chains(TABLES[name], request)
+
+
+def _may_go_on(later: Request, earlier: Request) -> bool:
+    """Whether `later` begins with all of the prompt of `earlier` and some of its answer."""
+    text = [*earlier.prompt, *earlier.answer]
+    agree = next((i for i, pair in enumerate(zip(text, later.prompt, strict=False)) if len({*pair}) > 1), None)
+    return (min(len(text), len(later.prompt)) if agree is None else agree) > len(earlier.prompt)
+
+
+def test_the_next_turn_of_a_conversation_goes_on_with_what_was_learnt(places: dict[str, Path]) -> None:
+    """As no request is named, the user's turn is then learnt as the answer was; a new text's is a prompt."""
+    first, later = Request([0], [0]), Request([0, 0, 0, 0, 1], [0])
+    Runner(opened(places["grams"]), [first, later], 1, LONGEST).run()
+    text = np.array([*later.prompt, *later.answer])
+    starts = [np.array(one.prompt) for one in (first, later)]
+    gone_on, anew = (ServedText(TABLES["grams"], LONGEST, start).draft(text, MOST) for start in starts)
+    assert later.drafts == [(1, gone_on)]
+    assert gone_on != anew
 
 
 def some_requests() -> list[Request]:
