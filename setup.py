@@ -1,7 +1,7 @@
-"""Where packages stand in an installation. pyproject.toml has the rest.
+"""The package layout of an installation; pyproject.toml has the rest.
 
-A clone has its packages at the top, where scripts such as train/eesd.py import them. In site-packages their names would
-collide with a user's own `conf` or `train.py`. So a wheel has them under `outrider`, and imports them from there.
+A clone has its packages at the top level, where scripts such as train/eesd.py import them. In site-packages their names
+would collide with a user's own `conf` or `train.py`. So a wheel has them under `outrider`, and imports them from there.
 """
 
 import re
@@ -14,12 +14,12 @@ from setuptools.command.build_py import build_py
 OURS = ("conf", "data_prep", "draft_models", "inference", "train")
 DATA = {"conf": ["*.yaml", "*/*.yaml", "*/*/*.yaml"], "inference.report.page": ["page.css", "page.js"]}
 IMPORT = re.compile(rf"^( *(?:from|import) )(?=(?:{'|'.join(OURS)})\b)", re.MULTILINE)
-# A module that is imported when it is needed: "inference.drafters.small_lm:MAKER".
+# The name of a lazily imported module in a string: "inference.drafters.small_lm:MAKER".
 LATE = re.compile(rf'(?<=")(?=((?:{"|".join(OURS)})(?:\.\w+)+)(?::\w+)?")')
 
 
 def under_outrider(source: str) -> str:
-    """The text of a module with the imports that it has in a wheel."""
+    """The source of a module with its imports rewritten for a wheel."""
     source = IMPORT.sub(r"\1outrider.", source)
     return LATE.sub(lambda found: "outrider." if _is_module(found[1]) else "", source)
 
@@ -30,7 +30,7 @@ def _is_module(name: str) -> bool:
 
 
 class BuildUnderOutrider(build_py):
-    """Copies each module with `under_outrider`."""
+    """Copies each module, rewritten by `under_outrider`."""
 
     def build_module(self, module, module_file, package):
         outfile, copied = super().build_module(module, module_file, package)
@@ -40,7 +40,7 @@ class BuildUnderOutrider(build_py):
 
 
 packages = find_packages(include=[pattern for name in (*OURS, "outrider") for pattern in (name, f"{name}.*")])
-if "editable_wheel" in sys.argv:  # a path then: a script beside a clone called outrider imports this, not that folder
+if "editable_wheel" in sys.argv:  # installs a path, so scripts next to a clone named outrider import this package
     setup(packages=packages, package_dir={"": "."}, package_data=DATA)
 else:
     places = {f"outrider.{name}": name.replace(".", "/") for name in packages if name.partition(".")[0] in OURS}

@@ -1,7 +1,7 @@
-"""Hydra glue: compose a command's YAML over its dataclass, validate it, hand the frozen dataclass over.
+"""Hydra glue: compose a command's YAML over its dataclass, validate it, pass the frozen dataclass on.
 
-The dataclass is the single home of names, types, defaults and checks; YAML files only choose. Nothing
-that an entry script calls sees a DictConfig.
+The dataclass alone defines names, types, defaults and checks; YAML files only choose values. Nothing that an entry
+script calls sees a DictConfig.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from outrider.words import did_you_mean
 
 Config = TypeVar("Config")
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
-_ENTRIES: dict[str, tuple[type, Callable[[Sequence[str]], list[str]]]] = {}  # the commands of this process, by name
+_ENTRIES: dict[str, tuple[type, Callable[[Sequence[str]], list[str]]]] = {}  # (schema, complete) by command
 _STORAGE_ERRORS = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -57,7 +57,7 @@ def entry(
 ) -> Callable[[Callable[[Config], object]], Callable[[], None]]:
     """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
 
-    complete: adds the overrides that follow from those given. waits: for people, so its silence means nothing.
+    complete: adds the overrides that follow from those given. waits: it waits for user input, so no progress is shown.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
     message on stderr and status 2, Ctrl-C with status 130. Everything else keeps its traceback.
@@ -67,7 +67,7 @@ def entry(
 
     def decorate(run: Callable[[Config], object]) -> Callable[[], None]:
         def job(composed: DictConfig) -> None:
-            with reported():  # here: Hydra would print its own banner around an exception that leaves the job
+            with reported():  # within the job, as Hydra prints a banner around an exception that leaves it
                 config = build(schema, composed, HydraConfig.get().overrides.task)
                 if isinstance(config, Settings):
                     look_for_places(config)
@@ -101,7 +101,7 @@ def entry(
 
 
 def config_for(script: str, words: Sequence[str]) -> Any:
-    """The config that the command of the entry `script`, "train/eesd.py", would run with the options `words`.
+    """The config with which the entry script `script`, such as "train/eesd.py", would run given the options `words`.
 
     Raises `UserError`.
     """
@@ -129,9 +129,9 @@ def refuse_flags(name: str, schema: type, words: Sequence[str]) -> None:
 
 
 def look_for_places(config: Settings) -> None:
-    """Raise `UserError` for a file that the command is to read and that is not there: before torch is imported.
+    """Raise `UserError` for a missing input file of the command, before torch is imported.
 
-    A rehearsal reads what its command line gives and no other file, a plan neither text nor prompts.
+    A rehearsal reads only the files that its command line gives; a plan reads neither text nor prompts.
     """
     debug, plan = getattr(config, "debug", False), getattr(config, "plan", False)
 
@@ -143,9 +143,9 @@ def look_for_places(config: Settings) -> None:
 
 
 def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
-    """The line that says how a command that was stopped goes on; none for a command that cannot.
+    """The line that says how to resume a stopped command; empty for a command without `resume`.
 
-    arguments: sys.argv. What a launcher was told of its processes is not known here, so there is no command to say.
+    arguments: sys.argv. A launcher's own arguments are not known here, so under one the line shows no command.
     """
     if "resume" not in {field.name for field in dataclasses.fields(schema)}:
         return []
@@ -158,7 +158,7 @@ def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
 
 
 def print_help(name: str, schema: type) -> None:
-    """The options of a command, as the overrides in sys.argv leave them, to stdout or a pager that may close it."""
+    """Print the options of a command, with the overrides in sys.argv applied. A pager may close stdout meanwhile."""
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     try:
         text = help_text(name, schema, overrides)
@@ -167,14 +167,14 @@ def print_help(name: str, schema: type) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's own last flush is silent
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit is silent
 
 
 @contextmanager
 def reported(goes_on: bool = False) -> Iterator[None]:
-    """Where a `UserError` or a storage error ends the process, with one line on stderr and status 2.
+    """Within it, a `UserError` or a storage error ends the process, with one line on stderr and status 2.
 
-    goes_on: the same command goes on where it was stopped, and Ctrl-C says so.
+    goes_on: whether the same command continues where it was stopped, which Ctrl-C then prints.
     """
     try:
         yield
@@ -199,8 +199,8 @@ def register(name: str, schema: type) -> None:
 def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
     """The composed config as an instance of `schema`; raises `UserError` naming a missing or impossible key.
 
-    A value that begins with ~/ is a path at home: no shell has expanded it after a "key=". overrides: those of the
-    command line, whose keys the config has as `given`.
+    A leading ~/ of a value is expanded, as shells do not expand it after "key=". overrides: those of the command line;
+    their keys become the config's `given`.
     """
     try:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -221,7 +221,7 @@ def _at_home(value: object) -> object:
 
 
 def explain(error: Exception, schema: type) -> str:
-    """One readable message for a Hydra or OmegaConf error: the key, and what is allowed there."""
+    """One readable message for a Hydra or OmegaConf error: the key, and the options or values allowed there."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_such_choice(error.missing_cfg_file)
     cause = error
@@ -243,7 +243,7 @@ def explain(error: Exception, schema: type) -> str:
 
 
 def _no_such_choice(missing: str) -> str:
-    """missing: "GROUP/CHOICE"."""
+    """The error message for an unknown choice. missing: "GROUP/CHOICE"."""
     group, _, name = missing.partition("/")
     if group == "method":
         return no_such_method(name)

@@ -1,7 +1,7 @@
-"""Ways of decoding by name: a file of conf/method/, or one composed as SOURCE/SHAPE, SOURCE/STOP or SOURCE/SHAPE/STOP.
+"""Decoding methods by name: a file of conf/method/, or composed as SOURCE/SHAPE, SOURCE/STOP or SOURCE/SHAPE/STOP.
 
-SOURCE is a kind of drafter, SHAPE a file of conf/shape/, STOP one of conf/stop/. "eagle3/opt_tree" is then known as
-eagle3_opt_tree: in `methods.eagle3_opt_tree.structure.nodes=30`, and in reports.
+SOURCE is a kind of drafter, SHAPE a file of conf/shape/, STOP one of conf/stop/. The key of "eagle3/opt_tree" is
+eagle3_opt_tree, as in `methods.eagle3_opt_tree.structure.nodes=30` and in reports.
 """
 
 import re
@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from outrider.errors import UserError
 from outrider.words import did_you_mean
 
-PARTS = ("shape", "stop")  # the groups that a composed name chooses from, in its order
+PARTS = ("shape", "stop")  # the groups that a composed name chooses from, in the order of the name
 _CONF = Path(__file__).resolve().parent
 _COMPOSED = re.compile(r"\w+(?:/\w+)+")
 _SMALLER_TREE = "methods.early_exit_opt_tree{}.structure.nodes=25"
-RENAMED = {  # presets of earlier versions: what to give now
+RENAMED = {  # presets of earlier versions, and the options that replace them
     "aded_best_first": "method=aded methods.aded.ngrams.search=best_first methods.aded.ngrams.depth=10",
     "eagle3_auto": "method=eagle3/auto",
     "eagle3_cali": "method=eagle3/calibrated",
@@ -60,19 +60,19 @@ RENAMED = {  # presets of earlier versions: what to give now
 
 
 def choices_of(group: str) -> list[str]:
-    """The files of conf/<group>/, by name."""
+    """The names of the files of conf/<group>/."""
     return sorted(file.stem for file in (_CONF / group).glob("*.yaml"))
 
 
 def known_as(name: str) -> str:
-    """What a method of that name is called where it stands beside others."""
+    """The key of the method `name` in `methods` and in reports."""
     return name.replace("/", "_")
 
 
 def settings_of(name: str) -> dict[str, object]:
-    """The settings of the method `name`, plain; those that are at their defaults are left out.
+    """The settings of the method `name`, as plain containers without the defaults.
 
-    Raises `UserError` for a name that is neither that of a preset nor composed of what there is.
+    Raises `UserError` for a name that is neither a preset nor composed of existing parts.
     """
     source, *parts = name.split("/")
     found = {group: part for group in PARTS for part in parts if part in choices_of(group)}
@@ -86,7 +86,7 @@ def settings_of(name: str) -> dict[str, object]:
 
 
 def no_such_method(name: str) -> str:
-    """The error of a name that is no method's: the new spelling of an old one, or what there is."""
+    """The error message for an unknown method: the new spelling of an old name, or the existing names."""
     if name in RENAMED:
         return f"method={name}: it is given as {RENAMED[name]} now"
     presets, shapes, stops = (choices_of(group) for group in ("method", *PARTS))
@@ -101,9 +101,9 @@ def no_such_method(name: str) -> str:
 
 
 def store_composed(words: Sequence[str]) -> None:
-    """Make choices of Hydra's group `method` of the methods that `words`, the overrides of a command, compose.
+    """Add the composed methods in `words`, the overrides of a command, to the choices of Hydra's group `method`.
 
-    Raises `UserError` as `settings_of`.
+    Raises `UserError` like `settings_of`.
     """
     for word in words:
         key, _, value = word.partition("=")

@@ -1,6 +1,6 @@
-"""The options of a command as text: what each means, what it may be, its default. All of it from the settings' fields.
+"""The options of a command as text: their meanings, types and defaults, all taken from the settings' fields.
 
-A field is explained once, where it is declared: in the comment on its line (the lines above it may begin it), or in
+A field is explained once, where it is declared: in the comment on its line (which may begin on the lines above), or in
 the docstring of its class as `name: text`.
 """
 
@@ -31,7 +31,7 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class Option:
-    """An option: its key, what it may be, its default as composed, and what it means."""
+    """An option: its key, its type in words, its default as composed, and its meaning."""
 
     key: str
     kind: str
@@ -40,7 +40,7 @@ class Option:
 
 
 def help_text(name: str, schema: type, overrides: list[str]) -> str:
-    """What `--help` prints of the command whose config is conf/<name>.yaml, with `overrides` taken into account."""
+    """The output of `--help` for the command whose config is conf/<name>.yaml, with `overrides` applied."""
     composed = compose_defaults(name, overrides)
     lines = [f"Options are key=value; a group is chosen with group=choice. {first_sentence(schema)}", ""]
     for group, choices in groups_of(name).items():
@@ -56,7 +56,7 @@ def help_text(name: str, schema: type, overrides: list[str]) -> str:
 
 
 def markdown(commands: Mapping[str, Command]) -> str:
-    """docs/options.md: the options of all commands, by the name of their YAML."""
+    """The content of docs/options.md: the options of all commands, by the name of their YAML."""
     parts = [
         "# Options",
         "Every command takes `key=value`. This page is made from the settings by `python docs/make_options.py`; "
@@ -77,7 +77,7 @@ def markdown(commands: Mapping[str, Command]) -> str:
 
 
 def compose_defaults(name: str, overrides: list[str]) -> DictConfig:
-    """conf/<name>.yaml over its schema, which is registered, with `overrides`."""
+    """conf/<name>.yaml composed over its registered schema, with `overrides`."""
     store_composed(overrides)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base=None):
@@ -100,7 +100,7 @@ def groups_of(name: str) -> dict[str, list[str]]:
 
 
 def options_of(schema: type, composed: DictConfig | None, prefix: str = "") -> Iterator[Option]:
-    """Every option of `schema`, the nested ones by their dotted keys; composed: where their defaults are."""
+    """Every option of `schema`, nested ones by dotted key; composed: the config that holds their defaults."""
     meanings, hints = meanings_of(schema), typing.get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
         key, kind = prefix + field.name, hints[field.name]
@@ -145,7 +145,7 @@ def _either(values: Sequence[object]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as it is given on a command line."""
+    """A value as written on a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -156,12 +156,12 @@ def shown(value: object) -> str:
 
 
 def first_sentence(schema: type) -> str:
-    """What the settings are for: their docstring's first sentence."""
+    """The purpose of the settings: the first sentence of their docstring."""
     return re.split(r"(?<=[.!])\s", inspect.getdoc(schema) or "", maxsplit=1)[0]
 
 
 def meanings_of(schema: type) -> dict[str, str]:
-    """What each field means, by name; of inherited ones too."""
+    """The meaning of each field by name, inherited fields included."""
     found: dict[str, str] = {}
     for cls in reversed(schema.__mro__):
         if dataclasses.is_dataclass(cls):

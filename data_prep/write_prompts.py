@@ -1,4 +1,4 @@
-"""Chat prompts from what Python and its packages document, for training and for evaluation.
+"""Write chat prompts about the documentation of Python and its packages, for training and for evaluation.
 
 python data_prep/write_prompts.py out_dir=runs/prompts
 """

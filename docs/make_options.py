@@ -16,7 +16,7 @@ PAGE = Path(__file__).parent / "options.md"
 
 
 def page() -> str:
-    """What the page should be."""
+    """The expected content of the page."""
     for name, command in COMMANDS.items():
         register(name, command.load_settings())
     return markdown(COMMANDS)

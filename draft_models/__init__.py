@@ -1,1 +1,1 @@
-"""The trainable parts of a drafter and their checkpoint format. Nothing here decodes."""
+"""The trainable parts of drafters and their checkpoint formats. Nothing here decodes."""

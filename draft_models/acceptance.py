@@ -9,12 +9,12 @@ HALF_PRECISION_ZERO = 2.0**-25  # float16 rounds smaller numbers to 0, which has
 AT_ONCE = 1024  # positions whose logits exist at a time
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [n, d] → logits [n, V]
-# The acceptance [n] of a drafter's logits [n, V] at the given rows of fixed positions, by the target's p there.
+# (a drafter's logits [n, V], which rows of a fixed set of positions) → the acceptance [n] under the target's p there.
 Law = Callable[[Tensor, slice], Tensor]
 
 
 def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """α = Σ min(p, q) [...] of log-probabilities [..., V]: how likely a token drawn from q is accepted.
+    """α = Σ min(p, q) [...] of log-probabilities [..., V]: the probability that a token drawn from q is accepted.
 
     It is 1 − the total variation between p and q (Leviathan et al. 2023, theorem 3.5).
     """
@@ -22,7 +22,7 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def whole_law(logits: Logits, hidden: Tensor) -> Law:
-    """By the target's full p. hidden [n, d]: its hidden states at all the positions, on any device.
+    """Acceptance under the target's full p. hidden [n, d]: its hidden states at all positions, on any device.
 
     If the vocabularies differ (padded embeddings) p and q are taken over the shared ids.
     """
@@ -36,7 +36,7 @@ def whole_law(logits: Logits, hidden: Tensor) -> Law:
 
 
 def top_k_law(top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> Law:
-    """By the target's top-k: ids and log-probabilities [n, k], and the probability `tail` [n] of all other tokens.
+    """Acceptance under the target's top-k: ids, log-probabilities [n, k], and the probability `tail` [n] of the rest.
 
     The acceptance is a lower bound: the overlap of p and q in the tail is unknown and counts as 0.
     """
@@ -58,7 +58,7 @@ def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
 
 
 def judge(logits: Logits, hidden: Tensor, law: Law | None) -> tuple[Tensor, Tensor | None]:
-    """A drafter's argmax [n] at its hidden states [n, d], and with `law` its acceptance [n], float32 or better."""
+    """A drafter's argmax [n] at its hidden states [n, d], and with `law` its acceptance [n], in float32 or better."""
     choices, accepted = [], []
     for start in range(0, max(1, len(hidden)), AT_ONCE):
         rows = slice(start, start + AT_ONCE)
@@ -78,7 +78,7 @@ def analytic_tau(accepted: Tensor, documents: Tensor, length: int) -> Tensor:
     """1 + Σ_k Π_{i≤k} α_i over every window of `length` positions, [windows]: the expected tokens of a round.
 
     With a constant α this is Leviathan et al. 2023, equation 1. accepted [B, T]: α, NaN where unknown. documents [B, T]
-    numbers the documents packed in a row. A window lies in one document, and all its α are known.
+    numbers the documents packed in a row. Only windows inside one document with all α known are used.
     """
     if accepted.shape[1] < length:
         return accepted.new_empty(0)

@@ -1,4 +1,4 @@
-"""README.md of a drafter: what it is, how to use it here and in serving engines, and what was measured."""
+"""A drafter's model card (README.md): description, use here and in serving engines, measurements."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 from outrider.files import write_atomically
 
 CARD_FILE = "README.md"
-TITLE = "# A draft model for "  # and the target
+TITLE = "# A draft model for "  # followed by the target
 REPORT_HEADING = "## Measured"
 
 
 def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -> None:
-    """Write the model card of the drafter in directory `path`; a report that an earlier one had is dropped with it.
+    """Write the model card of the drafter in directory `path`, replacing an earlier card and its report.
 
-    use: how a drafter of its kind is used, with {path} and {target} to fill in; target: name or directory of what it
-    drafts for; facts: one line each.
+    use: instructions for a drafter of its kind, with {path} and {target} to fill in; target: the target's name or
+    directory; facts: one line each.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     base = "" if Path(target).is_dir() else f"base_model: {target}\n"  # a path means nothing on the Hub
@@ -29,7 +29,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
 
 
 def add_report(path: Path, report: str) -> None:
-    """Put a measured report (Markdown) into the card of the drafter in `path`, in the place of an earlier one."""
+    """Insert a measured report (Markdown) into the card of the drafter in `path`, replacing an earlier one."""
     card = path / CARD_FILE
     old = card.read_text(errors="replace") if card.exists() else f"# {path.name}"
     before = old.partition(REPORT_HEADING)[0].rstrip()

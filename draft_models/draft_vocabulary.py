@@ -1,7 +1,7 @@
-"""A drafter that predicts over some tokens of the target's vocabulary only: those that its text consists of.
+"""Draft vocabularies: drafters that predict only the target's most frequent tokens.
 
-The head of a small target is a fifth of its weights or more, and a drafter reads it in every step. Most of a large
-vocabulary is hardly ever said. Verification stays exact: the drafter's probability of every other token is 0.
+The head of a small target is a fifth of its weights or more, and a drafter reads it in every step. Most tokens of a
+large vocabulary are rare. Verification stays exact: the drafter's probability of every other token is 0.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from draft_models.targets.tensor_files import find_file
 from outrider.errors import UserError
 from outrider.files import write_atomically
 
-TOKENS_FILE = "draft_tokens.safetensors"  # of a small LM over some tokens: the target's id of each of its own
+TOKENS_FILE = "draft_tokens.safetensors"  # for a small LM with a draft vocabulary: the target's id of each of its ids
 
 
 def count_tokens(rows: Iterable[Mapping[str, Tensor]], vocabulary: int) -> Tensor:
-    """How often each token [vocabulary] is a supervised label in `rows`."""
+    """Counts [vocabulary] of each token as a supervised label in `rows`."""
     counts = torch.zeros(vocabulary, dtype=torch.long)
     for row in rows:
         labels = row["labels"]
@@ -34,26 +34,26 @@ def count_tokens(rows: Iterable[Mapping[str, Tensor]], vocabulary: int) -> Tenso
 
 
 def choose_tokens(counts: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
-    """The `size` most frequent tokens, ascending; of equally frequent ones the lower ids. always: ids that are in."""
+    """The `size` most frequent tokens, ascending; ties go to lower ids. always: ids that are included."""
     wanted = counts.clone()
     wanted[list(always)] = torch.iinfo(wanted.dtype).max
     return wanted.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def coverage(counts: Tensor, tokens: Tensor) -> float:
-    """The share of what was counted that consists of `tokens`; 1 of nothing."""
+    """The share of the counted tokens that is in `tokens`; 1 if nothing was counted."""
     return float(counts[tokens].sum() / counts.sum()) if counts.sum() else 1.0
 
 
 def places(labels: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """For each label its place among `tokens`; IGNORE where it is none of them."""
+    """Each label's index in `tokens`; IGNORE for labels outside."""
     place = torch.full((vocabulary,), IGNORE, dtype=labels.dtype, device=labels.device)
     place[tokens] = torch.arange(len(tokens), dtype=labels.dtype, device=labels.device)
     return torch.where(labels == IGNORE, IGNORE, place[labels.clamp(min=0)])
 
 
 def narrow_config(config: PreTrainedConfig, own: OwnTokens) -> None:
-    """Make `config`, of a model of all tokens, that of one of its `own`: k + 1 ids, and none of them special."""
+    """Reduce the `config` of a model to the draft vocabulary `own`: k + 1 ids without special tokens."""
     mark = {"tokens": len(own.tokens), "sha256": hashlib.sha256(_blob(own)).hexdigest()}
     config.update({"vocab_size": len(own.tokens) + 1, MARK: mark})
     config.update(dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")))
@@ -61,9 +61,9 @@ def narrow_config(config: PreTrainedConfig, own: OwnTokens) -> None:
 
 @torch.no_grad()
 def narrow(model: PreTrainedModel, own: OwnTokens) -> None:
-    """Make `model`, of all tokens, one of its `own`: of embedding and head it keeps these rows, as they are.
+    """Reduce `model` to the draft vocabulary `own`: embedding and head keep these rows unchanged.
 
-    The row for any other token is the mean of the others'.
+    The row for all other tokens is the mean of theirs.
     """
     tokens = own.tokens
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -95,7 +95,7 @@ def save_tokens(folder: Path, own: OwnTokens) -> None:
 def read_own_tokens(
     source: str, revision: str | None, config: PreTrainedConfig, *, role: str = "small_lm"
 ) -> OwnTokens | None:
-    """The tokens of the model in `source`, None where it is of all. Raises `UserError` where they are not to be had.
+    """The draft vocabulary of the model in `source`; None without one. Raises `UserError` if it cannot be read.
 
     role: the option that names the model.
     """
@@ -107,7 +107,7 @@ def read_own_tokens(
     content, mark = Path(file).read_bytes(), getattr(config, MARK)
     if not isinstance(mark, dict) or hashlib.sha256(content).hexdigest() != mark.get("sha256"):
         raise UserError(f"{file}: not the tokens that {CONFIG_FILE} was written with; {remedy}")
-    with safe_open(file, framework="pt") as stored:  # sound, as it is what was written
+    with safe_open(file, framework="pt") as stored:  # valid, since its sha256 was checked
         return OwnTokens(stored.get_tensor("tokens"), int(stored.metadata()["of"]))
 
 

@@ -24,8 +24,8 @@ KEPT, FLOAT32_BYTES = 2**25, 4  # bytes of the largest block that the C heap reu
 def rows_at_once(weight: Tensor) -> int:
     """Rows per chunk of logits, for a head's weight [V, d].
 
-    Few on a CPU: the C library maps a block larger than `KEPT` anew each time, and no cache holds it. Twice as many
-    where V is so large that even few rows exceed it, since the weight's gradient is accumulated once per chunk
+    Few on a CPU: the C library maps a block larger than `KEPT` again each time, and it does not fit into caches. Twice
+    as many if V is so large that even few rows exceed it, since the weight's gradient is accumulated once per chunk
     (`benchmarks/bench_losses.py`).
     """
     if weight.device.type != "cpu":
@@ -33,7 +33,7 @@ def rows_at_once(weight: Tensor) -> int:
     return 256 if 256 * weight.shape[0] * FLOAT32_BYTES <= KEPT else 512
 
 
-# (logits of some rows, which rows, whether a gradient is wanted) → (each row's loss, their gradients by the logits)
+# (logits of some rows, which rows, whether a gradient is wanted) → (each row's loss, its gradient w.r.t. the logits)
 _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -79,7 +79,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden [..., d] and a matrix [V, d] whose product are the logits of `head`; a bias is one more column."""
+    """hidden [..., d] and a matrix [V, d] whose product is the logits of `head`; a bias is an additional column."""
     bias: Tensor | None = head.bias
     if bias is None:
         return hidden, head.weight
@@ -92,10 +92,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The sum of −log softmax(hidden · weightᵀ)[label] over supervised positions, in float32 or better.
 
-    hidden [..., d]; weight [V, d]; labels [...] with `IGNORE` where a position is not supervised. Only supervised
-    positions reach the head, `chunk` of them at a time (None: `rows_at_once`). So memory is chunk × V rather than
-    tokens × V. Matrix products run in hidden's dtype, or in autocast's. The weight's gradient is accumulated in
-    float32.
+    hidden [..., d]; weight [V, d]; labels [...], `IGNORE` at unsupervised positions. Only supervised positions reach
+    the head, `chunk` of them at a time (None: `rows_at_once`). So memory is chunk × V rather than tokens × V. Matrix
+    products run in hidden's dtype, or in autocast's. The weight's gradient is accumulated in float32.
     rule: the model's transformation of its head's logits. Without one the loss equals
     `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
@@ -142,24 +141,24 @@ def linear_divergence(
     target_rule: LogitRule = PLAIN,
     tokens: Tensor | None = None,
 ) -> Tensor:
-    """The sum of D(p, q) over supervised positions; `kind`, one of `DIVERGENCES`, says which D.
+    """The sum of D(p, q) over supervised positions; `kind`, one of `DIVERGENCES`, selects D.
 
     p = softmax(target_hidden · target_weightᵀ) is the target's distribution, q = softmax(hidden · weightᵀ) the
     drafter's. rule, target_rule: each model's transformation of its head's logits.
 
     forward_kl: Σ p log(p/q). reverse_kl: Σ q log(q/p). jensen_shannon: (KL(p‖m) + KL(q‖m)) / 2 with m = (p + q)/2.
     total_variation: ½ Σ |p − q| = 1 − Σ min(p, q), the probability that a token drawn from q is rejected.
-    Two aim at the acceptance α = Σ min(p, q) (LK losses, arXiv:2602.23881). acceptance: −log α. kl_tv: λ · forward_kl +
-    (1 − λ) · total_variation with λ = exp(−3α) of each position; no gradient passes through λ.
+    Two optimise the acceptance α = Σ min(p, q) (LK losses, arXiv:2602.23881). acceptance: −log α. kl_tv: λ · forward_kl
+    + (1 − λ) · total_variation with λ = exp(−3α) per position; no gradient passes through λ.
 
-    tokens [V]: the drafter's vocabulary, if it is a part of the target's; q is 0 at all other tokens. `OVERLAPS` use p
-    unchanged: other tokens add nothing to Σ min(p, q), so positions where the target emits one count as lost. The KLs
-    would be infinite there; they use p conditioned on `tokens`, the best that such a q can reach, and need only these
-    rows of target_weight.
+    tokens [V]: the draft vocabulary; None: the target's. q is 0 at all other tokens. `OVERLAPS` use p unchanged: other
+    tokens add nothing to Σ min(p, q), so positions where the target emits one count as lost. The KLs would be infinite
+    there; they use p conditioned on `tokens`, the best that such a q can reach, and need only these rows of
+    target_weight.
 
-    hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only mark which
-    positions count: those that are not `IGNORE`. If V ≠ V' (padded embeddings) both distributions are taken over the
-    shared ids. No gradient reaches the target's side. Neither side's [tokens, V] logits exist at once: chunks and
+    hidden [..., d]; weight [V, d]; target_hidden [..., d']; target_weight [V', d']. labels [...] only select positions:
+    those that are not `IGNORE`. If V ≠ V' (padded embeddings) both distributions are taken over the shared ids. No
+    gradient reaches the target's side. The [tokens, V] logits of neither side are ever held as a whole: chunks and
     dtypes are those of `linear_cross_entropy`.
     """
     keep = labels != IGNORE
@@ -223,9 +222,9 @@ def linear_topk_divergence(
     """`linear_divergence` if only the target's k most likely tokens are known: D over k + 1 buckets.
 
     top_ids, top_logprobs [..., k]. tail [...]: the probability of all other tokens, which form one bucket of p and of
-    q. The result equals the full divergence if p and q have equal ratios within the tail; otherwise it is smaller (for
-    kl_tv each term is smaller, but λ differs). p is normalised again (see `top_k_logs`). hidden, weight, labels and
-    `kind` as in `linear_divergence`.
+    q. The result equals the full divergence if p / q is constant within the tail; otherwise it is smaller (for kl_tv
+    each term is smaller, but λ differs). p is normalised again (see `top_k_logs`). hidden, weight, labels and `kind` as
+    in `linear_divergence`.
 
     With a draft vocabulary, top_ids are indices into it, and `IGNORE` for tokens outside it (see
     `draft_models.draft_vocabulary.places`). Those are treated as in `linear_divergence`: they add nothing to overlaps,
@@ -237,7 +236,7 @@ def linear_topk_divergence(
     known = _Known.of(top_ids[keep], weight.shape[0])
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
-        lowest = torch.finfo(logits.dtype).min / 4  # finite, as 0 · −∞ is NaN
+        lowest = torch.finfo(logits.dtype).min / 4  # finite, since 0 · −∞ is NaN
         its = known.part(rows)
         lacking = its.impossible
         log_p = top_k_logs(logprobs[rows].to(logits.dtype), rest[rows].to(logits.dtype))
@@ -269,7 +268,7 @@ class _Known:
 
     @classmethod
     def of(cls, ids: Tensor, tokens: int) -> "_Known":
-        """From ids [n, k] in a vocabulary of `tokens` tokens, `IGNORE` for those outside it."""
+        """Create it from ids [n, k] in a vocabulary of `tokens` tokens, `IGNORE` for those outside it."""
         outside = ids == IGNORE
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         stand_in = torch.where(outside, (~outside).byte().argmax(-1, keepdim=True), columns)
@@ -304,7 +303,7 @@ class _Known:
 
 
 def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """The divergence [n] of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q with the q unconstrained.
+    """The divergence [n] of rows of log-probabilities [n, buckets], and its slope ∂D/∂log q for unconstrained q.
 
     For `OVERLAPS`, p may sum to less than 1: the rest is outside q's support. The gradient w.r.t. the logits z of q is
     slope − q · Σ slope, since ∂log q_i/∂z_j = [i = j] − q_j.
@@ -338,7 +337,7 @@ def _divergence(kind: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
 
 
 def _ruled(objective: _Objective, rule: LogitRule) -> _Objective:
-    """`objective` of the logits transformed by `rule`."""
+    """`objective` as a function of the raw logits, which `rule` transforms."""
     if rule == PLAIN:
         return objective
 
@@ -360,7 +359,7 @@ def _apply(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
-    if not torch.is_grad_enabled():  # a Function learns what requires grad, not whether grad is enabled
+    if not torch.is_grad_enabled():  # a Function sees which inputs require grad, not whether grad is enabled
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
         chunk = chunk or rows_at_once(weight)

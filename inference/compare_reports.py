@@ -1,4 +1,4 @@
-"""compare-reports: two finished evaluations side by side, with intervals over the prompts that both have measured.
+"""compare-reports: compares two finished evaluations, with intervals over the prompts that both measured.
 
 python inference/compare_reports.py compare=[runs/a,runs/b]
 """
@@ -9,7 +9,7 @@ from inference.settings.compare import CompareConfig
 
 @entry("compare_reports", CompareConfig)
 def main(config: CompareConfig) -> None:
-    # Imported once the config is known to be good: torch takes seconds.
+    # Imported after the config is checked, as torch takes seconds to import.
     from inference.report.side_by_side import compare_reports
 
     compare_reports(config)

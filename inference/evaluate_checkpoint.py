@@ -12,7 +12,7 @@ from inference.settings.kinds import presets_of
 
 
 def with_methods(options: Sequence[str]) -> list[str]:
-    """`options`; where they choose no method, also that of every drafter that they give, and prompt lookup for none.
+    """`options` and, if they choose no method, that of every given drafter, or prompt lookup without a drafter.
 
     Raises `UserError` for a drafter's directory that cannot be read.
     """
@@ -32,7 +32,7 @@ def with_methods(options: Sequence[str]) -> list[str]:
 
 @entry("evaluate_checkpoint", EvaluateConfig, complete=with_methods)
 def main(config: EvaluateConfig) -> None:
-    # Imported once the config is known to be good: torch and transformers take seconds.
+    # Imported after the config is checked, as torch and transformers take seconds to import.
     from inference.evaluate.command import evaluate
 
     evaluate(config)

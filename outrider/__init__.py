@@ -1,7 +1,7 @@
-"""Outrider from Python (`load`), and the plumbing that every folder stands on.
+"""The Python API of Outrider (`load`), and the utilities that all folders use.
 
-The plumbing: errors, settings, files, run directories, processes, random streams. Importing this package is quick: what
-`load` needs, torch among it, is imported when it is asked for.
+The utilities: errors, settings, files, run directories, processes, random streams. Importing this package is quick:
+`load` and its dependencies, such as torch, are imported on first use.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The commands: the one list of them, and `outrider COMMAND key=value …`, which runs any."""
+"""The list of all commands, and `outrider COMMAND key=value …`, which runs them."""
 
 import sys
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ USER_ERROR_STATUS = 2
 class Command:
     """A command.
 
-    name: of its config conf/NAME.yaml, and with - for _ what a user types. module: has its `main`. settings:
-    "module:class" of its options. does: what it is for, for the list of commands.
+    name: its config is conf/NAME.yaml, and users type the name with - for _. module: the module of its `main`.
+    settings: "module:class" of its options. does: its description in the list of commands.
     """
 
     name: str
@@ -25,12 +25,12 @@ class Command:
 
     @property
     def typed(self) -> str:
-        """Its name after `outrider`."""
+        """Its name as typed after `outrider`."""
         return self.name.replace("_", "-")
 
     @property
     def script(self) -> str:
-        """Its file, from the root of a clone."""
+        """The path of its file, relative to the root of a clone."""
         return f"{self.module.replace('.', '/')}.py"
 
     def load_settings(self) -> type:
@@ -106,7 +106,7 @@ COMMANDS = {
 
 
 def find(typed: str) -> Command:
-    """The command called `typed`, with - or _. Raises `UserError`, which says what was likely meant."""
+    """The command called `typed`, with - or _. Raises `UserError`, which suggests similar names."""
     name = typed.replace("-", "_")
     if name not in COMMANDS:
         names = [command.typed for command in COMMANDS.values()]
@@ -115,7 +115,7 @@ def find(typed: str) -> Command:
 
 
 def overview() -> str:
-    """The list of commands, for people."""
+    """The list of commands as text."""
     width = max(len(command.typed) for command in COMMANDS.values())
     lines = [f"  {command.typed:{width}}  {command.does}" for command in COMMANDS.values()]
     return "\n".join(
@@ -124,7 +124,7 @@ def overview() -> str:
 
 
 def main() -> None:
-    """Run the command that sys.argv names. Without one, or with --help, print what there is."""
+    """Run the command named in sys.argv. Without one, or with --help, print the list of commands."""
     typed, *rest = sys.argv[1:] or ["--help"]
     if typed in ("--help", "-h"):
         print(overview())
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def evaluate_checkpoint() -> None:
-    """Run the command that has a name of its own beside `outrider`."""
+    """Run evaluate-checkpoint, the command that also has its own console script."""
     import_module(COMMANDS["evaluate_checkpoint"].module).main()
 
 

@@ -1,4 +1,4 @@
-"""The one error type that reaches a user without a traceback, and warnings beside it."""
+"""The error that users see without a traceback, and warnings."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ class UserError(Exception):
 
 
 def warn(message: str) -> None:
-    """Say on one line of stderr what a user should know but need not act on; of a launcher's processes once."""
+    """Print a warning as one line on stderr, only in the first of a launcher's processes."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
@@ -30,6 +30,6 @@ def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What an error of somebody else's code says, on one line; its type where it says nothing."""
+    """The message of a third-party error on one line, or its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

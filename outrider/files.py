@@ -1,4 +1,4 @@
-"""Files: written so that a crash or a full disk never leaves half of one; JSON read so that damage has a name."""
+"""Atomic writing of files, and reading of JSON with errors that name the file and the damage."""
 
 import hashlib
 import json
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from outrider.errors import UserError
 
-_LARGEST = 2**28  # bytes of a JSON file that describes something; data is read line by line
-_DEEPEST = 64  # containers within each other: deeper ones would overflow the stack of whoever walks them
+_LARGEST = 2**28  # maximum bytes of a JSON file that is read as a whole; data is read line by line
+_DEEPEST = 64  # maximum nesting of containers: deeper ones would overflow the stack of recursive functions
 _SEAL = "sha256"
 
 
 def write_atomically(path: Path, content: bytes, remedy: str = "free space or choose another place") -> None:
-    """Write a file so that at any moment `path` is the old content or all of the new. Raises `UserError`."""
+    """Write a file atomically: `path` always has the old or the complete new content. Raises `UserError`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as handle:
@@ -34,7 +34,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path | str, what: str, remedy: str) -> object:
-    """What a JSON file holds. Raises `UserError` naming the file, `what` it should be, and the `remedy`."""
+    """The content of a JSON file. Raises `UserError` naming the file, `what` it should be, and the `remedy`."""
     try:
         with open(path, "rb") as handle:
             content = handle.read(_LARGEST + 1)
@@ -60,9 +60,9 @@ def read_mapping(path: Path | str, what: str, remedy: str) -> dict[str, object]:
 
 
 def parse_json(content: bytes | str) -> object:
-    """The value of a JSON text. Raises `UserError` for what is not JSON, also where it is nested too deep.
+    """The value of a JSON text. Raises `UserError` for invalid JSON, and for containers nested too deeply.
 
-    NaN and Infinity are let through, as Python writes them; `outrider.settings.construct` refuses them for numbers.
+    NaN and Infinity are accepted, as Python writes them; `outrider.settings.construct` refuses them for numbers.
     """
     try:
         value = json.loads(content)
@@ -85,13 +85,13 @@ def _require_shallow(value: object) -> None:
 
 
 def sealed(value: Mapping[str, object]) -> dict[str, object]:
-    """`value` with a digest of itself, by which `unsealed` tells damage. Sets in it become sorted lists."""
+    """`value` with its digest, by which `unsealed` detects damage. Sets in it become sorted lists."""
     plain = json.loads(json.dumps(dict(value), default=sorted))
     return {**plain, _SEAL: _digest(plain)}
 
 
 def unsealed(value: object) -> dict[str, object]:
-    """What was `sealed`. Raises `UserError` where anything in it is no longer as it was."""
+    """The value that was `sealed`, without its digest. Raises `UserError` if the digest does not match."""
     if not isinstance(value, dict) or _SEAL not in value:
         raise UserError(f"no mapping with a {_SEAL}")
     plain = {key: inner for key, inner in value.items() if key != _SEAL}
@@ -105,7 +105,7 @@ def _digest(plain: Mapping[str, object]) -> str:
 
 
 def is_text(value: str) -> bool:
-    """Whether UTF-8 can hold a string: JSON escapes and odd file names may bring lone surrogates, which it cannot."""
+    """Whether a string can be encoded as UTF-8: JSON escapes and file names may contain lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -114,15 +114,15 @@ def is_text(value: str) -> bool:
 
 
 def is_local(source: str) -> bool:
-    """Whether `source` is meant as a place on this machine; else it is a name on the Hub, OWNER/NAME."""
+    """Whether `source` is a local path; otherwise it is a Hub name, OWNER/NAME."""
     path = Path(source)
     return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
 
 
 def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
-    """Make `directory` and prove that a file can be written there, before any work.
+    """Make `directory` and check that a file can be written there, before any work.
 
-    Raises `UserError`, naming the `option` that said where.
+    Raises `UserError`, naming the `option` that gave the directory.
     """
     path = Path(directory)
     probe = path / f".probe.{os.getpid()}"

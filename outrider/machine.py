@@ -1,4 +1,4 @@
-"""What machine this is, for a report's reader."""
+"""A description of this machine for reports."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ import torch
 
 
 def describe_machine(device: str | None = None) -> dict[str, str | int | None]:
-    """What the numbers were measured on; None: the GPU where there is one."""
+    """The hardware and system of a measurement on `device`; None: the GPU if there is one."""
     measured = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return {
         "device": torch.cuda.get_device_name(measured) if measured.type == "cuda" else _cpu_name(),

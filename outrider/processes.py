@@ -1,4 +1,4 @@
-"""The processes of a launcher (`accelerate launch`, torchrun, srun): joined once, left in order."""
+"""The processes of a launcher (`accelerate launch`, torchrun, srun): joined once, shut down in order."""
 
 import atexit
 import functools
@@ -23,9 +23,9 @@ PATIENCE = timedelta(hours=6)
 
 @functools.cache
 def join_processes() -> PartialState:
-    """This process among those it was launched with (alone without a launcher). Any number of calls is one.
+    """The state of this process in its launcher's group (a group of one without a launcher). Idempotent.
 
-    A collective waits up to `PATIENCE`: what only the main process does (a download, an evaluation) may take long.
+    A collective waits up to `PATIENCE`, as work of the main process alone (a download, an evaluation) may take long.
     """
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
     atexit.register(_leave)
@@ -33,9 +33,9 @@ def join_processes() -> PartialState:
 
 
 def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
-    """What `make()` gives on the main process, the only one to call it, on every process (so it must be picklable).
+    """The result of `make()`, which only the main process calls, on every process; it must be picklable.
 
-    Where it fails there, all of them fail: the others with a `UserError` that says the same.
+    If it fails there, all processes fail: the others with a `UserError` of the same message.
     """
     if state.num_processes == 1:
         return make()
@@ -56,7 +56,7 @@ def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
 
 @contextmanager
 def only_run_of(state: PartialState, folder: Path, what: str) -> Iterator[None]:
-    """`only_run` for all processes of a launcher: the main one holds the directory, and all get what it is refused."""
+    """`only_run` for all processes of a launcher: the main one holds the directory, and its errors reach all."""
     with ExitStack() as held:
         from_main(state, lambda: held.enter_context(only_run(folder, what)))
         yield
@@ -71,9 +71,9 @@ def say(line: str) -> None:
 def _leave() -> None:
     """Let the communication threads finish before the interpreter shuts down.
 
-    gloo's threads drop the tensors of a collective after it has returned, and need the interpreter for it. One that
-    asks too late aborts a process that had succeeded. Nothing joins them: DistributedDataParallel keeps its process
-    group alive, destroyed or not.
+    gloo's threads release the tensors of a collective after it has returned, and need the interpreter for that. A
+    thread that does so too late aborts a process that had succeeded. Nothing joins the threads:
+    DistributedDataParallel keeps its process group alive even if it is destroyed.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return

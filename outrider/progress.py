@@ -1,7 +1,7 @@
-"""What a command is doing and how far it is: a bar on a terminal, elsewhere a line whenever nothing was said for long.
+"""Progress of a command: a bar on a terminal, elsewhere a line after `INTERVAL` seconds without output.
 
-A thread of its own says it, as loading and compiling are single calls that nobody could print from. It writes to
-stderr, and only in the main process.
+A separate thread prints it, since loading and compiling are single calls that cannot print. It goes to stderr, in the
+main process only.
 """
 
 import os
@@ -19,12 +19,12 @@ from tqdm import tqdm
 from outrider.words import in_words
 
 Item = TypeVar("Item")
-INTERVAL = 10.0  # seconds without a word after which there is a line; a call that holds the interpreter delays it
-REDRAW = 1.0  # seconds between two drawings of the bar, where there is one
+INTERVAL = 10.0  # seconds without output before a line is printed; a call that holds the GIL delays it
+REDRAW = 1.0  # seconds between redraws of the bar
 
 
 class Stage(AbstractContextManager["Stage"]):
-    """Something that takes a while, from `with` to its end. Stages may be within others; all of them are named."""
+    """A long-running stage, used as a context manager. Stages may be nested; progress names all active ones."""
 
     def __init__(
         self,
@@ -36,27 +36,27 @@ class Stage(AbstractContextManager["Stage"]):
         most: float | None = None,
         left: Callable[[], float | None] | None = None,
     ):
-        """total: how many of `unit` there are, None where nobody knows; `first` of them were done before.
+        """total: the number of units, None if unknown; `first` of them were done before. unit: their name.
 
-        most: seconds after which it ends, however much is left to do. left: the property of this name where it does
-        not follow from what is done.
+        most: seconds after which the stage ends even if work is left. left: computes the property of this name if it
+        does not follow from the work done.
         """
         self.what, self.total, self.unit, self.done = what, total, unit, first
         self._first, self._most, self._left = first, most, left
         self.began = time.monotonic()
 
     def advance(self, count: float = 1) -> None:
-        """So many more are done."""
+        """Count `count` more units as done."""
         self.done += count
 
     @property
     def spent(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the stage began."""
         return time.monotonic() - self.began
 
     @property
     def left(self) -> float | None:
-        """Seconds that it still takes, None where nobody knows."""
+        """Remaining seconds; None if unknown."""
         if self._left is not None:
             return self._left()
         done, known = self.done - self._first, []
@@ -68,7 +68,7 @@ class Stage(AbstractContextManager["Stage"]):
 
     @property
     def share(self) -> float | None:
-        """Which part of it is done, None where nobody knows."""
+        """The finished share; None if unknown."""
         return self.done / self.total if self.total else None
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Stage(AbstractContextManager["Stage"]):
 def counted(
     items: Iterable[Item], what: str, unit: str, total: int | None = None, *, most: float | None = None
 ) -> Iterator[Item]:
-    """`items`, one after the other, as a `Stage` of `total` or, where they have a length, of so many."""
+    """Yield `items` as a `Stage` whose total is their number if they have a length, else `total`."""
     total = len(items) if isinstance(items, Sized) else total
     with Stage(what, total, unit, most=most) as stage:
         for item in items:
@@ -102,7 +102,7 @@ def counted(
 
 @contextmanager
 def command(name: str) -> Iterator[None]:
-    """The stage that a command is. What it prints meanwhile counts as a word, and goes above the bar."""
+    """The outermost stage of a command. Its output restarts the interval of silence, and is printed above the bar."""
     with Stage(name):
         before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (_Heard(stream) for stream in before)
@@ -113,7 +113,7 @@ def command(name: str) -> Iterator[None]:
 
 
 class _Heard:
-    """A stream that lets the speaker know what is written to it."""
+    """A stream that notifies the `_Speaker` of its output."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -128,19 +128,19 @@ class _Heard:
 
 
 class _Speaker:
-    """The thread that speaks while there are stages."""
+    """The thread that prints progress while there are stages."""
 
     def __init__(self) -> None:
         self._out = sys.stderr
         self._heard, self._within_line = time.monotonic(), False
         self._bar: Any = None
-        self._drawn = False  # the bar is on the line that is written to next
+        self._drawn = False  # whether the bar is on the current line
         self._over = Event()
         self._thread = Thread(target=self._go_on, name="progress", daemon=True)
         self._thread.start()
 
     def hear(self, text: str) -> None:
-        """Something is about to be written by somebody else."""
+        """Note that other code is about to write `text`, and clear the bar for it."""
         self._heard, self._within_line = time.monotonic(), not text.endswith(("\n", "\r"))
         if self._drawn:
             self._bar.clear()
@@ -160,7 +160,7 @@ class _Speaker:
             else:
                 while not self._over.wait(max(0.0, self._heard + INTERVAL - time.monotonic())):
                     self._say()
-        except (OSError, ValueError):  # nobody is there to read it any more
+        except (OSError, ValueError):  # the stream is closed
             pass
 
     def _say(self) -> None:
@@ -191,18 +191,18 @@ def speaks() -> bool:
 
 
 def _has_room(stream: TextIO) -> bool:
-    """Whether it is a terminal that a bar is seen on; what `script` or a container makes may have no lines."""
+    """Whether `stream` is a terminal that can show a bar; that of `script` or of a container may have size 0."""
     if not stream.isatty():
         return False
     try:
         return min(os.get_terminal_size(stream.fileno())) > 0
-    except OSError:  # it does not say
+    except OSError:  # the size is unknown
         return True
 
 
-_stages: list[Stage] = []  # that are going on, in the order in which they began
+_stages: list[Stage] = []  # the active ones, in the order in which they began
 _speaker: _Speaker | None = None
-_lock = Lock()  # of the two
+_lock = Lock()  # guards `_stages` and `_speaker`
 
 
 def _enter(stage: Stage) -> None:

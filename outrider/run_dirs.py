@@ -1,4 +1,4 @@
-"""An out_dir in the hands of one run after the other: one at a time, and resumed only with the same settings."""
+"""Exclusive use of an out_dir: one run at a time, resumed only with the same settings."""
 
 import json
 import os
@@ -23,11 +23,11 @@ _SHOWN, _NAMED = 200, 12  # characters of another run's command, and differences
 
 @contextmanager
 def only_run(folder: Path, what: str) -> Iterator[None]:
-    """Keep other runs out of the directory `folder`, which is there, meanwhile.
+    """Lock the existing directory `folder` against other runs while the context is active.
 
-    The lock is the operating system's: it ends with the process that holds it, however that ends, so what a killed run
-    leaves is taken over; one line says from whom. Raises `UserError` where another run is writing `what` there, naming
-    its process and host, and where the file system keeps no locks.
+    The operating system releases the lock when the process ends, even if killed. A directory of a killed run is taken
+    over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
+    host, and if the file system does not support locks.
     """
     lock, holder = system_lock(folder / LOCK_FILE), folder / HOLDER_FILE
     try:
@@ -37,7 +37,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
             f"out_dir={folder}: another run is writing {what} there: {_held_by(holder)}; wait for it, or give another "
             "out_dir"
         ) from None
-    except (OSError, NotImplementedError) as error:  # older filelocks raise the latter where there is no flock
+    except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter without flock
         raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
     try:
         if holder.exists():
@@ -51,18 +51,18 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
 
 
 def system_lock(path: Path) -> FileLock:
-    """The operating system's lock on `path`, which ends with its process.
+    """The operating system's lock on `path`, which is released when its process ends.
 
-    Newer filelocks put a file in its place where the file system has no flock. That file would outlive a killed run.
+    Newer versions of filelock fall back to a plain file if there is no flock. That file would outlive a killed run.
     """
     try:
         return FileLock(path, fallback_to_soft=False)
-    except TypeError:  # older ones do not know the option, and raise instead
+    except TypeError:  # older versions lack the option: they have no fallback, and raise on acquire
         return FileLock(path)
 
 
 def clear(folder: Path) -> None:
-    """Remove everything in a directory that `only_run` holds, but its lock."""
+    """Remove everything in a directory that `only_run` holds, except its lock."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -71,12 +71,12 @@ def clear(folder: Path) -> None:
 
 
 def rehearsal_folder(out_dir: str) -> Path:
-    """Where debug=true runs instead of in `out_dir`."""
+    """The directory that debug=true uses instead of `out_dir`."""
     return Path(f"{Path(out_dir)}-debug")
 
 
 def require_rehearsal(folder: Path, mark: str) -> None:
-    """Raise `UserError` if `folder`, about to be cleared, holds something else than a rehearsal, which has a `mark`."""
+    """Raise `UserError` if `folder`, about to be cleared, holds files but no `mark`, the file of every rehearsal."""
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()
     if found - {LOCK_FILE, HOLDER_FILE} and mark not in found:
         raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
@@ -94,7 +94,7 @@ def _this_process() -> dict[str, str | int | None]:
 
 
 def _held_by(holder: Path) -> str:
-    """Whom the holder's file names, in words."""
+    """The process that the holder's file names, in words."""
     try:
         who = json.loads(holder.read_text())
         job = f", Slurm job {who['slurm_job']}" if who["slurm_job"] else ""

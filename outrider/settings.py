@@ -1,8 +1,8 @@
-"""Settings: what a field may be is said in its type, and checked whoever makes them.
+"""Settings: dataclasses whose fields are checked against their types whenever an instance is made.
 
-A field's type gives its choices (`Literal`), its range (`Annotated[int, Ge(1)]`, of annotated_types) and the options
-that it has a meaning with (`only`). `free` says that it decides no result. Plain containers, as YAML and JSON hold
-them, become settings by `construct`.
+A field's type gives its choices (`Literal`), its range (`Annotated[int, Ge(1)]`, of annotated_types) and the values of
+other options that it applies to (`only`). `free` marks a field that does not affect results. `construct` makes settings
+from plain containers, as in YAML and JSON.
 """
 
 import dataclasses
@@ -40,23 +40,23 @@ _SIGNS: dict[type, str] = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A text that must not be empty. what: the thing that it names, for the error."""
+    """A text that must not be empty. what: its description, for errors."""
 
     what: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Place(Named):
-    """A text that says where something lies, which has to be there (see `Settings.require_places`).
+    """The path of a file or directory that must exist (see `Settings.require_places`).
 
-    hub: or the name of it on the Hub, which is not looked up. besides: words with a meaning of their own.
+    hub: whether a Hub name is accepted too, which is not checked. besides: words that are accepted too.
     """
 
     hub: bool = False
     besides: tuple[str, ...] = ()
 
     def require(self, key: str, value: str) -> None:
-        """Raise `UserError` where `value` is a place on this machine and nothing is there."""
+        """Raise `UserError` if `value` is a local path that does not exist."""
         elsewhere = value in self.besides or (self.hub and not is_local(value))
         if not elsewhere and not Path(value).exists():
             raise UserError(f"{key}={value}: no such directory or file; give {self.what}")
@@ -64,13 +64,13 @@ class Place(Named):
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """The values of other options with which a field is read; with others it must stay at its default."""
+    """The values of other options with which a field is read; with other values it must stay at its default."""
 
     options: tuple[tuple[str, tuple[object, ...]], ...]
 
 
 def only(**options: object) -> Only:
-    """`only(rule="beta")`: read with rule=beta. Several values stand in a tuple; of several options all must hold."""
+    """`only(rule="beta")`: read only with rule=beta. A tuple lists several values; several options must all match."""
     return Only(tuple((key, value if isinstance(value, tuple) else (value,)) for key, value in options.items()))
 
 
@@ -81,21 +81,21 @@ Seed = Annotated[int, Ge(0), Lt(2**31)]
 
 
 def free(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
-    """A field that decides no result, so that a resumed run may have another value of it; all other fields decide."""
+    """A field that does not affect results, so that a resumed run may change its value; all other fields do."""
     return dataclasses.field(default=default, default_factory=factory, metadata={"decides": False})
 
 
 class Settings:
-    """The base of all settings, which are frozen dataclasses: their fields are checked against their types.
+    """The base class of all settings, which are frozen dataclasses: checks their fields against their types.
 
-    A `__post_init__` of a subclass, for what concerns several fields, begins with `super().__post_init__()`.
+    A subclass checks conditions on several fields in `__post_init__`, after `super().__post_init__()`.
     """
 
     given: ClassVar[Collection[str]] = ()  # the keys that a command line gave, of settings that were made from one
     __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]  # every subclass is a dataclass
 
     def __post_init__(self) -> None:
-        """Raises `UserError` naming the first field that is not of its type, out of its range, or not read."""
+        """Raises `UserError` naming the first field of a wrong type, out of range, or set although it is not read."""
         for field in dataclasses.fields(self):
             _read(_hints(type(self))[field.name], getattr(self, field.name), field.name, made=True)
         for field in dataclasses.fields(self):
@@ -104,13 +104,13 @@ class Settings:
                     require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
 
     def gives(self, key: str) -> bool:
-        """Whether the command line gave the option of that dotted key a value, or a group that it is of."""
+        """Whether the command line set the option with the dotted key `key`, or a group that contains it."""
         return any(key == one or key.startswith(f"{one}.") for one in self.given)
 
     def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
-        """Raise `UserError` for the first `Place`, in here or further in, where nothing lies; no file is opened.
+        """Raise `UserError` for the first `Place`, also in nested settings, that does not exist; no file is opened.
 
-        wanted: whether the option of that dotted key is looked at. path: the key of these settings.
+        wanted: whether to check the option with a given dotted key. path: the key of these settings.
         """
         for field in dataclasses.fields(self):
             key, value = _at(path, field.name), getattr(self, field.name)
@@ -122,38 +122,38 @@ class Settings:
                     place.require(key, one)
 
     def deciding(self) -> dict[str, Any]:
-        """The fields that decide the result, as plain containers; a resumed run must agree on these."""
+        """The fields that affect results, as plain containers; a resumed run must agree on them."""
         fields = dataclasses.fields(self)
         return {field.name: _decided(getattr(self, field.name)) for field in fields if decides(field)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Settings):
-    """What every command is told of where it runs."""
+    """The settings that all commands with an output directory share."""
 
     out_dir: str = free("runs")  # where everything goes
     resume: bool = free(False)  # go on with what an earlier run left in out_dir
 
 
 def decides(field: "dataclasses.Field[Any]") -> bool:
-    """Whether a field decides the result (see `free`)."""
+    """Whether a field affects results (see `free`)."""
     return bool(field.metadata.get("decides", True))
 
 
 def conditions(kind: object) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """The options, with their values, that a field of the type `kind` has a meaning with (see `only`)."""
+    """The options and their values with which a field of the type `kind` is read (see `only`)."""
     return tuple(pair for one in _said_of(kind) if isinstance(one, Only) for pair in one.options)
 
 
 def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
-    """Raise `UserError` unless a field is at its default: nothing would come of another value."""
+    """Raise `UserError` unless a field is at its default, as another value would have no effect."""
     default = next(field.default for field in dataclasses.fields(config) if field.name == name)
     given = getattr(config, name)
     require(given == default, prefix + name, given, f"{default!r}, its default: {why}")
 
 
 def default_at(config: object, key: str) -> object:
-    """The default of the deciding field at the dotted `key` below `config`, plain; `ABSENT` where there is none."""
+    """The default, plain, of the field at the dotted `key` in `config` that affects results; `ABSENT` without one."""
     *outer, last = key.split(".")
     for part in outer:
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
@@ -166,10 +166,10 @@ def default_at(config: object, key: str) -> object:
 
 
 def keyed(config: Settings, first: Collection[str]) -> dict[str, Any]:
-    """The deciding fields that make a key by which something is found again, plain.
+    """The fields, plain, that form the lookup key of a stored result: those that affect results.
 
-    first: those that the key has had from the beginning. A newer one counts unless it is at its default, so that what
-    was made before it is still found.
+    first: the fields that the key has always had. A newer field is part of the key unless it is at its default, so that
+    results stored before the field existed are still found.
     """
     decided = config.deciding().items()
     return {name: value for name, value in decided if name in first or value != default_at(config, name)}
@@ -180,20 +180,20 @@ def construct(kind: type[Made], value: object, path: str = "") -> Made: ...
 
 
 @overload
-def construct(kind: object, value: object, path: str = "") -> Any: ...  # a union, or what else is no class
+def construct(kind: object, value: object, path: str = "") -> Any: ...  # a union, or another type that is not a class
 
 
 def construct(kind: object, value: object, path: str = "") -> object:
-    """`value`, what `dataclasses.asdict` leaves of a `kind` in JSON, as a `kind` again: dataclasses, tuples, sets.
+    """A `kind` made from `value`, its `dataclasses.asdict` in JSON; restores dataclasses, tuples and sets.
 
-    Raises `UserError` naming the key path of what is missing, unknown or of another type, and of what a
-    `__post_init__` refuses. A number of type float may be written as an integer; NaN and infinities are none.
+    Raises `UserError` naming the key path of a value that is missing, unknown, of a wrong type, or refused by a
+    `__post_init__`. A number of type float may be written as an integer; NaN and infinities are refused.
     """
     return _read(kind, value, path)
 
 
 def _read(kind: object, value: object, path: str, made: bool = False) -> object:
-    """See `construct`. made: `value` is finished, with no plain mapping where a dataclass belongs."""
+    """See `construct`. made: `value` is constructed already, so a mapping instead of a dataclass is an error."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in _UNIONS:
         kinds = [one for one in arguments if _holds(one, value)]
@@ -217,7 +217,7 @@ def _read(kind: object, value: object, path: str, made: bool = False) -> object:
 def _items(kind: object, value: Collection[object], path: str, made: bool) -> Iterator[object]:
     arguments, one = typing.get_args(kind), typing.get_args(kind)[0]
     if one in _SCALARS and not _is_fixed(kind) and all(_holds(one, item) for item in value):
-        yield from map(float, typing.cast(Collection[float], value)) if one is float else value  # tokens are many
+        yield from map(float, typing.cast(Collection[float], value)) if one is float else value  # fast, for tokens
         return
     kinds = arguments if _is_fixed(kind) else [one] * len(value)
     for place, (inner, item) in enumerate(zip(kinds, value, strict=True)):
@@ -249,7 +249,7 @@ def _construct_dataclass(kind: type, value: Mapping[str, object], path: str) -> 
 
 
 def _holds(kind: object, value: object) -> bool:
-    """Whether `value` is of a `kind`, as far as it shows without looking into containers."""
+    """Whether `value` is of type `kind`, without a check of the items of containers."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in (Any, object):
         return True
@@ -272,21 +272,21 @@ def _holds(kind: object, value: object) -> bool:
 
 
 def _is_within(limit: object, value: Any) -> bool:
-    """Whether `value` is in the range whose end `limit` is, or not empty where that is `Named`."""
+    """Whether `value` satisfies the bound `limit`; if that is `Named`, whether `value` is not empty."""
     if isinstance(limit, Named):
         return bool(value)
-    how = type(limit).__name__.lower()  # Ge(ge=1): as the operator is called
+    how = type(limit).__name__.lower()  # Ge(ge=1) → ge, also the operator's name
     return type(limit) not in _SIGNS or bool(getattr(operator, how)(value, getattr(limit, how)))
 
 
 def limits(kind: object) -> str:
-    """The range of a number of the type `kind`, "≥ 1 and < 8"; empty where it has none."""
+    """The range of a number of the type `kind`, such as "≥ 1 and < 8"; empty without limits."""
     ends = [one for one in _said_of(kind) if type(one) in _SIGNS]
     return " and ".join(f"{_SIGNS[type(end)]} {getattr(end, type(end).__name__.lower())}" for end in ends)
 
 
 def _said_of(kind: object) -> tuple[object, ...]:
-    """What stands beside the type in `Annotated`."""
+    """The metadata of an `Annotated` type; empty for other types."""
     return typing.get_args(kind)[1:] if typing.get_origin(kind) is Annotated else ()
 
 
@@ -299,14 +299,14 @@ def _decided(value: object) -> object:
 
 
 def _places(kind: object) -> Iterator[Place]:
-    """The `Place` that texts of the type `kind` are, also in a union or a list."""
+    """The `Place` metadata of the type `kind`, also within a union or a list."""
     yield from (one for one in _said_of(kind) if isinstance(one, Place))
     for inner in typing.get_args(kind):
         yield from _places(inner)
 
 
 def _kinds(kind: object) -> tuple[object, ...]:
-    """The types of a union, also of one within `Annotated`; a tuple of any other."""
+    """The types of a union, also within an `Annotated` without limits; any other type as a tuple of one."""
     bare = not any(isinstance(one, Named) or type(one) in _SIGNS for one in _said_of(kind))
     inner = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated and bare else kind
     return typing.get_args(inner) if typing.get_origin(inner) in _UNIONS else (inner,)
@@ -358,7 +358,7 @@ def _at(path: str, key: str) -> str:
 
 
 def listed(words: Sequence[str], limit: int = 6) -> str:
-    """The first few of `words`, and how many more there are."""
+    """The first few of `words`, and the number of the others."""
     return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
 
 
@@ -371,9 +371,9 @@ ABSENT = _Absent()
 
 
 def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:
-    """(dotted key, old value, new value) of all that differs between two plain values; what one lacks is `ABSENT`.
+    """All differences of two plain values, as (dotted key, old value, new value); a missing value is `ABSENT`.
 
-    A mapping that only one of them has counts as one difference. Values are compared as JSON holds them.
+    A mapping that only one of them has counts as one difference. Values are compared as JSON.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         keys = sorted(old.keys() | new.keys(), key=str)

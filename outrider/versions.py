@@ -1,4 +1,4 @@
-"""Which code is at work. It is told by the sources, so that a commit of documents changes nothing and an edit does."""
+"""The version of the running code, from its sources: an edit changes it, a commit of documents does not."""
 
 import functools
 import hashlib
@@ -11,7 +11,7 @@ PACKAGES = ("conf", "data_prep", "draft_models", "inference", "outrider", "train
 
 
 def package_version() -> str:
-    """This project's version as installed."""
+    """The installed version of this project."""
     try:
         return version("outrider")
     except PackageNotFoundError:
@@ -30,13 +30,13 @@ def code_version() -> str:
 
 
 def code_history(before: object, where: Path) -> list[str]:
-    """The versions of the code by which a run that goes on in `where` was made, `before` and now.
+    """The versions of the code that made a resumed run in `where`: those of `before`, then the current one.
 
-    Another version than the last is said on one line and not refused. A run of a week is to survive the repair of
-    something that it does not use. Whoever reads the line knows whether it is that.
+    A version other than the last causes a one-line warning, not an error. A run of a week must survive a fix of code
+    that it does not use. The reader of the warning knows whether that is the case.
     """
     now = code_version()
-    before = before if isinstance(before, list) else []  # whatever a damaged record says
+    before = before if isinstance(before, list) else []  # a damaged record may hold anything
     if before[-1:] == [now]:
         return before
     last = before[-1] if before else "one that was not recorded"

@@ -1,4 +1,4 @@
-"""Weights & Biases, as every command that logs there is told of it; light, and without wandb itself."""
+"""The Weights & Biases settings of all commands that log there; does not import wandb."""
 
 import netrc
 import os
@@ -32,14 +32,14 @@ class WandbConfig(Settings):
         return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_wandb() else "offline"
 
     def is_on(self) -> bool:
-        """Whether anything is logged. Raises `UserError` where wandb would be needed and is not installed."""
+        """Whether anything is logged. Raises `UserError` if wandb is needed and not installed."""
         on = self.resolved_mode() != "disabled"
         if on and find_spec("wandb") is None:
             raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled")
         return on
 
     def init_options(self, out_dir: Path) -> dict[str, Any]:
-        """What `wandb.init` is told, but for the project; a run whose id `out_dir` keeps goes on with its curves."""
+        """The arguments of `wandb.init` except the project; a run whose id is stored in `out_dir` is continued."""
         id_file = out_dir / ID_FILE
         known = id_file.read_text().strip() if id_file.exists() else None
         where = {"mode": self.resolved_mode(), "dir": str(out_dir)}

@@ -1,11 +1,11 @@
-"""Numbers as people say them, and words that people meant."""
+"""Times in words, and suggestions for misspelt names."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A question after the one of `known` that is likest to `given`; empty where none is like it."""
+    """A suggestion of the word of `known` most similar to `given`; empty if none is similar."""
     close = difflib.get_close_matches(given, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

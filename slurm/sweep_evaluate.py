@@ -1,4 +1,4 @@
-"""One run of a W&B sweep over evaluate-checkpoint: measures, and makes the report's numbers the run's.
+"""One run of a W&B sweep over evaluate-checkpoint: measures, and logs the report's figures to the run.
 
 python slurm/sweep_evaluate.py checkpoint=runs/eesd method=eesd_beta OVERRIDES…       (see conf/sweep/decoding.yaml)
 """
@@ -16,14 +16,14 @@ def main() -> None:
     out_dir = Path("runs/sweep") / os.environ.get("WANDB_RUN_ID", f"pid-{os.getpid()}")
     measured = subprocess.run(["evaluate-checkpoint", *sys.argv[1:], "resume=true", f"out_dir={out_dir}"], check=False)
     if measured.returncode:
-        sys.exit(measured.returncode)  # a drafter that is not lossless has no speed-up to report
+        sys.exit(measured.returncode)  # also for a method that is not lossless: its speed-up means nothing
     report = json.loads((out_dir / "report.json").read_text())
     with wandb.init(dir=str(out_dir)) as run:
         run.log(numbers(report) | pages(report, out_dir))
 
 
 def pages(report: dict, out_dir: Path) -> dict[str, object]:
-    """What people look at: the report's page, and its categories as a table."""
+    """The report's page, and its categories as a table, for readers."""
     columns = ("tau", "acceptance_rate", "drafted_tokens_per_round")
     rows = [
         [name, part["prompts"], *(part[key] for key in columns), part["speedup"]["median"]]
@@ -34,7 +34,7 @@ def pages(report: dict, out_dir: Path) -> dict[str, object]:
 
 
 def numbers(report: dict) -> dict[str, float]:
-    """What a sweep may optimise, from the report of one method."""
+    """The figures that a sweep may optimise, from the report of one method."""
     return {
         "speedup": report["speedup"]["median"],
         "tau": report["tau"],

@@ -1,1 +1,1 @@
-"""Training: the commands. What they train is in recipes/, how it is done in core/."""
+"""Training commands. Recipes for each trained model are in recipes/, the shared training code is in core/."""

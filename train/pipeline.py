@@ -1,7 +1,7 @@
-"""The whole mission in one command: a target, its drafters, and one comparison of all of them.
+"""The whole pipeline in one command: a target, its drafters, and one comparison of all of them.
 
 python train/pipeline.py experiment=demo               # a laptop's CPU, 12 minutes
-python train/pipeline.py experiment=smollm2_demo       # a real chat model and drafters that are there, 10 minutes
+python train/pipeline.py experiment=smollm2_demo       # a real chat model and existing drafters, 10 minutes
 python train/pipeline.py experiment=smollm2            # a real chat model on a laptop's CPU, two hours
 python train/pipeline.py experiment=gpu_validation     # one GPU, 25 minutes
 """

@@ -1,7 +1,7 @@
-"""Running the pipeline: each step a process of its own, skipped where it is done; then a summary of all of them.
+"""Run the pipeline: each step in a separate process, skipped if it is done; then write a summary of all steps.
 
-It is no make or shell script, as those know neither the options that a product was made with, nor that a step cannot
-read what it will be given hours later.
+This is not a Makefile or a shell script: those neither know the options that a product was made with, nor detect early
+that a step cannot read an input that it gets hours later.
 """
 
 import os
@@ -27,16 +27,16 @@ from outrider.words import in_words
 from train.pipeline_settings import HERE, ROOT, STEPS, PipelineConfig, key_of
 
 IMPORTED = Path(outrider.__file__).parents[1]  # where steps import this project from
-LOGS = "logs"  # <step>.log: what the step has said; .json: the record that it is done; .seconds.json: of cut runs of it
+LOGS = "logs"  # <step>.log: its output; .json: the record of a finished step; .seconds.json: time of interrupted runs
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
 _AGAIN = "remove it, and resume=true does the step again"
-FACTS = {"target": ("parameters", "steps", "bits_per_byte"), "fetch": ("made_of",)}  # of a target, by what left it
+FACTS = {"target": ("parameters", "steps", "bits_per_byte"), "fetch": ("made_of",)}  # of a target, by its step
 
 
 @dataclass(frozen=True)
 class Record:
-    """A step that was done: its options, its seconds, when it ended, and when those ended whose products it read."""
+    """A finished step: its options, seconds and end time, and the end times of the steps whose products it read."""
 
     options: list[str]
     seconds: float
@@ -45,10 +45,10 @@ class Record:
 
 
 def check_steps(config: PipelineConfig, config_for: Callable[[str, Sequence[str]], Any]) -> None:
-    """Raise `UserError`, naming the step, for options that a command refuses and for what it cannot read.
+    """Raise `UserError`, naming the step, for options that a command refuses and for inputs that it cannot read.
 
-    That is a file, a target with its tokenizer, or a record, unless an earlier step leaves it. Steps that are done are
-    left out. config_for: the settings of a script, by its options.
+    Inputs are files, a target with its tokenizer, and records, unless an earlier step writes them. Finished steps are
+    skipped. config_for: the settings of a script, by its options.
     """
     for name in config.to_do:
         if not config.debug and (Path(config.out_dir) / STEPS[name].product).exists():
@@ -68,12 +68,12 @@ def check_steps(config: PipelineConfig, config_for: Callable[[str, Sequence[str]
 
 
 def run_pipeline(config: PipelineConfig) -> None:
-    """Run the steps that are not done yet, in order, and write `SUMMARY`.
+    """Run the unfinished steps, in order, and write `SUMMARY`.
 
-    A step is done when its product is there and it was made from the products that are there now.
+    A step is done when its product exists and was made from the current products of earlier steps.
 
-    Raises `UserError` for a directory that holds a run not to be resumed or made with other options. Also raises it for
-    a step that fails, naming it and its log; the summary then says how far it came.
+    Raises `UserError` if the directory holds a run and resume is off, or a run with other options. Also raises it for a
+    step that fails, naming it and its log; the summary then covers the finished steps.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("pipeline: started as several processes; start one, its steps are processes of their own")
@@ -96,10 +96,10 @@ def run_pipeline(config: PipelineConfig) -> None:
             for name in config.to_do:
                 if _is_done(out_dir, name, records):
                     print(f"pipeline step={name} seconds={records[name].seconds:.1f} state=done-before", flush=True)
-                    if name == "report":  # which a run of the step would have shown
+                    if name == "report":  # running the step would have shown it
                         print((out_dir / name / "report.md").read_bytes().decode(errors="replace"), flush=True)
                 else:
-                    if _is_outdated(name, records):  # its command would refuse to go on with what is there
+                    if _is_outdated(name, records):  # its command would refuse to continue from the old product
                         with only_run(require_writable(out_dir / name), f"the product of step {name}"):
                             shutil.rmtree(out_dir / name, ignore_errors=True)
                             (out_dir / LOGS / f"{name}.seconds.json").unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def run_pipeline(config: PipelineConfig) -> None:
 
 
 def _records(config: PipelineConfig) -> dict[str, Record]:
-    """What is known of the steps that were done. Raises `UserError` if one was done with other options."""
+    """The records of finished steps. Raises `UserError` if one was done with other options."""
     found = {}
     for name in config.to_do:
         path = Path(config.out_dir) / LOGS / f"{name}.json"
@@ -124,13 +124,13 @@ def _records(config: PipelineConfig) -> dict[str, Record]:
 
 
 def _is_done(out_dir: Path, name: str, records: Mapping[str, Record]) -> bool:
-    """`records`: of the steps done; in it an earlier step's is final."""
+    """Whether step `name` is done. records: of finished steps; those of earlier steps are final."""
     product = (out_dir / STEPS[name].product).exists()
     return product and name in records and records[name].made_from == _finish_times(name, records)
 
 
 def _is_outdated(name: str, records: Mapping[str, Record]) -> bool:
-    """Whether what a step left was made from a product that has been made again since."""
+    """Whether a step's product was made from a product that has been remade since."""
     made_from = records[name].made_from if name in records else {}
     return any(made_from.get(before, finished) != finished for before, finished in _finish_times(name, records).items())
 
@@ -140,7 +140,7 @@ def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:
 
 
 def step_stage(config: PipelineConfig, name: str, done: Collection[str], spent: float = 0.0) -> Stage:
-    """The stage that a step is, with the time left of all that are not `done`; spent: seconds of its earlier runs."""
+    """The progress stage of a step, with the time left of all steps not `done`; spent: seconds of its earlier runs."""
     expected = [config.expected_minutes(step) for step in config.to_do if step not in done]
     known = not config.debug and None not in expected
     seconds = 60 * sum(filter(None, expected)) - spent
@@ -153,7 +153,7 @@ def step_stage(config: PipelineConfig, name: str, done: Collection[str], spent: 
 
 
 def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) -> Record:
-    """Run one step to its end, its output on the screen and in its log. Raises `UserError` if it fails."""
+    """Run one step to its end, with its output on the screen and in its log. Raises `UserError` if it fails."""
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
@@ -167,7 +167,7 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
             left = "unknown" if stage.left is None else in_words(stage.left)
             print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
             status = _tee(command, log)
-    finally:  # also where it is interrupted: what it has trained is of all its runs, and so is the time that it took
+    finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
         seconds = before + time.time() - began
         write_json(cut, {"seconds": seconds})
     failed = status != 0 or not (out_dir / step.product).exists()
@@ -182,14 +182,14 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
 
 
 def _tee(command: list[str], log: Path) -> int:
-    """The exit status of `command`, whose output goes to stdout and to the end of `log` as it comes."""
+    """Run `command` and return its exit status; its output is streamed to stdout and appended to `log`."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(IMPORTED), os.environ.get("PYTHONPATH")])),
     }
     with log.open("ab") as file:
         file.write(f"$ {' '.join(command)}\n".encode())
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `finally`
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` runs
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None
         try:
@@ -199,14 +199,14 @@ def _tee(command: list[str], log: Path) -> int:
                 print(line.decode(errors="replace"), end="", flush=True)
             return process.wait()
         finally:
-            if process.poll() is None:  # interrupted: it must not go on writing where a resumed run will
+            if process.poll() is None:  # interrupted: it must stop writing where a resumed run will write
                 process.terminate()
                 process.wait()
             signal.signal(signal.SIGTERM, before)
 
 
 def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, Any]:
-    """What the steps done cost and left, and per method of the comparison its `FIGURES`, JSON-able."""
+    """The costs and results of the finished steps, and the `FIGURES` of each compared method; JSON-able."""
     out_dir = Path(config.out_dir)
     steps: dict[str, dict[str, Any]] = {
         name: {"seconds": record.seconds, "options": record.options} for name, record in records.items()
@@ -228,7 +228,7 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
             found["target"] = {key: told[key] for key in facts}
     if config.target:
         found["target"] = {"path": config.target}
-    if report.exists():  # also one that says "not lossless", which fails the step
+    if report.exists():  # also a "not lossless" report, with which the step fails
         reports = [_mapping(one, report, ("method", *FIGURES)) for one in reports_in(report)]
         shared = ("machine", "made_with", "dtype", "device", "runtime", "prompts", "max_new_tokens", "temperature")
         found |= {key: reports[0][key] for key in shared if key in reports[0]}
@@ -237,7 +237,7 @@ def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, 
 
 
 def steps_table(steps: Mapping[str, Mapping[str, Any]]) -> str:
-    """`steps` of a `summary` for people, as Markdown: what each took, and what of it was training."""
+    """`steps` of a `summary` as a Markdown table: the time of each step, and the training time within it."""
     rows = [
         (name, *(in_words(step[key]) if key in step else "" for key in ("seconds", "training_seconds")))
         for name, step in steps.items()
@@ -246,7 +246,7 @@ def steps_table(steps: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _trained_seconds(out_dir: Path, name: str) -> float | None:
-    """The seconds that a step trained, by its product; None where that is gone, or does not say it."""
+    """The training seconds of a step, from its product; None if that is missing or does not record them."""
     path, keys = out_dir / STEPS[name].product, STEPS[name].trained
     if not keys or not path.exists():
         return None
@@ -257,7 +257,7 @@ def _trained_seconds(out_dir: Path, name: str) -> float | None:
 
 
 def reports_in(path: Path) -> list[dict[str, Any]]:
-    """The reports, one a method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged one."""
+    """The reports, one per method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged file."""
     content = _mapping(read_json(path, "report", _AGAIN), path)
     reports = content.get("reports", [content])
     if not isinstance(reports, list) or not reports:

@@ -11,17 +11,17 @@ from outrider.settings import Positive, RunConfig, Settings, free
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
 REPOSITORY = "{repository}"  # in a step's options: the directory of this project
-TARGET = "{target}"  # in a step's options: the target, which `target` names or one of MAKERS leaves
-MAKERS = ("target", "fetch")  # steps of which one leaves a target
+TARGET = "{target}"  # in a step's options: the target, which `target` names or one of MAKERS provides
+MAKERS = ("target", "fetch")  # the steps that can provide the target
 
 
 @dataclass(frozen=True)
 class Step:
     """A command of this project as one step of the pipeline.
 
-    product: the file it leaves last, relative to the pipeline's directory. after: the steps whose products it reads.
-    links: the options that say where those are; of a step that is left out, none. trained: the keys, from the outermost
-    on, under which `product` says how many seconds a training took.
+    product: the file it writes last, relative to the pipeline's directory. after: the steps whose products it reads.
+    links: the options that locate these products; links to omitted steps are dropped. trained: the keys, outermost
+    first, under which `product` records the training seconds.
     """
 
     script: str
@@ -31,7 +31,7 @@ class Step:
     trained: tuple[str, ...] = ()
 
     def read_links(self, steps: Collection[str]) -> list[str]:
-        """The links to what `steps` leave, and to the target."""
+        """The links to the products of `steps`, and to the target."""
         unread = {f"{HERE}/{name}" for name in self.after if name not in steps}
         return [link for link in self.links if link.partition("=")[2] not in unread]
 
@@ -85,8 +85,8 @@ STEPS = {
         ),
     ),
 }
-OWN = ("out_dir", "resume")  # options of every step that the pipeline gives
-TIME = "minutes"  # the option by which commands take their time
+OWN = ("out_dir", "resume")  # options of every step that the pipeline sets itself
+TIME = "minutes"  # the commands' option for their time limit
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class StepConfig(Settings):
 
     @property
     def minutes(self) -> float:
-        """What its experiment gives the command to work in; 0 where it does not say so."""
+        """The command's time limit according to its experiment; 0 if that sets none."""
         given = [option.partition("=")[2] for option in self.overrides if key_of(option) == TIME]
         return float(given[-1]) if given and given[-1] != "null" else 0.0
 
@@ -153,18 +153,18 @@ class PipelineConfig(RunConfig):
 
     @property
     def _untimed(self) -> float:
-        """Minutes that the steps take beside those that they are given."""
+        """Minutes that the steps take in addition to their time limits."""
         return sum((self.steps[name].expected_minutes or 0) - self.steps[name].minutes for name in self.to_do)
 
     @property
     def _share(self) -> float:
-        """What a step gets of the minutes that its experiment gives it."""
+        """The factor on the time limit that a step has in its experiment."""
         if self.minutes is None:
             return 1.0
         return (self.minutes - self._untimed) / sum(self.steps[name].minutes for name in self.to_do)
 
     def expected_minutes(self, name: str) -> float | None:
-        """What step `name` will take on two CPU cores."""
+        """The minutes that step `name` is expected to take on two CPU cores; None if unknown."""
         step = self.steps[name]
         return step.expected_minutes and step.expected_minutes - (1 - self._share) * step.minutes
 
@@ -175,7 +175,7 @@ class PipelineConfig(RunConfig):
         return [name for name in STEPS if name in self.steps and name not in left_out]
 
     def options(self, name: str) -> list[str]:
-        """The command line of step `name`, with `HERE` and `REPOSITORY` for those directories; without `OWN`."""
+        """The command line of step `name`, with placeholders `HERE` and `REPOSITORY`, and without `OWN`."""
         step = self.steps[name]
         target = self.target or f"{HERE}/{'fetch' if 'fetch' in self.steps else 'target'}"
         timed = [f"{TIME}={self._share * step.minutes:.3g}"] if self.minutes is not None and step.minutes else []
@@ -189,10 +189,10 @@ class PipelineConfig(RunConfig):
         return [option.replace(TARGET, target) for option in kept.values()]
 
     def placed(self, options: Sequence[str]) -> list[str]:
-        """`options` of a step with the directories that `HERE` and `REPOSITORY` stand for."""
+        """`options` of a step with `HERE` and `REPOSITORY` replaced by their directories."""
         return [option.replace(HERE, self.out_dir).replace(REPOSITORY, str(ROOT)) for option in options]
 
 
 def key_of(option: str) -> str:
-    """What a Hydra override is about: `a.b` of `a.b=1`, `+a.b=1` and `~a.b`."""
+    """The key of a Hydra override: `a.b` of `a.b=1`, `+a.b=1` and `~a.b`."""
     return option.partition("=")[0].lstrip("+~")

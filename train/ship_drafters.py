@@ -1,4 +1,4 @@
-"""The drafters that a pipeline has left, small enough to hand on: `python train/ship_drafters.py run=runs/smollm2`."""
+"""Make a pipeline's drafters small enough to distribute: `python train/ship_drafters.py run=runs/smollm2`."""
 
 from conf import entry
 from train.settings.drafters import ShipConfig

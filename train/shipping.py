@@ -1,8 +1,8 @@
-"""Drafters to hand on: what a pipeline trained, in 16 bits and without what only training needs.
+"""Drafters to distribute: the products of a pipeline, in 16 bits and without files that only training needs.
 
-eesd/       an early-exit drafter with its card and, where it has one, its calibration head
-small_lm/   a small LM with its card, tokenizer and record of training, and what its ids stand for if they are its own;
-            its calibration head too, where it has one
+eesd/       an early-exit drafter with its card and, if it has one, its calibration head
+small_lm/   a small LM with its card, tokenizer, record of training and, if it has them, its draft vocabulary and its
+            calibration head
 trigrams/   an n-gram table
 """
 
@@ -41,8 +41,8 @@ _AGAIN = "train the drafter again"
 def ship_drafters(config: ShipConfig) -> None:
     """Write the drafters in the folders of the pipeline `config.run` to folders of the same names in `config.out_dir`.
 
-    Raises `UserError` where there are none, where one is damaged, and where they are larger than `config.max_mb`
-    together; what `out_dir` holds stays as it is then. Of a launcher, one process does it.
+    Raises `UserError` if there are none, if one is damaged, and if their total size exceeds `config.max_mb`; `out_dir`
+    then stays unchanged. Under a launcher, only the main process writes.
     """
     transformers_logging.disable_progress_bar()
     state, out_dir = join_processes(), require_writable(config.out_dir)
@@ -78,21 +78,21 @@ def _ship(config: ShipConfig, out_dir: Path) -> None:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     print(f"ship_drafters out_dir={out_dir} dtype={config.dtype} megabytes: {said}", flush=True)
-    for name in left:  # in 16 bits and by itself already
+    for name in left:  # already in 16 bits and self-contained
         print(f"ship_drafters left={run / name}: a head is handed on as it is, or by export", flush=True)
 
 
 def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
-    """The drafter in `source`, in `dtype`; a calibration head stays in float32 and is bound to the new weights."""
+    """Write the drafter in `source` in `dtype`; a calibration head stays float32 and is bound to the new weights."""
     meta = recast(source, to, dtype)
     if (source / CALIBRATION_FILE).exists():
         ship_head(load_calibration(source, read_meta(source).weights_sha256), source, to, meta.weights_sha256)
 
 
 def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
-    """The causal LM in `source`, in `dtype`, with its tokenizer and what its training has left about itself.
+    """Write the causal LM in `source` in `dtype`, with its tokenizer and its record of training.
 
-    A calibration head goes along as an early exit's does.
+    A calibration head is included, as for an early exit.
     """
     load_causal_lm(str(source), None, role="small_lm", dtype=dtype).save_pretrained(to)
     load_tokenizer(str(source), None, role="small_lm").save_pretrained(to)
@@ -112,13 +112,13 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
 
 
 def ship_head(head: CalibrationHead, source: Path, to: Path, drafter_sha256: str) -> None:
-    """The calibration head in `source` with all that is known of it, bound to other weights."""
+    """Write the calibration head in `source` with its metadata, bound to other weights."""
     facts = read_mapping(source / CALIBRATION_FILE, "description of a calibration head", _AGAIN)
     save_calibration(to, head, drafter_sha256, facts)
 
 
 def ship_table(source: Path, to: Path, dtype: torch.dtype) -> None:
-    """The n-gram table in `source`, which has no dtype."""
+    """Write the n-gram table in `source`; `dtype` is not used."""
     TrigramTable.open(source).save(to)
 
 
@@ -130,7 +130,7 @@ SHIPPED: dict[str, Callable[[Path, Path, torch.dtype], None]] = {
 
 
 def _ship_card(source: Path, to: Path, final: Path, target: str | None) -> None:
-    """The card of the drafter in `source`, whose commands name the place where it will be, and `target`."""
+    """Write the card of the drafter in `source`; its commands name the `final` folder, and `target` if given."""
     if (source / CARD_FILE).exists():
         text = (source / CARD_FILE).read_text(errors="replace").replace(str(source), str(final))
         known = re.search(rf"^{TITLE}(.+)$", text, re.MULTILINE)

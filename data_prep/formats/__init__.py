@@ -1,1 +1,1 @@
-"""Formats that models come in: each ends here as safetensors, which everything else reads."""
+"""Model formats: each is converted here to safetensors, which everything else reads."""

@@ -1,8 +1,8 @@
-"""Converted models: directories of safetensors that are made once, and found by the content they were made from.
+"""Cache of converted models: directories of safetensors, converted once, and found by the content of their source.
 
-.lock        held while anything is made or removed
-known/       for the paths, sizes and times of a model's files: the key of their content
-KEY/         a converted model; KEY.part: one that is being made, or was never finished
+.lock        held while anything is created or removed
+known/       maps paths, sizes and times of a model's files to the key of their content
+KEY/         a converted model; KEY.part: a conversion that is in progress or was interrupted
 """
 
 import hashlib
@@ -23,24 +23,24 @@ from outrider.files import read_mapping, require_writable, write_atomically, wri
 from outrider.progress import Stage, counted
 from outrider.run_dirs import system_lock
 
-PLACE, SIZE = "OUTRIDER_CACHE", "OUTRIDER_CACHE_GB"  # where it is, and how large it may become
+PLACE, SIZE = "OUTRIDER_CACHE", "OUTRIDER_CACHE_GB"  # its location, and its maximum size
 RECORD_FILE = "converted.json"
-_FORM = 1  # of what a conversion writes: another one is another content
+_FORM = 1  # version of a conversion's output; part of the key
 _GB = 100.0
-_RECENT = 3600  # seconds after its last use in which a model may still be read
+_RECENT = 3600  # seconds after its last use in which a model may still be in use
 _REMEDY = f"free space, or say by {PLACE} where there is more"
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept."""
+    """The directory of converted models."""
     return Path(os.environ.get(PLACE) or user_cache() / "targets").expanduser().absolute()
 
 
 def cached(original: Original) -> Path:
-    """The directory that holds `original` as safetensors: made now, or before.
+    """The directory that holds `original` as safetensors, converted now or earlier.
 
-    One process makes it, and others wait. Raises `UserError` for what cannot be converted, and naming the remedy where
-    it cannot be written.
+    One process converts it, and others wait. Raises `UserError` if it cannot be converted, or, naming the remedy, if it
+    cannot be written.
     """
     folder, stamp = cache_folder(), _stamp(original.files)
     found = _find(folder, stamp)
@@ -62,7 +62,7 @@ def cached(original: Original) -> Path:
 
 
 def content_key(original: Original) -> str:
-    """sha256 of all files of a model, under their names in it."""
+    """sha256 over all files of a model, with their names in it."""
     digest = hashlib.sha256(f"{type(original).__name__} {_FORM}".encode())
     for name, path in counted(sorted(original.files.items()), f"hashing {original.source}", "files"):
         digest.update(f"{name} {_sha256(path)}".encode())
@@ -75,27 +75,27 @@ def _sha256(path: Path) -> str:
 
 
 def _stamp(files: Mapping[str, Path]) -> str:
-    """What changes where any of the files does, without a look into them."""
+    """A digest that changes with any of the files, from their paths, sizes and times alone."""
     found = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
     said = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in found)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
 
 def _find(folder: Path, stamp: str) -> Path | None:
-    """The finished conversion of files with that stamp, which is then the last that was used."""
+    """The finished conversion of files with this stamp, marked as most recently used; None if there is none."""
     with suppress(OSError):
         entry = folder / (folder / "known" / stamp).read_text()
         if (entry / RECORD_FILE).exists():
-            with suppress(OSError):  # of a cache that others wrote
+            with suppress(OSError):  # in a cache written by another user
                 os.utime(entry)
             return entry
     return None
 
 
 def _make(folder: Path, stamp: str, original: Original) -> Path:
-    """Convert `original`, unless the same content was converted under another name. The lock is held."""
+    """Convert `original`, unless the same content was converted under another name. The caller holds the lock."""
     most = _most()
-    for part in folder.glob("*.part"):  # of processes that were killed
+    for part in folder.glob("*.part"):  # left by killed processes
         shutil.rmtree(part, ignore_errors=True)
     key = content_key(original)
     entry, part = folder / key, folder / f"{key}.part"
@@ -105,7 +105,7 @@ def _make(folder: Path, stamp: str, original: Original) -> Path:
             if _stamp(original.files) != stamp:
                 raise UserError(f"{original.source}: changed while it was converted; start again when it is whole")
             write_json(part / RECORD_FILE, {"made_of": original.source})
-            shutil.rmtree(entry, ignore_errors=True)  # what somebody removed a part of
+            shutil.rmtree(entry, ignore_errors=True)  # an entry of which somebody removed a part
             os.rename(part, entry)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -117,7 +117,7 @@ def _make(folder: Path, stamp: str, original: Original) -> Path:
 
 
 def _remove_oldest(folder: Path, kept: Path, most: float) -> None:
-    """Keep the cache within `most` bytes: remove what was not used for longest, but nothing of the last hour."""
+    """Keep the cache within `most` bytes: remove least recently used entries, but none used in the last hour."""
     sizes = {file.parent: _size(file.parent) for file in folder.glob(f"*/{RECORD_FILE}")}
     used = {entry: entry.stat().st_mtime for entry in sizes}
     total = sum(sizes.values())
@@ -140,7 +140,7 @@ def _size(folder: Path) -> int:
 
 
 def _most() -> float:
-    """Bytes that the cache may have."""
+    """The maximum size of the cache in bytes."""
     given = os.environ.get(SIZE) or str(_GB)
     try:
         return 1e9 * float(given)

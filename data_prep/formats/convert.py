@@ -1,6 +1,6 @@
-"""A model of any format, written as an ordinary Hugging Face directory: safetensors, config, tokenizer.
+"""Conversion of a model of any format to an ordinary Hugging Face directory: safetensors, config, tokenizer.
 
-The weights are written a file at a time, so that no more than one is in memory. config.json comes last: a directory
+The weights are written one file at a time, so that at most one is in memory. config.json is written last: a directory
 without it does not load.
 """
 
@@ -21,7 +21,7 @@ from outrider.files import read_mapping, write_atomically, write_json
 from outrider.progress import Stage
 
 INDEX_FILE = "model.safetensors.index.json"
-_PARTS = ".parts"  # all but the weights, until they are whole
+_PARTS = ".parts"  # everything except the weights, until these are complete
 
 
 def write_safetensors(
@@ -32,16 +32,16 @@ def write_safetensors(
     shard_bytes: int = 2 * 10**9,
     remedy: str,
 ) -> int:
-    """Write `original` to `folder` in `dtype`, without one each tensor in its own type; how many files of weights.
+    """Write `original` to `folder` in `dtype` (None: each tensor's own type); returns the number of weight files.
 
-    shard_bytes: the most that a file has, unless it is one tensor. Files that are there already stay.
-    Raises `UserError` with `remedy` where something cannot be written.
+    shard_bytes: the maximum size of a file, unless it is a single tensor. Existing weight files are kept.
+    Raises `UserError` with `remedy` if something cannot be written.
     """
     parts = folder / _PARTS
     shutil.rmtree(parts, ignore_errors=True)
     try:
         parts.mkdir(parents=True)
-        original.describe(parts)  # what is refused is refused before the weights are read
+        original.describe(parts)  # an unsupported model is refused before its weights are read
         tensors = original.tensors()
         if dtype is not None:
             _restate(parts / CONFIG_FILE, dtype)
@@ -58,7 +58,7 @@ def write_safetensors(
 def _write_weights(
     tensors: Mapping[str, Stored], folder: Path, dtype: torch.dtype | None, shard_bytes: int, remedy: str
 ) -> int:
-    """Write the files of weights that are not there yet, and the index; how many files there are."""
+    """Write the missing weight files and the index; returns the number of weight files."""
     sizes = {name: math.prod(one.shape) * _written(one, dtype).itemsize for name, one in tensors.items()}
     plan = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes

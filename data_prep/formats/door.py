@@ -1,4 +1,4 @@
-"""The one door for formats: whatever a model comes in, the place of the same model in safetensors comes out."""
+"""The entry point for formats: the location of any model as safetensors, converted if necessary."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 def as_safetensors(source: str, revision: str | None = None) -> tuple[str, str | None]:
-    """(directory or Hub name, revision) under which the model in `source` is read: its own, or those of a conversion.
+    """(directory or Hub name, revision) from which the model in `source` is read: its own, or those of a conversion.
 
     A GGUF file, .bin files and fp8 weights are converted once, into a cache (see `data_prep.formats.cache`). Raises
-    `UserError` where they cannot be.
+    `UserError` if they cannot be converted.
     """
     original = find_original(source, revision)
     if original is None:
         return source, revision
-    from data_prep.formats.cache import cached  # what converts is not needed for safetensors
+    from data_prep.formats.cache import cached  # the conversion is not needed for safetensors
 
     return str(cached(original)), None
 
 
 def was_quantised(source: str, revision: str | None = None) -> bool:
-    """Whether the weights of the model in `source` are quantised as they are stored, and dequantised when converted."""
+    """Whether the stored weights of the model in `source` are quantised, and so dequantised by the conversion."""
     original = find_original(source, revision)
     return original is not None and original.quantised
 
 
 def find_original(source: str, revision: str | None = None) -> Original | None:
-    """The model in `source` where it has to be converted; None for safetensors, and where there is none.
+    """The model in `source` if it must be converted; None for safetensors, and if there is no model.
 
-    source: a GGUF file, a directory or a Hub name, of which all files are then fetched. Raises `UserError`.
+    source: a GGUF file, a directory or a Hub name; a conversion fetches all its files. Raises `UserError`.
     """
     if (gguf := find_gguf(source)) is not None:
         from data_prep.formats.gguf_model import GgufModel
@@ -56,7 +56,7 @@ def find_original(source: str, revision: str | None = None) -> Original | None:
 
 
 def tokenizer_alone(source: str) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a GGUF file, for which no weights are converted; None for another model. Raises `UserError`."""
+    """The tokenizer of a GGUF file, without converting its weights; None for other formats. Raises `UserError`."""
     if (gguf := find_gguf(source)) is None:
         return None
     from data_prep.formats.gguf_tokenizer import gguf_tokenizer
@@ -65,14 +65,14 @@ def tokenizer_alone(source: str) -> "PreTrainedTokenizerBase | None":
 
 
 def is_as_written(source: str, revision: str | None) -> bool:
-    """Whether the tokenizer of these safetensors was converted, and must not be that of its architecture instead."""
+    """Whether a conversion wrote the tokenizer in `source`: then it is loaded as written, not by its architecture."""
     file = located(source, revision, TOKENIZER_FILE)
     said = read_mapping(file, "description of a tokenizer", "fetch the model again") if file else {}
     return said.get(AS_WRITTEN) is True
 
 
 def located(source: str, revision: str | None, file: str) -> str | None:
-    """Where a file of a local directory or Hub repository lies here, fetched if need be; None where there is none."""
+    """The local path of a file of a directory or Hub repository, fetched if necessary; None if it does not exist."""
     return cached_file(
         source,
         file,
@@ -84,7 +84,7 @@ def located(source: str, revision: str | None, file: str) -> str | None:
 
 
 def fetched(source: str, revision: str | None, kind: Kind) -> Path:
-    """Where a model lies on this machine, whose weights are of `kind`. Raises `UserError` if it cannot be fetched."""
+    """The local directory of a model whose weights are of `kind`. Raises `UserError` if it cannot be fetched."""
     from huggingface_hub import snapshot_download
 
     if is_local(source):
@@ -93,7 +93,7 @@ def fetched(source: str, revision: str | None, kind: Kind) -> Path:
     weights = {kind.single} if index is None else {kind.index, *kind.file_of(Path(index)).values()}
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=[*DESCRIPTIONS, *sorted(weights)]))
-    except Exception as error:  # whatever the Hub's client raises
+    except Exception as error:  # any error of the Hub's client
         raise UserError(f"{source}: cannot be fetched ({reason(error)})") from None
 
 
@@ -101,12 +101,12 @@ def fetched(source: str, revision: str | None, kind: Kind) -> Path:
 def _on_hub(source: str, revision: str | None) -> FolderModel | None:
     config, kind = located(source, revision, CONFIG_FILE), None
     if config is not None:
-        with suppress(OSError):  # whoever reads it says why it cannot be reached
+        with suppress(OSError):  # a later read reports why the Hub cannot be reached
             kind = _kind(partial(has_file, source, revision=revision), Path(config))
     return None if kind is None else FolderModel(source, fetched(source, revision, kind), kind)
 
 
 def _kind(has: Callable[[str], bool], config: Path) -> Kind | None:
-    """The files of weights that are to be converted; None where there are plain safetensors, or no weights."""
+    """The kind of weight files to convert; None if there are plain safetensors or no weights."""
     kind = next((kind for kind in (SAFETENSORS, PICKLES) if has(kind.index) or has(kind.single)), None)
     return kind if kind is PICKLES or is_block_fp8(config) else None

@@ -1,4 +1,4 @@
-"""The transformers config of a model in a GGUF file, from its metadata. What is not understood is refused."""
+"""The transformers config of a model in a GGUF file, from its metadata. Unknown metadata are refused."""
 
 import math
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from data_prep.formats.gguf_file import GgufFile, Value
 from data_prep.formats.original import MOST_LAYERS
 from outrider.errors import UserError, reason
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # ggml's name of the architecture; Mistral's models are among its llamas
-_CLASSES = {  # transformers' names, by which serving engines go
+FAMILIES = ("llama", "qwen2", "qwen3")  # ggml's names of architectures; Mistral's models are "llama" there
+_CLASSES = {  # transformers' class names, which serving engines use
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
-IGNORED = {ROPE_FACTORS}  # tensors that say something of the config
-# What is read below of an architecture's own keys. Any other might change numbers in a way that is not known here.
+IGNORED = {ROPE_FACTORS}  # tensors that belong to the config, not to the weights
+# The architecture's keys that are read below. Any other key might change numbers in an unknown way.
 _KNOWN = {
     "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
     "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
@@ -28,20 +28,20 @@ _KNOWN = {
     "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned",
     "rope.scale_linear", "tensor_data_layout",
 }  # fmt: skip
-_OFF = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # keys that say nothing at this value
-# Llama 3's scaling stands in a file as a factor for each frequency; its bounds are these in every model so far.
+_OFF = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # keys without effect at this value
+# A file stores Llama 3's scaling as one factor per frequency; these bounds are the same in every model so far.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192
 Number = TypeVar("Number", int, float)
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
-    """The config of the model in `file`. Raises `UserError` naming the key that is missing or not understood."""
+    """The config of the model in `file`. Raises `UserError` naming a key that is missing or not supported."""
     family = require_family(file)
     _require_known(file, family)
     layers = _count(file, "block_count")
     most = min(MOST_LAYERS, len(file.tensors))
-    if layers > most:  # lists of this length are made before anything else of it is looked at
+    if layers > most:  # a config creates lists of this length before its other fields are checked
         raise UserError(f"{file.path}: {family}.block_count={layers}: expected 1 to {most}; fetch it again")
     heads, kv_heads = head_counts(file)
     hidden = _count(file, "embedding_length")
@@ -82,12 +82,12 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         values["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     try:
         return AutoConfig.for_model(kind, **values)
-    except Exception as error:  # whatever the classes of the architectures make of values they do not expect
+    except Exception as error:  # any error of an architecture's config class for unexpected values
         raise UserError(f"{file.path}: no usable metadata ({reason(error)}); convert the model again") from error
 
 
 def require_family(file: GgufFile) -> str:
-    """The architecture that a file names. Raises `UserError` for one of several files, and for another one."""
+    """The architecture of a file. Raises `UserError` if it is unsupported, or the file is one of several."""
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise UserError(
             f"{file.path}: one of {file.metadata['split.count']} files of a model (split.count); put them together "
@@ -100,13 +100,13 @@ def require_family(file: GgufFile) -> str:
 
 
 def head_counts(file: GgufFile) -> tuple[int, int]:
-    """How many heads, and how many of them keys and values have."""
+    """The number of query heads, and of key/value heads."""
     heads = _count(file, "attention.head_count")
     return heads, _count(file, "attention.head_count_kv", heads)
 
 
 def _own_keys(file: GgufFile) -> dict[str, Value]:
-    """What the file says under the name of its architecture, without that name."""
+    """The metadata with the architecture's prefix, by keys without that prefix."""
     prefix = f"{file.metadata['general.architecture']}."
     return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
 
@@ -120,13 +120,13 @@ def _require_known(file: GgufFile, family: str) -> None:
 
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
-    """A positive integer of the architecture. Raises `UserError` where it is missing without a default."""
+    """A positive integer of the architecture. Raises `UserError` if it is missing and there is no default."""
     key = f"{file.metadata['general.architecture']}.{key}"
     return _positive(file, key, file.get(key, int) if default is None else file.get(key, int, default))
 
 
 def _number(file: GgufFile, key: str, default: float | None = None) -> float:
-    """A positive number of the architecture that is stored as float32, as its shortest decimal: 1e-05."""
+    """A positive number of the architecture, stored as float32, rounded to its shortest decimal: 1e-05."""
     key = f"{file.metadata['general.architecture']}.{key}"
     found = file.get(key, float) if default is None else file.get(key, float, default)
     return _decimal(_positive(file, key, found))
@@ -139,21 +139,21 @@ def _positive(file: GgufFile, key: str, value: Number) -> Number:
 
 
 def _vocabulary_size(file: GgufFile) -> int:
-    """Rows of the embedding, which may be padded beyond the tokens."""
+    """The number of rows of the embedding, which may be padded beyond the tokens."""
     if "token_embd.weight" not in file.tensors:
         raise UserError(f"{file.path}: holds no tensor 'token_embd.weight'; expected a whole model")
     return file.tensors["token_embd.weight"].shape[0]
 
 
 def _end_tokens(file: GgufFile) -> int | list[int] | None:
-    """The end of a text, and that of a turn where it is another."""
+    """The end-of-text id, and the end-of-turn id if it differs."""
     found = [file.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot")]
     ends = list(dict.fromkeys(one for one in found if one is not None))
     return ends if len(ends) > 1 else ends[0] if ends else None
 
 
 def _dtype(file: GgufFile) -> str:
-    """The type of most of the weights; bfloat16 where they are quantised, as no range is lost in it."""
+    """The type of most of the weights; bfloat16 if they are quantised, since it loses no range."""
     names = {0: "float32", 1: "float16"}
     sizes: dict[str, int] = {}
     for place in file.tensors.values():
@@ -168,7 +168,7 @@ def _decimal(value: float) -> float:
 
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, object]:
-    """`rope_parameters` of the config. Raises `UserError` for a scaling that is not known here."""
+    """`rope_parameters` of the config. Raises `UserError` for an unsupported scaling."""
     theta = _number(file, "rope.freq_base", 10000.0)
     own, family = _own_keys(file), file.metadata["general.architecture"]
     if ROPE_FACTORS in file.tensors:
@@ -186,7 +186,7 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, object]:
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
-    """The scaling whose factors, one a frequency, are those that the file holds as a tensor."""
+    """The Llama 3 scaling whose factors, one per frequency, equal the tensor in the file."""
     place = file.tensors[ROPE_FACTORS]
     refused = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
     if place.kind != 0 or place.shape != (head_dim // 2,):

@@ -1,6 +1,6 @@
-"""A GGUF file: its metadata and where its tensors lie, as ggml's specification (docs/gguf.md) lays them out.
+"""A GGUF file: its metadata and the locations of its tensors, according to ggml's specification (docs/gguf.md).
 
-Read here and not by the `gguf` package, whose reader follows a damaged length to the end of memory.
+It is parsed here because the reader of the `gguf` package follows a damaged length to the end of memory.
 """
 
 import mmap
@@ -19,26 +19,26 @@ VERSIONS = (2, 3)
 _DAMAGED = "fetch it again"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_MOST = 2**32  # of anything that is counted: a larger number is damage
-_DEEPEST = 4  # arrays within arrays
-_PLAIN = (0, 1, 28, 30)  # ggml's numbers of float32, float16, float64 and bfloat16
-_SHORTEST = 24  # bytes: magic, version and two counts
+_MOST = 2**32  # limit of any count or length: a larger number means damage
+_DEEPEST = 4  # maximum depth of nested arrays
+_PLAIN = (0, 1, 28, 30)  # ggml's type numbers of float32, float16, float64 and bfloat16
+_SHORTEST = 24  # minimum bytes of a file: magic, version and two counts
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor lies. shape: outermost dimension first, as torch has it. kind: ggml's number of its type."""
+    """The location of a tensor. shape: outermost dimension first, as in torch. kind: ggml's number of its type."""
 
     name: str
     shape: tuple[int, ...]
     kind: int
-    begin: int  # byte of the file
+    begin: int  # byte offset in the file
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What a GGUF file says. metadata: numbers, texts and lists, by key."""
+    """The contents of a GGUF file without tensor data. metadata: numbers, strings and lists, by key."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -51,7 +51,7 @@ class GgufFile:
     @overload
     def get(self, key: str, kind: type[Kind], default: None) -> Kind | None: ...
     def get(self, key: str, kind: type, default: object = _MISSING) -> object:
-        """The value of `key`, which must be of type `kind` (float: any number). Raises `UserError` naming both."""
+        """The value of `key`, which must have type `kind` (float: any number). Raises `UserError` naming both."""
         value = self.metadata.get(key, default)
         if value is _MISSING:
             raise UserError(f"{self.path}: says no {key}; convert the model again with a current llama.cpp")
@@ -62,11 +62,11 @@ class GgufFile:
 
     @property
     def quantised(self) -> bool:
-        """Whether any tensor is of fewer bits than floats have."""
+        """Whether any tensor has a quantised type."""
         return any(place.kind not in _PLAIN for place in self.tensors.values())
 
     def texts(self, key: str) -> list[str]:
-        """The list of texts under `key`. Raises `UserError`."""
+        """The list of strings under `key`. Raises `UserError`."""
         found = self.get(key, list)
         texts = [one for one in found if isinstance(one, str)]
         if len(texts) < len(found):
@@ -75,9 +75,9 @@ class GgufFile:
 
 
 def find_gguf(source: str) -> Path | None:
-    """The GGUF file that `source` is, or that lies in the directory `source` in place of a Hugging Face model.
+    """The GGUF file `source`, or the one in the directory `source` if it is not a Hugging Face model; else None.
 
-    Raises `UserError` for another file, and where there are several.
+    Raises `UserError` for another file, and if there are several GGUF files.
     """
     path = Path(source)
     if path.is_file():
@@ -96,7 +96,7 @@ def find_gguf(source: str) -> Path | None:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """What the file at `path` says; no tensor is read. Raises `UserError`, also where the file ends too early."""
+    """The contents of the file at `path`; reads no tensor. Raises `UserError`, also if the file ends too early."""
     if path.stat().st_size < _SHORTEST or not is_gguf(path):
         raise UserError(f"{path}: not a GGUF file (it does not begin with {MAGIC.decode()}); {_DAMAGED}")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -104,13 +104,13 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file `path` begins as a GGUF file does."""
+    """Whether the file `path` begins with GGUF's magic bytes."""
     with open(path, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 class _Parser:
-    """Walks over a file from its first byte; `what` is named where it ends or makes no sense."""
+    """Parses a file sequentially; `what` is the current part, named in errors."""
 
     def __init__(self, path: Path, content: mmap.mmap):
         self.path, self.content, self.at, self.what = path, content, len(MAGIC), "header"

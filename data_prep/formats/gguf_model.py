@@ -1,4 +1,4 @@
-"""The model in a GGUF file: its tensors under Hugging Face's names, in their order of rows, and dequantised."""
+"""The model in a GGUF file: its tensors, dequantised, with Hugging Face's names and order of rows."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _PLAIN = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16)
 
 
 def load_package() -> ModuleType:
-    """The `gguf` package. Raises `UserError` where it is not installed."""
+    """The `gguf` package. Raises `UserError` if it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -36,31 +36,31 @@ def load_package() -> ModuleType:
 
 @dataclass(frozen=True)
 class GgufModel:
-    """The model in the GGUF file at `path`; `source` is what it is called."""
+    """The model in the GGUF file at `path`; `source` is its name."""
 
     source: str
     path: Path
 
     @cached_property
     def file(self) -> GgufFile:
-        """What the file says."""
+        """The file's metadata and tensor locations."""
         return open_gguf(self.path)
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """The one file that it is."""
+        """Its only file."""
         return {"model.gguf": self.path}
 
     @property
     def quantised(self) -> bool:
-        """Whether any of its tensors is."""
+        """Whether any of its tensors is quantised."""
         return self.file.quantised
 
     def tensors(self) -> Mapping[str, Stored]:
-        """Its tensors by Hugging Face's names: float32 where they are quantised, else of their own type.
+        """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
 
-        Raises `UserError` for an architecture, a tensor or a quantisation that is not known here, and where the file
-        ends before its last tensor does.
+        Raises `UserError` for an unsupported architecture, tensor or quantisation, and if the file ends before its last
+        tensor does.
         """
         file = self.file
         held = {name: _located(file, place) for name, place in file.tensors.items() if name not in IGNORED}
@@ -71,7 +71,7 @@ class GgufModel:
         return {theirs: held[name] for name, theirs in names.items()}
 
     def describe(self, folder: Path) -> None:
-        """Write config, generation config and tokenizer as its metadata have them. Raises `UserError`."""
+        """Write config, generation config and tokenizer according to its metadata. Raises `UserError`."""
         config = gguf_config(self.file)
         gguf_tokenizer(self.file).save_pretrained(folder)
         config.save_pretrained(folder)
@@ -79,14 +79,14 @@ class GgufModel:
 
 
 def _names(file: GgufFile) -> dict[str, str]:
-    """ggml's name of every tensor of the model that the metadata describe → Hugging Face's."""
+    """ggml's name → Hugging Face's name, for every tensor of the model that the metadata describe."""
     gguf, config = load_package(), gguf_config(file)
     family = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == require_family(file))
     known = gguf.get_tensor_name_map(family, config.num_hidden_layers)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # whatever an architecture makes of a config it does not expect
+    except Exception as error:  # any error of an architecture for an unexpected config
         raise UserError(f"{file.path}: its metadata describe no model ({reason(error)}); fetch it again") from error
     parts = (name.rpartition(".") for name in model.state_dict() if not (name == HEAD and config.tie_word_embeddings))
     return {f"{known.get_name(stem)}.{last}": f"{stem}.{last}" for stem, _, last in parts}
@@ -105,7 +105,7 @@ def _located(file: GgufFile, place: TensorPlace) -> Stored:
 def _read(
     path: Path, place: TensorPlace, kind: "GGMLQuantizationType", stored: tuple[int, int], heads: int | None
 ) -> Tensor:
-    """A tensor in Hugging Face's order of rows. stored: rows in the file, and bytes of each."""
+    """A tensor in Hugging Face's order of rows. stored: the number of rows in the file, and bytes per row."""
     raw = np.ascontiguousarray(np.memmap(path, np.uint8, "r", place.begin, stored))
     if kind.name in _PLAIN:
         plain, dtype = _PLAIN[kind.name]
@@ -119,14 +119,14 @@ def _read(
 def _in_halves(tensor: Tensor, heads: int) -> Tensor:
     """A Llama's q or k projection [heads · size, …] in Hugging Face's order of rows.
 
-    Hugging Face rotates value i of a head with value i + half, llama.cpp the neighbours 2i and 2i + 1. So its converter
-    moved row i of a Llama's head to 2i, and row i + half to 2i + 1. Qwen's rows are stored as they were.
+    Hugging Face rotates value i of a head with value i + half, llama.cpp rotates neighbours 2i and 2i + 1. So its
+    converter moved row i of a Llama's head to 2i, and row i + half to 2i + 1. Qwen's rows are stored unchanged.
     """
     return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def _row_size(file: GgufFile, place: TensorPlace) -> tuple["GGMLQuantizationType", int]:
-    """The type of a tensor and the bytes of one of its rows. Raises `UserError` where it cannot be dequantised."""
+    """The type of a tensor and the bytes per row. Raises `UserError` if it cannot be dequantised."""
     gguf, kind = load_package(), None
     try:
         kind = gguf.GGMLQuantizationType(place.kind)
@@ -147,7 +147,7 @@ def _row_size(file: GgufFile, place: TensorPlace) -> tuple["GGMLQuantizationType
 
 
 def _rotated_heads(file: GgufFile, place: TensorPlace) -> int | None:
-    """How many heads the rows of a Llama's q or k projection make; None for any other tensor."""
+    """The number of heads of a Llama's q or k projection; None for any other tensor."""
     heads = dict(zip(("attn_q", "attn_k"), head_counts(file), strict=True)).get("".join(place.name.split(".")[2:3]))
     if file.metadata["general.architecture"] != "llama" or heads is None:
         return None

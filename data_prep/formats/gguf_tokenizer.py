@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, made of its metadata as the Hugging Face tokenizer that it was converted from."""
+"""The tokenizer of a GGUF file: the Hugging Face tokenizer it was converted from, rebuilt from its metadata."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,10 +10,10 @@ from data_prep.formats.original import AS_WRITTEN
 from outrider.errors import UserError, reason
 
 _KEY = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of a token, in "token_type"
-_SPACE = "▁"  # SentencePiece's
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens, in "token_type"
+_SPACE = "▁"  # SentencePiece's space
 
-# How a text is cut before merges apply. Each pattern is that of its model's published tokenizer.json.
+# The patterns that split a text before merges apply. Each is from its model's published tokenizer.json.
 _LLAMA3 = "|".join(
     (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
@@ -34,7 +34,7 @@ _PATTERNS = {
 
 
 def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
-    """The tokenizer of the model in `file`, with its chat template. Raises `UserError` naming what is not supported."""
+    """The tokenizer of the model in `file`, with its chat template. Raises `UserError` naming an unsupported value."""
     kind = file.get(f"{_KEY}model", str)
     if kind not in ("gpt2", "llama"):
         raise UserError(
@@ -56,7 +56,7 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         )
     except UserError:
         raise
-    except Exception as error:  # whatever tokenizers makes of pieces that do not fit together
+    except Exception as error:  # any error of tokenizers for pieces that do not fit together
         raise UserError(f"{file.path}: no usable tokenizer ({reason(error)}); convert the model again") from error
 
 
@@ -101,9 +101,9 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
-    """Every cut of a token into two tokens, best token first: what SentencePiece's BPE does with its scores.
+    """All splits of a token into two tokens, best token first: merges equivalent to SentencePiece's BPE with scores.
 
-    It joins the two neighbours whose whole has the highest score.
+    That joins the two neighbours whose concatenation has the highest score.
     """
     given, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
     scores = [one for one in given if isinstance(one, float)]
@@ -119,7 +119,7 @@ def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> None:
-    """Make the tokens that are no text special, and keep those whole that a user defined."""
+    """Make control and unknown tokens special, and add user-defined tokens, which are never split."""
     types = _types(file, tokens)
     for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
         special = kind == _CONTROL
@@ -132,7 +132,7 @@ def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> 
 def _post_processor(
     file: GgufFile, kind: str, special: Mapping[str, str], tokens: Sequence[str]
 ) -> processors.PostProcessor | None:
-    """What puts the tokens before and after a text that the file asks for."""
+    """The post-processor that adds BOS and EOS to a text as the file asks; None if there is nothing to do."""
     sides = []
     for side, default in (("bos", kind == "llama"), ("eos", False)):
         wanted = file.get(f"{_KEY}add_{side}_token", bool, default)
@@ -151,7 +151,7 @@ def _post_processor(
 
 
 def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
-    """The special tokens under transformers' names."""
+    """The special tokens by transformers' names."""
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in names.items()}
     return {

@@ -1,4 +1,4 @@
-"""A model as it was published, and what has to be known of it to convert it."""
+"""A model as it was published, with the interface for its conversion."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE = "config.json", "generation_config.json", "tokenizer_config.json"
-AS_WRITTEN = "loaded_as_written"  # marks a tokenizer that is all in tokenizer.json, whatever transformers knows of such
+AS_WRITTEN = "loaded_as_written"  # marks a tokenizer that is loaded from tokenizer.json alone
 HEAD = "lm_head.weight"
 MOST_LAYERS = 2**12
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a model that is to be converted. dtype, shape: of what `read` gives."""
+    """A tensor of a model to be converted. dtype, shape: of the result of `read`."""
 
     dtype: torch.dtype
     shape: Sequence[int]
@@ -24,22 +24,22 @@ class Stored:
 
 
 class Original(Protocol):
-    """A model as it was published. Whatever is asked of it raises `UserError` where it is damaged or not understood."""
+    """A model as it was published. All members raise `UserError` if it is damaged or not supported."""
 
     @property
     def source(self) -> str:
-        """What it is called."""
+        """Its name: a path or Hub name."""
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """All files of which it is made, by what they are called in it."""
+        """All its files, by their names in the model."""
 
     @property
     def quantised(self) -> bool:
-        """Whether its weights are quantised as they are stored."""
+        """Whether its stored weights are quantised."""
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names; none is read yet."""
 
     def describe(self, folder: Path) -> None:
-        """Write all but the weights into the empty `folder`: config, tokenizer, generation config."""
+        """Write everything except the weights to the empty `folder`: config, tokenizer, generation config."""

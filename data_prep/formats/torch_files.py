@@ -1,4 +1,4 @@
-"""Files of tensors: safetensors, and torch's pickles (.bin) that came before them; and the index of several files."""
+"""Files of tensors: safetensors, and torch's older pickles (.bin); and the index of several files."""
 
 import json
 import zipfile
@@ -17,7 +17,7 @@ from data_prep.formats.original import HEAD, Stored
 from outrider.errors import UserError, reason
 from outrider.files import read_mapping
 
-# Torch's types under the names that safetensors' headers give them.
+# Torch's types by their names in safetensors headers.
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -27,9 +27,9 @@ TYPES = {
 
 @dataclass(frozen=True)
 class SafeTensor:
-    """A tensor of a safetensors file, of which only the bytes asked for are read.
+    """A tensor of a safetensors file, of which only the requested bytes are read.
 
-    type_name: its type as the header has it, as "BF16". begin, end: bytes of the file.
+    type_name: its type in the header, such as "BF16". begin, end: byte offsets in the file.
     """
 
     path: str
@@ -42,15 +42,15 @@ class SafeTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
         return self.end - self.begin
 
     def read(self) -> Tensor:
-        """All of it."""
+        """The whole tensor."""
         return self.load(self.name)
 
     def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """Its bytes at each (first byte, how many). Raises `UserError` where the file ends before them."""
+        """Its bytes at each (first byte, number of bytes). Raises `UserError` if the file ends too early."""
         with open(self.path, "rb", buffering=0) as file:
             for at, size in places:
                 file.seek(self.begin + at)
@@ -63,7 +63,7 @@ class SafeTensor:
 def open_safetensors(path: str) -> Mapping[str, SafeTensor]:
     """The tensors of a safetensors file. Raises `UserError`."""
     with readable(path, "safetensors file"):
-        handle = safe_open(path, framework="pt")  # proves that the header is sound
+        handle = safe_open(path, framework="pt")  # checks that the header is valid
         with open(path, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
@@ -76,16 +76,15 @@ def open_safetensors(path: str) -> Mapping[str, SafeTensor]:
 
 
 def _stored(path: str) -> Mapping[str, Stored]:
-    """The same, to be converted."""
+    """The same as `Stored` tensors, for conversion."""
     return {name: Stored(TYPES[one.type_name], one.shape, one.read) for name, one in open_safetensors(path).items()}
 
 
 def open_pickled(path: str) -> Mapping[str, Stored]:
-    """The tensors of a file that `torch.save` wrote, read by torch's weights-only loader, which runs no code in it.
+    """The tensors of a `torch.save` file, read by torch's weights-only loader, which runs no code from it.
 
-    Files of torch 1.6 or later are mapped into memory; older ones are read whole. An output head that is only another
-    name of the embedding is left out, as safetensors leave it out: the same model then has the same tensors in both
-    formats. Raises `UserError`.
+    Files of torch 1.6 or later are mapped into memory; older ones are read whole. An output head tied to the embedding
+    is omitted, as in safetensors: the same model then has the same tensors in both formats. Raises `UserError`.
     """
     with readable(path, "file of tensors (torch.save)"):
         try:
@@ -107,7 +106,7 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
 
 
 def _refused(path: str, said: str) -> str:
-    told = [line for line in said.splitlines() if "GLOBAL" in line]  # which class or function the file asks for
+    told = [line for line in said.splitlines() if "GLOBAL" in line]  # the class or function that the file asks for
     return (
         f"{path}: torch's weights-only loader refuses it ({(told or said.splitlines() or ['no reason given'])[0]}): it "
         "is damaged, or its pickle holds more than tensors and could run code. Fetch it again, or get the model as "
@@ -122,7 +121,7 @@ def _first_other(content: Mapping[object, object]) -> str | None:
         if not isinstance(name, str) or value.layout is not torch.strided or value.dtype not in TYPES.values():
             return f"{name!r}: {value.dtype}"
         held = value.untyped_storage().nbytes()
-        if value.nbytes > held:  # a view that repeats its memory: a small file would become any size once it is read
+        if value.nbytes > held:  # a view that repeats its memory: a small file could become arbitrarily large when read
             return f"{name!r}: shape {list(value.shape)} in {held} bytes"
     return None
 
@@ -133,18 +132,18 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def readable(path: str, what: str) -> Iterator[None]:
-    """Within it, whatever goes wrong with the file at `path` becomes a `UserError` that names it."""
+    """Context manager: any error in reading the file at `path` becomes a `UserError` that names it."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # its own class for a bad header and a missing tensor, OSError for the rest
+    except Exception as error:  # SafetensorError for a bad header or a missing tensor, OSError for the rest
         raise UserError(f"{path}: not a readable {what} ({reason(error)}); fetch it again") from None
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A format of weights, and how transformers names the files of a checkpoint in it."""
+    """A format of weights, with transformers' file names of a checkpoint in it."""
 
     name: str
     single: str
@@ -153,11 +152,11 @@ class Kind:
 
     @property
     def index(self) -> str:
-        """The file that says which tensor is in which of several files."""
+        """The name of the index, which maps tensors to files."""
         return f"{self.single}.index.json"
 
     def file_of(self, index: Path) -> dict[str, str]:
-        """Tensor name → file name, as an index says. Raises `UserError`.
+        """Tensor name → file name, from an index. Raises `UserError`, also for a file outside the directory.
 
         A symlink in the directory may lead anywhere.
         """
@@ -175,7 +174,7 @@ class Kind:
         return found
 
     def missing(self, source: str, file: str) -> UserError:
-        """For a file that is not there."""
+        """The error for a missing file."""
         return UserError(f"{source}: {file} is named in {self.index} but missing; fetch the checkpoint again")
 
     def require(self, path: str, held: Iterable[str], names: Iterable[str]) -> None:

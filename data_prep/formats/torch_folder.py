@@ -1,4 +1,4 @@
-"""A model in a directory as transformers knows it: safetensors or .bin files, with weights of fp8 multiplied out."""
+"""A model in a Hugging Face directory: safetensors or .bin files; fp8 weights are dequantised."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -15,8 +15,8 @@ from data_prep.formats.torch_files import PICKLES, Kind
 from outrider.errors import UserError
 from outrider.files import read_mapping, write_json
 
-SCALES = "_scale_inv"  # after the name of an fp8 weight: what its blocks are to be multiplied with
-# The files beside the weights that say what a model and its tokenizer are.
+SCALES = "_scale_inv"  # suffix to the name of an fp8 weight: the factors of its blocks
+# The files next to the weights that describe a model and its tokenizer.
 DESCRIPTIONS = (
     CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
     "merges.txt", "chat_template*", "*.model", "*.tiktoken",
@@ -25,7 +25,7 @@ DESCRIPTIONS = (
 
 @dataclass(frozen=True)
 class FolderModel:
-    """The model in `folder`, whose weights are files of `kind`; `source` is what it is called."""
+    """The model in `folder`, whose weights are files of `kind`; `source` is its name."""
 
     source: str
     folder: Path
@@ -39,11 +39,11 @@ class FolderModel:
 
     @property
     def quantised(self) -> bool:
-        """Whether its config.json says that its weights are fp8 with a scale for each block."""
+        """Whether its weights are fp8 with one scale per block, according to config.json."""
         return is_block_fp8(self.folder / CONFIG_FILE)
 
     def tensors(self) -> Mapping[str, Stored]:
-        """Its tensors under their names; those of fp8 are float32 once read. Raises `UserError`."""
+        """Its tensors by name; fp8 tensors become float32 when read. Raises `UserError`."""
         found: dict[str, Stored] = {}
         for file, names in self._by_file().items():
             path = str(self.folder / file)
@@ -51,7 +51,7 @@ class FolderModel:
                 raise self.kind.missing(self.source, file)
             held = self.kind.open_file(path)
             expected = [name for name in names or held if name in held or name != HEAD or self.kind is not PICKLES]
-            self.kind.require(path, held, expected)  # of a tied head an index may speak as of a tensor of its own
+            self.kind.require(path, held, expected)  # an index may list a tied head as a separate tensor
             found |= {name: held[name] for name in expected}
         scaled = {name for name in found if name + SCALES in found}
         block = self._block() if scaled else (0, 0)
@@ -62,7 +62,7 @@ class FolderModel:
         return {name: one for name, one in found.items() if not name.endswith(SCALES)}
 
     def describe(self, folder: Path) -> None:
-        """Copy all but the weights. config.json no longer says that they are fp8."""
+        """Copy everything except the weights, and remove quantization_config from config.json if they are fp8."""
         for path in self._descriptions():
             shutil.copyfile(path, folder / path.name)
         if self.quantised:
@@ -75,7 +75,7 @@ class FolderModel:
         return sorted(path for path in files if any(fnmatch(path.name, one) for one in DESCRIPTIONS))
 
     def _by_file(self) -> dict[str, list[str]]:
-        """The tensors that the index says to be in each file; none where there is one file without an index."""
+        """The tensors in each file according to the index; an empty list for a single file without an index."""
         index = self.folder / self.kind.index
         if not index.exists():
             return {self.kind.single: []}
@@ -85,7 +85,7 @@ class FolderModel:
         return found
 
     def _block(self) -> tuple[int, int]:
-        """Rows and columns under one scale, as config.json says. Raises `UserError`."""
+        """Rows and columns per scale, from config.json. Raises `UserError`."""
         quantised = _quantisation(self.folder / CONFIG_FILE)
         block = quantised.get("weight_block_size")
         if not isinstance(block, list) or len(block) != 2 or not all(isinstance(one, int) and one > 0 for one in block):
@@ -97,18 +97,18 @@ class FolderModel:
 
 
 def require_plain(source: str, names: Iterable[str]) -> None:
-    """Raise `UserError` where `names` of tensors that were not converted are those of fp8 weights."""
+    """Raise `UserError` if `names` of unconverted tensors contain scales of fp8 weights."""
     if any(name.endswith(SCALES) for name in names):
         raise UserError(f"{source}: has scales of fp8 weights, of which its config.json does not speak; fetch it again")
 
 
 def is_block_fp8(config: Path) -> bool:
-    """Whether a config.json speaks of fp8 weights with a scale for each block."""
+    """Whether a config.json declares fp8 weights with one scale per block."""
     try:
         if b"fp8" not in config.read_bytes():
             return False
         quantised = _quantisation(config)
-    except (OSError, UserError):  # whoever reads it says what is wrong with it
+    except (OSError, UserError):  # a later read reports what is wrong with it
         return False
     return quantised.get("quant_method") == "fp8" and bool(quantised.get("weight_block_size"))
 
@@ -126,7 +126,7 @@ def _unscaled(weight: Stored, scales: Stored, block: tuple[int, int], what: str)
 def unscaled(weight: Tensor, scales: Tensor, block: tuple[int, int], what: str) -> Tensor:
     """weight [n, m] times the scale of each of its blocks, in float32.
 
-    scales: [⌈n / rows of a block⌉, ⌈m / columns⌉]; the last blocks may be cut off. Raises `UserError` naming `what`.
+    scales: [⌈n / block rows⌉, ⌈m / block columns⌉]; the last blocks may be partial. Raises `UserError` naming `what`.
     """
     expected = [-(-size // one) for size, one in zip(weight.shape, block, strict=True)]
     if list(scales.shape) != expected:

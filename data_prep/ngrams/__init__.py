@@ -1,1 +1,1 @@
-"""Counting a corpus into an n-gram table."""
+"""Building an n-gram table from a corpus."""

@@ -16,8 +16,8 @@ def blocks(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """All n-grams, at most `capacity` at a time.
 
-    (keys uint64, last tokens uint32), unsorted; in the narrow form the token is in the key's low bits, and the
-    second array is empty.
+    (keys uint64, last tokens uint32), unsorted; in the narrow form the token is in the key's low bits and the second
+    array is empty.
     """
     keys = np.empty(capacity, np.uint64)
     tokens = np.empty(0 if narrow else capacity, np.uint32)
@@ -25,7 +25,7 @@ def blocks(
     for path, continued in zip(shards.paths, shards.continued, strict=True):
         ids, lengths = read_shard(path, shards.dtype)
         stage.advance(len(ids))
-        if continued:  # after what its first n-grams begin with
+        if continued:  # prepend the tokens that its first n-grams begin with
             ids = np.concatenate([tail, ids])
             lengths[0] += len(tail)
         tail = ids[len(ids) - min(order - 1, int(lengths[-1])) :]
@@ -41,9 +41,9 @@ def blocks(
 
 
 def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Documents, as ids [n] and lengths int64, in parts of at most `most` n-grams; every n-gram is in one of them.
+    """Documents, as ids [n] and lengths int64, in parts of at most `most` n-grams; every n-gram is in exactly one part.
 
-    A document that is cut begins, in the later part, with the order − 1 tokens before the cut.
+    The later part of a split document starts with the order − 1 tokens before the split.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     begins = ends - lengths

@@ -1,4 +1,4 @@
-"""Building an n-gram table: a corpus is read, tokenised, counted, and merged with other tables and pruned if asked."""
+"""Building an n-gram table: read, tokenise and count a corpus; optionally merge with other tables and prune."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def build_table(config: TrigramConfig) -> None:
 
     An unfinished table is in `<out_dir>.building`; `config.resume` continues with the shards there. Only the first
     process of a launcher builds, with `config.workers` processes; the others return. Raises `UserError` for a bad
-    corpus, tokenizer or path. In any case `out_dir` holds a complete table or none.
+    corpus, tokenizer or path. `out_dir` always holds a complete table or none.
     """
     if int(os.environ.get("RANK", "0")):
         return
@@ -47,7 +47,7 @@ def build_table(config: TrigramConfig) -> None:
     if config.resume and (out_dir / TABLE_FILE).exists():
         _require_same(TrigramTable.open(out_dir), config, encoder, others)
         print(f"{out_dir}: finished already")
-        if work.exists():  # of a build that was killed when the table was there
+        if work.exists():  # left by a build that was killed after publishing the table
             with only_run(work, f"the table of out_dir={out_dir}"):
                 shutil.rmtree(work)
         return
@@ -96,7 +96,7 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
     if config.suffixes:
         _require_room_to_sort(shards, others, memory)
     tokenised, table = time.perf_counter(), work / "table"
-    for part in (table, work / "runs"):  # of a build that was killed
+    for part in (table, work / "runs"):  # left by a killed build
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
     # Rare n-grams of one table may be frequent in the sum of all.
@@ -124,7 +124,7 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
 
 
 def _published(work: Path, name: str, *whole: Any) -> TrigramTable:
-    """The table in work/table, moved to work/runs and opened, so that another one can be written."""
+    """Move the table in work/table to work/runs and open it, so that another one can be written."""
     publish(work / "table", work / "runs" / name, *whole)
     (work / "table").mkdir()
     return TrigramTable.open(work / "runs" / name)
@@ -160,7 +160,7 @@ def _require_some(config: TrigramConfig, tokens: int, contexts: Sequence[int]) -
 
 
 def _require_room_to_sort(shards: Shards, others: list[TrigramTable], memory: int) -> None:
-    """Raise `UserError` where the corpus, with those of the tables it is merged with, cannot be sorted in `memory`."""
+    """Raise `UserError` if the corpus, with those of merged tables, cannot be sorted in `memory` bytes."""
     merged = sum(len(other.suffixes.tokens) for other in others if other.suffixes is not None)
     needed = SORT_BYTES * (shards.tokens + shards.documents + merged)
     expected = f"at least {needed / _GB:.1f} for suffixes=true: the corpus is sorted in memory"
@@ -168,7 +168,7 @@ def _require_room_to_sort(shards: Shards, others: list[TrigramTable], memory: in
 
 
 def _report(out_dir: str, counts: Counter[str], tokenise_seconds: float, count_seconds: float) -> None:
-    header = read_header(Path(out_dir))  # the arrays are not opened: that would have all of them in memory
+    header = read_header(Path(out_dir))  # opening the arrays would load all of them into memory
     figures = {
         "tokens": header.facts["tokens"],
         "documents": header.facts["documents"],

@@ -1,9 +1,9 @@
-"""Counting n-grams out of core: shards of token ids → a table's arrays, in memory that hardly grows with the corpus.
+"""Out-of-core counting of n-grams: shards of token ids → a table's arrays, in nearly constant memory.
 
 For each order there are two passes. First, blocks of n-grams are sorted and counted, each to a sorted run on disk.
 Then the runs are merged, one range of keys after another, and written as the table's arrays. Only `Level.buckets` is
 held whole, 2 to 4 bytes a context. Keys are evenly spread (`draft_models.ngrams.kernels.mix`), so ranges of equal width
-are of about equal size. The table's bytes do not depend on the size of blocks and ranges.
+have about equal sizes. The table's bytes do not depend on the size of blocks and ranges.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from outrider.compiled import kept
 from outrider.errors import require
 from outrider.progress import Stage
 
-_NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory an n-gram of a block takes, see `_aggregate`
-_MERGE_BYTES = 80  # memory an n-gram of a range takes: read, merged, grouped
+_NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block, see `_aggregate`
+_MERGE_BYTES = 80  # memory per n-gram of a range: read, merged, grouped
 _LARGEST_BLOCK, _LARGEST_RANGE = 2**24, 2**22  # larger is not faster
 _PARTITIONS = 10  # runs can be cut at 2^10 keys
 _CHUNK = 2**20  # values of a finished array held at once
@@ -33,10 +33,10 @@ _RUN_TYPES = {"keys": _U8, "tokens": _U4, "counts": _U4}  # the fields of Grams
 
 
 class _Runs(NamedTuple):
-    """Sorted runs, one after another in a file for each field of `Grams`; bounds int64 [runs, partitions + 1]: where
-    each one's partitions of the key space begin.
+    """Sorted runs, one after another in one file per field of `Grams`; bounds int64 [runs, partitions + 1]: where each
+    run's partitions of the key space begin.
 
-    narrow: the token's bits if it lies in the low bits of its key, and so has no file; else 0.
+    narrow: the token's bits if tokens are in the low bits of keys and have no file; else 0.
     """
 
     folder: Path
@@ -47,10 +47,10 @@ class _Runs(NamedTuple):
 def count_order(
     shards: Shards, order: int, vocabulary: int, work: Path, memory: int, min_count: int, max_successors: int | None
 ) -> dict[str, Described]:
-    """Write the array files of one order to work/table. Returns what table.json says of them, by name.
+    """Write the array files of one order to work/table. Returns their entries of table.json, by name.
 
-    memory: bytes for blocks and ranges. A shard's ids, and a 1024th of the n-grams, are taken at once in any case.
-    Temporary files come and go in work/runs.
+    memory: bytes for blocks and ranges; at least a shard's ids and a 1024th of the n-grams are held at once. Temporary
+    files are in work/runs.
     """
     runs = _write_runs(shards, order, vocabulary, memory, work / "runs")
     limits = (min_count, max_successors or vocabulary)
@@ -64,7 +64,7 @@ def count_order(
 def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: int, work: Path) -> dict[str, Described]:
     """Write the array files of one order, given as parts of `Grouped` by ascending keys, to work/table.
 
-    Returns what table.json says of them, by name. A temporary file comes and goes in work/runs.
+    Returns their entries of table.json, by name. Uses a temporary file in work/runs.
     """
     table, lengths = work / "table", work / "runs" / "lengths"
     paths = {name: table / array_file(order, name) for name in ("keys", "totals", "tokens", "counts")}
@@ -108,7 +108,7 @@ def _write_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder
 def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) -> Grams:
     """Sort and count a block; reorders its arrays.
 
-    Where key and token do not fit 64 bits together, the key's rank in the block stands for it while sorting.
+    If key and token do not fit into 64 bits, the key's rank in the block replaces it while sorting.
     """
     if narrow:
         keys.sort()
@@ -178,7 +178,7 @@ def _read_run(runs: _Runs, begin: int, end: int) -> Grams:
 
 
 class _Files:
-    """Array files that grow; `sizes`: values in each so far. described: those that become part of a table."""
+    """Growing array files; `sizes`: values in each so far. described: the files that become part of a table."""
 
     def __init__(
         self, paths: dict[str, Path], types: dict[str, np.dtype], described: Collection[str] = frozenset()
@@ -201,7 +201,7 @@ class _Files:
             self._digests[name].update(content)
 
     def described(self) -> dict[str, Described]:
-        """What table.json says of them."""
+        """Their entries of table.json."""
         return {
             name: (self._types[name].str, self.sizes[name], digest.hexdigest())
             for name, digest in self._digests.items()
@@ -222,7 +222,7 @@ def _chunks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
 
 
 def _write_starts(lengths: Path, path: Path, dtype: np.dtype) -> dict[str, Described]:
-    """Turn lengths into `Level.starts`; what table.json says of it."""
+    """Turn lengths into `Level.starts`; returns its entry of table.json."""
     with _Files.of_one("starts", path, dtype) as files:
         files.append("starts", np.zeros(1, dtype))
         last = 0

@@ -1,4 +1,4 @@
-"""Merging and pruning n-gram tables in bounded memory, one range of keys of memory-mapped levels after another.
+"""Merging and pruning of n-gram tables in bounded memory, one range of keys of memory-mapped levels after another.
 
 The result is byte-identical to merging and pruning whole tables in memory.
 """
@@ -17,7 +17,7 @@ from outrider.errors import require
 _ROW_BYTES = 150  # memory per n-gram of a range: sorted, merged, grouped
 _LARGEST_RANGE = 2**22  # n-grams; larger is not faster
 _PARTITIONS = 12  # the key space can be cut at 2^12 keys
-_CHUNK = 2**20  # values looked at together
+_CHUNK = 2**20  # values processed at once
 _LARGEST = 2**32 - 1  # counts saturate here
 
 
@@ -26,9 +26,9 @@ def merged_level(
 ) -> Iterator[Grouped]:
     """The contexts of all `levels` of one order, by ascending keys, in parts; counts and totals are summed.
 
-    Left out: n-grams of fewer than `min_count` occurrences in all levels, and all but the `max_successors` most
-    frequent of a context; they still count in its total. memory: bytes for a part, which has at least a 4096th of the
-    n-grams, and all n-grams of a context.
+    Dropped are n-grams with fewer than `min_count` occurrences over all levels, and all but the `max_successors` most
+    frequent ones of a context; they still count in its total. memory: bytes for a part; a part has at least a 4096th of
+    the n-grams, and all n-grams of a context.
     """
     bits = min(_PARTITIONS, levels[0].key_bits)
     edges = np.arange(2**bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - bits)
@@ -45,9 +45,9 @@ def merged_level(
 
 
 def kept_from(table: TrigramTable, megabytes: float) -> int:
-    """The smallest minimum of occurrences with which the pruned levels of `table` fit.
+    """The smallest minimum count with which the pruned levels of `table` fit into `megabytes`.
 
-    Raises `UserError` if nothing would be left.
+    Raises `UserError` if no n-gram would remain.
     """
     contexts = {order: _tally(_most(level)) for order, level in table.levels.items()}
     successors = {order: _tally(_chunks(level.counts)) for order, level in table.levels.items()}
@@ -100,7 +100,7 @@ def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
 
 
 class _Tally(NamedTuple):
-    """Distinct values, ascending, and for each how many values are at least as large."""
+    """Distinct values, ascending, and for each the number of values that are at least as large."""
 
     values: np.ndarray
     reached: np.ndarray

@@ -1,4 +1,4 @@
-"""Settings of build-trigrams; light, so that a config error shows at once."""
+"""Settings of build-trigrams; light, so that a config error is reported at once."""
 
 import os
 from dataclasses import dataclass, replace
@@ -61,11 +61,11 @@ class TrigramConfig(RehearsedConfig):
 
     @property
     def processes(self) -> int:
-        """Tokenising processes."""
+        """The number of tokenising processes."""
         return self.workers or os.cpu_count() or 1
 
     def corpus(self) -> dict[str, object]:
-        """What decides which text is counted, JSON-able."""
+        """The settings that determine the counted text, JSON-able."""
         silent = ("template", "mix", "streaming")
         own = {key: value for key, value in self.data.deciding().items() if key not in silent}
         return {**own, "path": list(self.data.path), "text": self.text}

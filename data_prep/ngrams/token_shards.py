@@ -1,9 +1,8 @@
-"""Text → token ids in shards on disk, by several processes. A kill does not undo this part of a table's build.
+"""Text → token ids in shards on disk, by several processes. These shards survive a killed build of a table.
 
-A shard holds about `SHARD_CHARACTERS` of text. A long document goes on in the next one. The name of a shard is its
-place in the corpus and a hash of what it was made of, and appears by a rename. Where a shard begins depends on text
-and tokenizer alone. So a shard that is there is right, whoever wrote it, and the bytes do not depend on the number of
-processes.
+A shard holds about `SHARD_CHARACTERS` of text; a long document continues in the next one. A shard's name is its index
+in the corpus and a hash of its input, and appears by a rename. Shard boundaries depend on text and tokenizer alone. So
+an existing shard is valid whoever wrote it, and the bytes do not depend on the number of processes.
 """
 
 import hashlib
@@ -29,14 +28,14 @@ from outrider.progress import Stage
 
 SHARD_CHARACTERS = 4_000_000  # about a million tokens
 _FORMAT = "1"  # part of every shard's name: raise it when the same text would give other bytes
-_WAITING = 2  # shards handed out per process, so that none is ever idle
+_WAITING = 2  # queued shards per process, so that none is idle
 
 
 class Passage(NamedTuple):
     """A document as text, or a piece of a long one.
 
-    ends: the EOS token follows it, as it follows what a target generates. continues: the document of the passage before
-    it goes on.
+    ends: the EOS token follows it, as it follows a target's answer. continues: it belongs to the same document as the
+    previous passage.
     """
 
     text: str
@@ -47,7 +46,7 @@ class Passage(NamedTuple):
 class Shards(NamedTuple):
     """Finished shards in the order of the corpus; `digest` identifies the tokenised corpus.
 
-    continued: for each shard, whether its first document goes on with the last one of the shard before.
+    continued: for each shard, whether its first document continues the last one of the previous shard.
     """
 
     paths: list[Path]
@@ -59,9 +58,9 @@ class Shards(NamedTuple):
 
 
 def passages(records: Iterable[Record], text: str) -> Iterator[Passage]:
-    """The documents of records: a plain text, or the messages of a conversation, each on its own.
+    """The documents of records: plain texts, and the messages of conversations, each message by itself.
 
-    text: assistant (of a conversation only what the assistant says) or all (what the others say too).
+    text: assistant (only the assistant's messages of a conversation) or all (all messages).
     """
     for record in records:
         if "text" in record:
@@ -76,10 +75,10 @@ def passages(records: Iterable[Record], text: str) -> Iterator[Passage]:
 def tokenise(
     documents: Iterable[Passage], source: str, revision: str | None, encoder: Encoder, folder: Path, workers: int
 ) -> Shards:
-    """Write what is missing of the shards of `documents` to `folder`, with `workers` processes.
+    """Write the missing shards of `documents` to `folder`, with `workers` processes.
 
-    source, revision: what `encoder` was opened from; the processes open it again. Files in `folder` that belong to
-    none of the shards are removed. Raises `UserError`.
+    source, revision: the origin of `encoder`, which the processes open again. Other files in `folder` are removed.
+    Raises `UserError`.
     """
     dtype = np.dtype(np.uint16 if encoder.vocabulary <= 2**16 else np.uint32)
     identity = f"{_FORMAT} {encoder.digest} {encoder.eos}"
@@ -129,7 +128,7 @@ def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
 
 
 class _Pool:
-    """Processes that write shards, or this process where one is asked for; a bounded number of shards waits."""
+    """Worker processes that write shards, or this process if `workers` is 1; a bounded number of shards is queued."""
 
     def __init__(self, workers: int, source: str, revision: str | None, encoder: Encoder, dtype: np.dtype) -> None:
         self._encoder, self._dtype, self._source = encoder, dtype, source
@@ -143,7 +142,7 @@ class _Pool:
         return self
 
     def submit(self, path: Path, batch: list[Passage]) -> Iterator[int]:
-        """Hand out a shard; yields the token counts of those that had to be waited for."""
+        """Queue a shard; yields the token counts of shards finished while waiting for a free slot."""
         if self._pool is None:
             yield _write_shard(path, batch, self._encoder, self._dtype)
             return
@@ -163,7 +162,7 @@ class _Pool:
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Raises `UserError` where one of the processes has died: when a result is waited for, or work handed out."""
+        """Raises `UserError` if a worker has died, when waiting for a result or queueing a shard."""
         try:
             yield
         except BrokenProcessPool:
@@ -187,7 +186,7 @@ def _open_process(source: str, revision: str | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's processes wait for work for ever when theirs was killed."""
+    """End with the parent: otherwise workers of a killed parent would wait for work forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -225,7 +224,7 @@ def _header(path: Path) -> tuple[int, int]:
 
 
 def _pieces(documents: Iterable[Passage], encoder: Encoder) -> Iterator[Passage]:
-    """The documents, long ones cut (see `data_prep.text.pieces`)."""
+    """The documents, with long ones split (see `data_prep.text.pieces`)."""
 
     def encode(texts: list[str]) -> list[np.ndarray]:
         return [np.array(ids, np.int64).reshape(-1, 1) for ids in encoder.encode(texts)]

@@ -1,1 +1,1 @@
-"""Chat prompts about what Python and its packages document."""
+"""Chat prompts about documented objects of Python and its packages."""

@@ -11,13 +11,13 @@ _SECTION = re.compile(
 _SIGNATURE = re.compile(r"[\w.]+\([^\n]*\)?(?:\s*->\s*[^\n]*)?$")
 _ROLE = re.compile(r":[a-zA-Z:]+:`[~!]?([^`<]+?)(?:\s*<[^`>]*>)?`")
 _ITEM = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s", re.MULTILINE)  # of a list
-_HYPHEN = re.compile(r"(?<=\w)-\n\s*(?=\w)")  # at the end of a line
+_HYPHEN = re.compile(r"(?<=\w)-\n\s*(?=\w)")  # at a line end
 _LITERAL = re.compile(r"``([^`]+)``")
 _LINK = re.compile(r"\[?`[.~]?([\w.]+(?:\(\))?)`\]?")  # [`Name`], `.Name`
 _QUOTED_NAME = re.compile(r'(?<!\w)"(\w+(?:\.\w+)*(?:\(\))?)"(?!\w)')  # as the language reference marks names
-# A sentence ends where the next begins with a capital letter or a name, and no shortening stands before.
+# A sentence ends where the next begins with a capital letter or a name, except after an abbreviation.
 _SENTENCE_END = re.compile(r"(?<!\be\.g\.)(?<!\bi\.e\.)(?<!\bvs\.)(?<!\bcf\.)(?<!\betc\.)(?<=[.!?])\s+(?=[A-Z`])")
-# What no prose has, or has no sense outside its page: markup, addresses, private names, code, references.
+# Signs that text is not prose, or meaningless outside its page: markup, addresses, private names, code, references.
 _NOT_PROSE = re.compile(
     r"""[\\{}$|^~\#@*] | :: | \.\. | >>> | <\w | <- | [=-]> | -- | [+\-/=]{2} | ,None | XXX | `_ | %\( | :\w+: | https?:
     | \[\d+\] | ['"]\s+['"] | \b0x[0-9a-f]{4} | (?<![\w.`])_+[a-z] | \._[a-z] | \b(?:see\ the|(?:see|in|and)\ section)\b
@@ -29,7 +29,7 @@ _PAIRS = (("(", ")"), ("[", "]"))
 
 
 def prose(docstring: str) -> list[str]:
-    """The paragraphs of prose with which a docstring begins, each on one line; none after code, a list or a section."""
+    """The leading paragraphs of prose of a docstring, each on one line, up to the first code, list or section."""
     found: list[str] = []
     for number, block in enumerate(_blocks(docstring)):
         paragraph = plain(block)
@@ -45,24 +45,24 @@ def prose(docstring: str) -> list[str]:
 
 
 def first_prose(text: str) -> list[str]:
-    """The first run of paragraphs of prose in a page that may begin with code."""
+    """The first consecutive paragraphs of prose in a page that may begin with code."""
     blocks = _blocks(text)
     starts = (number for number, block in enumerate(blocks) if _is_prose(plain(block)))
     return prose("\n\n".join(blocks[next(starts, len(blocks)) :]))
 
 
 def first_sentence(paragraphs: list[str]) -> str:
-    """The first sentence; "" of no paragraphs."""
+    """The first sentence; "" without paragraphs."""
     return sentences(paragraphs[0])[0] if paragraphs else ""
 
 
 def sentences(text: str) -> list[str]:
-    """`text` cut at the ends of its sentences."""
+    """`text` split into sentences."""
     return _SENTENCE_END.split(text)
 
 
 def quoted(paragraphs: list[str], most: int) -> str:
-    """As many whole paragraphs as `most` characters hold; of a first one that is longer, whole sentences."""
+    """As many whole paragraphs as fit into `most` characters; if the first one does not fit, whole sentences of it."""
     for parts, between in ((paragraphs, "\n\n"), (sentences(paragraphs[0]) if paragraphs else [], " ")):
         texts = (between.join(parts[:count]) for count in range(len(parts), 0, -1))
         for text in texts:
@@ -72,7 +72,7 @@ def quoted(paragraphs: list[str], most: int) -> str:
 
 
 def plain(block: str) -> str:
-    """A paragraph on one line, names in single backticks."""
+    """A paragraph on one line, with names in single backticks."""
     text = _ROLE.sub(r"`\1`", " ".join(_HYPHEN.sub("-", block).split()))
     text = _LITERAL.sub(r"`\1`", text)
     text = _LINK.sub(r"`\1`", text)
@@ -80,7 +80,7 @@ def plain(block: str) -> str:
 
 
 def _blocks(docstring: str) -> list[str]:
-    """The blocks between blank lines, without signatures at the beginning."""
+    """The blocks between blank lines, without leading signatures."""
     lines = inspect.cleandoc(docstring).split("\n")
     while lines and (not lines[0].strip() or _SIGNATURE.match(lines[0].strip())):
         del lines[0]

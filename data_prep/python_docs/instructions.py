@@ -1,4 +1,4 @@
-"""Instructions about what is documented, in two halves that share no documented object."""
+"""Instructions about documented objects, in two splits that share no object."""
 
 import difflib
 import hashlib
@@ -108,11 +108,11 @@ COMPARE = (
 )
 
 
-ALIKE = 0.6  # of two names, by difflib, that are worth comparing
+ALIKE = 0.6  # minimum similarity, by difflib, of two names that are compared
 
 
 class Instruction(NamedTuple):
-    """What a user says, in one turn or several, and the names of the documented objects that it is about."""
+    """A user's turns, one or several, and the names of the documented objects that they are about."""
 
     category: str
     objects: tuple[str, ...]
@@ -120,12 +120,12 @@ class Instruction(NamedTuple):
 
     @property
     def id(self) -> str:
-        """A hash of what is said."""
+        """A hash of the turns."""
         return hashlib.sha256(json.dumps(self.turns).encode()).hexdigest()[:16]
 
 
 def read_subjects(modules: Sequence[str], collector: Collector) -> list[Subject]:
-    """The language's own topics, and what the modules document."""
+    """The topics of the language, and the documented objects of the modules."""
     found = list(collector.topics())
     for name in counted(modules, "reading", "modules"):
         found += collector.module(name)
@@ -133,7 +133,7 @@ def read_subjects(modules: Sequence[str], collector: Collector) -> list[Subject]
 
 
 def halves(subjects: Sequence[Subject], heldout_fraction: float) -> dict[Split, list[Subject]]:
-    """The subjects to train on, and those to evaluate on: a hash of the name decides."""
+    """The subjects for training and those for evaluation, split by a hash of the name."""
     found: dict[Split, list[Subject]] = {"train": [], "heldout": []}
     for subject in subjects:
         found["heldout" if is_heldout(subject.name, heldout_fraction) else "train"].append(subject)
@@ -141,9 +141,9 @@ def halves(subjects: Sequence[Subject], heldout_fraction: float) -> dict[Split, 
 
 
 def make_instructions(subjects: Sequence[Subject], per_object: int) -> list[Instruction]:
-    """Distinct instructions: at most `per_object` about each subject alone, and comparisons of two of the subjects.
+    """Distinct instructions: at most `per_object` about each single subject, and comparisons of two subjects.
 
-    They are in the order of their ids, which mixes modules and categories: the first of them are a sample of all.
+    They are ordered by id, which mixes modules and categories, so that the first ones are a sample of all.
     """
     alone = itertools.chain.from_iterable(_about(subject, per_object) for subject in subjects)
     distinct = {made.turns: made for made in (*alone, *_comparisons(subjects))}
@@ -151,13 +151,13 @@ def make_instructions(subjects: Sequence[Subject], per_object: int) -> list[Inst
 
 
 def as_lines(instructions: Sequence[Instruction]) -> bytes:
-    """JSONL, a record for each: {"id", "category", "objects", "turns"}."""
+    """JSONL with one record per instruction: {"id", "category", "objects", "turns"}."""
     rows = ({"id": one.id, **one._asdict()} for one in instructions)
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 def _about(subject: Subject, most: int) -> list[Instruction]:
-    """At most `most` about one subject, each of another category, chosen by a hash."""
+    """At most `most` instructions about one subject, each of another category, chosen by a hash."""
     words = {"name": subject.shown, "kind": subject.kind, "text": subject.text}
     found = []
     for category, by_kind in TEMPLATES.items():
@@ -169,7 +169,7 @@ def _about(subject: Subject, most: int) -> list[Instruction]:
 
 
 def _comparisons(subjects: Sequence[Subject]) -> Iterator[Instruction]:
-    """How two with names alike differ, of one kind and home. Each subject is the first in one, at most."""
+    """Comparisons of two similarly named subjects of one kind and home. Each subject is first in at most one."""
     groups: dict[tuple[str, str], list[Subject]] = {}
     for subject in subjects:
         if subject.kind != "topic":
@@ -182,7 +182,7 @@ def _comparisons(subjects: Sequence[Subject]) -> Iterator[Instruction]:
 
 
 def _pick(choices: Sequence[str], key: str) -> str:
-    """One of the choices, decided by a hash of `key`."""
+    """One of the choices, selected by a hash of `key`."""
     return choices[_number(key) % len(choices)]
 
 

@@ -1,11 +1,11 @@
-"""Which modules are read: public ones that are safe to import and do nothing but define things."""
+"""The modules to read: public ones that are safe to import and only define things."""
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# Left out: what opens windows or pages (turtle, antigravity, this), what is for tests, debuggers or is deprecated.
+# Excluded: modules that open windows or pages (turtle, antigravity, this), for tests or debuggers, and deprecated ones.
 STANDARD_LIBRARY = _names("""
     builtins abc argparse array ast asyncio base64 binascii bisect bz2 calendar cmath cmd code codecs codeop
     collections collections.abc colorsys compileall concurrent.futures configparser contextlib contextvars copy
@@ -27,7 +27,7 @@ STANDARD_LIBRARY = _names("""
     zoneinfo
 """)
 
-# Of packages that this project needs, or that those need. One that is not installed is left out.
+# Modules of this project's dependencies and their dependencies. A package that is not installed is skipped.
 PACKAGES = {
     "torch": _names("""
         torch torch.autograd torch.autograd.functional torch.autograd.profiler torch.distributions torch.fft

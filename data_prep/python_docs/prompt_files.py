@@ -1,8 +1,8 @@
-"""Prompts about what Python documents, in two files that share no documented object.
+"""Prompts about documented objects of Python, in two files that share no object.
 
 train.jsonl    prompts to answer (generate-responses), {"id", "category", "objects", "turns"}
-heldout.jsonl  prompts to evaluate on, of the same layout
-prompts.json   what they are made of, how many there are, and the SHA-256 of each file; written last
+heldout.jsonl  prompts for evaluation, in the same layout
+prompts.json   their provenance, their counts, and the SHA-256 of each file; written last
 """
 
 import hashlib
@@ -27,7 +27,7 @@ FILES: dict[Split, str] = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
 
 
 def write_prompts(config: PromptsConfig) -> None:
-    """Write both files into `config.out_dir`. Raises `UserError`. Of a launcher, one process does it."""
+    """Write both files to `config.out_dir`. Raises `UserError`. Under a launcher, only the main process writes."""
     state = join_processes()
     folder = require_writable(config.out_dir)
     with only_run_of(state, folder, "prompts"):
@@ -61,7 +61,7 @@ def _write(config: PromptsConfig, folder: Path) -> None:
 
 
 def _save(made: Sequence[Instruction], path: Path) -> dict[str, object]:
-    """Write one half; what there is to say about it."""
+    """Write one split; returns its entry of prompts.json."""
     content = as_lines(made)
     write_atomically(path, content)
     return {
@@ -73,6 +73,6 @@ def _save(made: Sequence[Instruction], path: Path) -> dict[str, object]:
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """The version of each package, by the name under which it is imported."""
+    """The version of each package, by its import name."""
     distributions = packages_distributions()
     return {name: version(min(distributions[name])) if name in distributions else "unknown" for name in packages}

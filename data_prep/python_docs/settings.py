@@ -1,4 +1,4 @@
-"""Settings of write-prompts; light, so that a config error shows at once."""
+"""Settings of write-prompts; light, so that a config error is reported at once."""
 
 from dataclasses import dataclass
 from typing import Annotated

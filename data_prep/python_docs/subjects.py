@@ -1,4 +1,4 @@
-"""What is documented: the functions, classes, methods, attributes and errors of modules, and Python's own topics."""
+"""Documented objects: functions, classes, methods, attributes and errors of modules, and Python's language topics."""
 
 import functools
 import importlib
@@ -12,9 +12,9 @@ from typing import Literal
 from data_prep.python_docs.docstrings import first_prose, first_sentence, plain, prose, quoted
 
 Kind = Literal["function", "class", "error", "method", "attribute", "topic"]
-_SHORTEST = 4  # words of a first sentence that says something
-_LONGEST = 220  # characters of a first sentence
-_EMPTY = re.compile(  # what says nothing by itself
+_SHORTEST = 4  # minimum words of an informative first sentence
+_LONGEST = 220  # maximum characters of a first sentence
+_EMPTY = re.compile(  # beginnings of sentences that are uninformative by themselves
     r"See |(?:An? )?[Aa]lias|Same as|Refer to|In-?place|Initialize self|Helper for|Returns? self|Create and return a"
     r"|Equivalent|Implements?\b|Not implemented|Unsupported|Private|Pickle support|Like |As |Dummy|Override|This "
     r"|Default (?:object )?(?:implementation|formatter)|Convenience|Wrapper (?:around|for)|Similar to|Works like"
@@ -33,9 +33,9 @@ _ATTRIBUTES = (property, types.GetSetDescriptorType, types.MemberDescriptorType)
 
 @dataclass(frozen=True)
 class Subject:
-    """Something documented.
+    """A documented object.
 
-    name: as a person writes it, like json.dumps, str.join. home: the module or class that it is in. text: the
+    name: as people write it, like json.dumps, str.join. home: the module or class that contains it. text: its
     documentation, in whole sentences.
     """
 
@@ -51,21 +51,21 @@ class Subject:
 
     @property
     def shown(self) -> str:
-        """The name as a prompt has it."""
+        """The name as written in a prompt."""
         return self.name if self.kind == "topic" else f"`{self.name}`"
 
 
 class Collector:
-    """Gathers subjects; each object, and each text, counts once: where it is found first."""
+    """Collects subjects; each object, and each text, is used only where it is found first."""
 
     def __init__(self, quoted_chars: int):
         self.quoted_chars = quoted_chars
         self.skipped: dict[str, str] = {}  # modules that could not be imported, and why
-        self._objects: dict[int, object] = {}  # by id, and kept, so that no id is used again
+        self._objects: dict[int, object] = {}  # by id; references are held, so that no id is reused
         self._said: set[str] = set()  # names, texts, and first sentences with their homes
 
     def module(self, name: str) -> Iterator[Subject]:
-        """The subjects of one module; none of a module that cannot be imported."""
+        """The subjects of one module; empty for a module that cannot be imported."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -73,7 +73,7 @@ class Collector:
         except Exception as error:  # a broken package may raise anything
             self.skipped[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             return
-        for leaf in sorted(_public(module), key=lambda leaf: (len(leaf), leaf)):  # the plainest name comes first
+        for leaf in sorted(_public(module), key=lambda leaf: (len(leaf), leaf)):  # the shortest name comes first
             value = vars(module)[leaf]
             if not (isinstance(value, (type, *_FUNCTIONS)) or _is_callable_value(value)) or self._known(value):
                 continue
@@ -125,7 +125,7 @@ class Collector:
 
 
 def _public(module: types.ModuleType) -> list[str]:
-    """The names that a module offers: those it lists, else those that are defined in it or under it."""
+    """The public names of a module: its `__all__`, else the names defined in it or in its submodules."""
     listed = getattr(module, "__all__", None)
 
     def own(value: object) -> bool:
@@ -137,19 +137,19 @@ def _public(module: types.ModuleType) -> list[str]:
 
 
 def _shortest_home(module: str, leaf: str, value: object) -> str:
-    """The package itself where it has the object too: one writes json.JSONDecoder, not json.decoder.JSONDecoder."""
+    """The package itself if it also has the object: json.JSONDecoder, not json.decoder.JSONDecoder."""
     root = module.partition(".")[0]
     return root if leaf in _names_of(root) and getattr(importlib.import_module(root), leaf) is value else module
 
 
 @functools.cache
 def _names_of(package: str) -> frozenset[str]:
-    """All names of a package, those that it imports on demand too."""
+    """All names of a package, including those that it imports on demand."""
     return frozenset(dir(importlib.import_module(package)))
 
 
 def _is_callable_value(value: object) -> bool:
-    """Whether it is an instance that is called like a function and has a docstring of its own, like numpy.add."""
+    """Whether it is an instance that is called like a function and has its own docstring, like numpy.add."""
     return (
         callable(value)
         and isinstance(getattr(value, "__name__", None), str)

@@ -1,1 +1,1 @@
-"""A target's own answers: decoded in batches, kept in a directory."""
+"""A target's own answers: decoded in batches, stored in a directory."""

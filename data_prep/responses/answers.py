@@ -1,4 +1,4 @@
-"""What a target says: an answer's tokens, and its distribution at each of them."""
+"""A target's answers: their tokens, and its distribution at each token."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TopK:
-    """The target's own distribution (temperature 1) at each of n tokens that it emitted: the likeliest k, and the rest.
+    """The target's own distribution (temperature 1) at each of n emitted tokens: the top k, and the rest.
 
-    tokens int64 [n]: what was emitted. ids int64 [n, k], logprobs float32 [n, k]: the k likeliest tokens, likeliest
-    first. tail float32 [n]: the probability of all others together.
+    tokens int64 [n]: the emitted tokens. ids int64 [n, k], logprobs float32 [n, k]: the k most likely tokens, most
+    likely first. tail float32 [n]: the total probability of all others.
     """
 
     tokens: Tensor
@@ -20,11 +20,11 @@ class TopK:
     tail: Tensor
 
     def first(self, count: int) -> "TopK":
-        """The same of the first `count` tokens."""
+        """The same for the first `count` tokens."""
         return TopK(*(part[:count] for part in self._parts()))
 
     def then(self, other: "TopK") -> "TopK":
-        """These tokens, and the other's after them."""
+        """These tokens, followed by those of `other`."""
         return TopK(*(torch.cat(pair) for pair in zip(self._parts(), other._parts(), strict=True)))
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -33,7 +33,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class Answer:
-    """What continued one prompt. tokens: an end token included; failure: why there are none, else empty."""
+    """The continuation of one prompt. tokens: with the end token; failure: why there are none, else empty."""
 
     tokens: tuple[int, ...] = ()
     ended: bool = False  # by an end token, not by the budget

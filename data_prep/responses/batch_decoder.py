@@ -1,4 +1,4 @@
-"""Continuing many prompts at once with a target: the first tokens greedy, the rest sampled."""
+"""Batched continuation of prompts by a target: the first tokens greedy, the rest sampled."""
 
 import sys
 from collections.abc import Collection, Sequence
@@ -15,17 +15,17 @@ from inference.core.sampling import Sampler, invert, largest
 from outrider.progress import counted
 from outrider.streams import Streams
 
-_FAILED = -1  # where a token would be: the target's logits were not numbers
+_FAILED = -1  # instead of a token: the target's logits were NaN
 
 
 class Generator:
     """Continues prompts with `model`, a causal LM of transformers that keeps its state in `past_key_values`.
 
-    The first `greedy_tokens` of an answer are the likeliest tokens. The rest are drawn from `sampler`'s distribution,
-    by inverting its cumulative sum at a uniform number of the prompt's own (Liu et al. 2023's hybrid generation). So an
-    answer is a function of its prompt and its numbers. Prompts decoded beside it only move the last bits of its logits.
+    The first `greedy_tokens` of an answer are the most likely tokens. The rest are drawn from `sampler`'s distribution,
+    by inverting its cumulative sum at the prompt's own uniform numbers (Liu et al. 2023's hybrid generation). So an
+    answer is a function of its prompt and its numbers. Other prompts in the batch change only last bits of its logits.
 
-    steps: a faster way through it than its own. Raises `UserError` for a model that keeps its state elsewhere.
+    steps: a faster decoding step than the model's. Raises `UserError` for a model that keeps its state elsewhere.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Generator:
             raise ValueError("prompts are decoded without their texts: no repetition penalty")
         self.model, self.sampler, self.eos = model, sampler, frozenset(eos)
         self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
-        self._fits = sys.maxsize  # prompts in one batch
+        self._fits = sys.maxsize  # largest batch that fits in memory, in prompts
         self._forward = Forward(model, steps)
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt (at least one token).
 
         draws: uniform numbers in [0, 1), one per token it may emit. A batch too large for the device's memory is
-        halved, and so are those after it. A single prompt that is too large fails alone.
+        halved, as are all later batches. A single prompt that is too large fails alone.
         """
         if len(prompts) <= self._fits:
             try:
@@ -58,7 +58,7 @@ class Generator:
                 if len(prompts) == 1:
                     return [Answer(failure="memory")]
                 self._fits = len(prompts) // 2
-            torch.cuda.empty_cache()  # out of the handler: the traceback holds the batch's tensors
+            torch.cuda.empty_cache()  # outside the handler, since the traceback holds the batch's tensors
         half = len(prompts) // 2
         return self.answer(prompts[:half], draws[:half]) + self.answer(prompts[half:], draws[half:])
 
@@ -68,7 +68,7 @@ class Generator:
         budgets = [len(numbers) for numbers in draws]
         uniform = torch.nn.utils.rnn.pad_sequence(list(draws), batch_first=True).to(device)
         emitted: list[list[int]] = [[] for _ in prompts]
-        law: list[tuple[list[int], tuple[Tensor, Tensor, Tensor]]] = []  # per step: whose rows, and what they show
+        law: list[tuple[list[int], tuple[Tensor, Tensor, Tensor]]] = []  # per step: the rows' prompts, and their top-k
         rows = list(range(len(prompts)))  # the prompt in each row of the batch
         ids, mask = (part.to(device) for part in left_pad(prompts))
         batch, logits = begin_batch(self._forward, ids, mask, max(budgets))
@@ -95,10 +95,10 @@ class Generator:
         return [self._finish(tokens, top) for tokens, top in zip(emitted, tops, strict=True)]
 
     def _choose(self, logits: Tensor, uniform: Tensor, step: int) -> Tensor:
-        """The next token [B] from logits [B, V] and numbers [B]; `_FAILED` where logits are not numbers."""
+        """The next token [B] from logits [B, V] and numbers [B]; `_FAILED` where a row has NaN logits."""
         greedy = step < self.greedy_tokens
         tokens = logits.argmax(-1) if greedy else invert(self.sampler.probabilities(logits), uniform[:, None])[:, 0]
-        return torch.where(logits.amax(-1).isnan(), _FAILED, tokens)  # a NaN among them is their largest
+        return torch.where(logits.amax(-1).isnan(), _FAILED, tokens)  # the maximum of a row with a NaN is NaN
 
     def _open(self, tokens: list[int], budget: int) -> bool:
         return len(tokens) < budget and (not tokens or (tokens[-1] != _FAILED and tokens[-1] not in self.eos))
@@ -110,7 +110,7 @@ class Generator:
 
 
 def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
-    """`count` uniform numbers float64 in [0, 1): a fixed function of the other arguments, shorter ones its prefixes."""
+    """`count` uniform float64 numbers in [0, 1): fixed by the other arguments; a smaller count gives a prefix."""
     return torch.from_numpy(Streams(seed, identity).arrays("response", turn).random(count))
 
 
@@ -122,7 +122,7 @@ def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def top_law(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids [B, k], log-probabilities [B, k], the rest's probability [B]) of the softmax of logits [B, V]."""
+    """(ids [B, k], log-probabilities [B, k], probability of the rest [B]) of the softmax of logits [B, V]."""
     logprobs, ids = largest(logits.log_softmax(-1), min(k, logits.shape[-1]))
     return ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0)
 
@@ -130,7 +130,7 @@ def top_law(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def gather_laws(
     law: Sequence[tuple[list[int], tuple[Tensor, Tensor, Tensor]]], emitted: Sequence[list[int]]
 ) -> list[TopK]:
-    """The steps' rows, sorted by prompt and cut to the tokens it emitted, on the CPU."""
+    """The steps' rows per prompt, cut to the tokens that it emitted, on the CPU."""
     steps: list[list[tuple[Tensor, ...]]] = [[] for _ in emitted]
     for rows, parts in law:
         on_cpu = [part.cpu() for part in parts]

@@ -1,8 +1,8 @@
-"""A batch of prompts inside its target: what was fed, and the next tokens' logits.
+"""The state of a batch of prompts in its target: the KV cache of fed tokens, and the next tokens' logits.
 
-A step of a small model is some 1,500 kernels of microseconds each, which a GPU runs three to five times as fast as a
-processor launches them. So there a step is a CUDA graph over buffers that stay where they are. On a CPU with AMX it is
-one compiled call. Elsewhere the cache grows by a token a step.
+A step of a small model is about 1,500 kernels of microseconds each, which a GPU runs three to five times as fast as the
+CPU launches them. So on a GPU a step is a CUDA graph over static buffers. On a CPU with AMX it is one compiled call.
+Elsewhere the cache grows by a token a step.
 """
 
 import inspect
@@ -20,22 +20,22 @@ from draft_models.targets.attention import grouped_attention
 from inference.engines.graphs.capture import GraphPool, can_capture
 from outrider.errors import UserError
 
-_ROOM = 256  # cache slots that are added at a time, at most; what is masked is computed as well
+_ROOM = 256  # maximum number of cache slots added at a time; masked slots cost compute too
 _GROUPED = "outrider_grouped"  # transformers' name of `_attention`
-_FEW = 32  # rows of which a step takes about as long as of one
+_FEW = 32  # a step with this many rows takes about as long as with one
 
 
 class Forward:
-    """`model`'s forward with a cache, of the last position's logits alone where it can.
+    """`model`'s forward with a cache; computes only the last position's logits if the model supports it.
 
-    steps: another way through it, for one more token of each row.
+    steps: a compiled alternative, for one more token of each row.
 
     Raises `UserError` for a model that keeps its state elsewhere than in `past_key_values`.
     """
 
     def __init__(self, model: PreTrainedModel, steps: CompiledSteps | None = None):
         takes = inspect.signature(model.forward).parameters
-        if "past_key_values" not in takes:  # it would take the cache, ignore it, and go on without context
+        if "past_key_values" not in takes:  # it would accept the cache, ignore it, and continue without context
             raise UserError(
                 f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
                 "decoded here; use another target, or a serving engine"
@@ -45,7 +45,7 @@ class Forward:
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """The logits [B, V], float32 on the model's device, after the last of ids [B, n]; `cache` has them then."""
+        """The logits [B, V], float32 on the model's device, after the last of ids [B, n], which `cache` then holds."""
         placed = {"position_ids": positions} if self.takes_positions else {}
         out = self.model(
             input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **placed, **self._last_only
@@ -55,23 +55,23 @@ class Forward:
 
 
 class BatchState(Protocol):
-    """Prompts that are continued together. Rows are in the order of the prompts that are left."""
+    """Prompts that are continued together. Rows are in the order of the remaining prompts."""
 
     def feed(self, tokens: Tensor) -> Tensor:
-        """The logits [B, V] after one more token of each row, tokens [B]. They hold until the next call."""
+        """The logits [B, V] after one more token of each row, tokens [B]. They are valid until the next call."""
         ...
 
     def should_shrink(self, rows: int, left: int) -> bool:
-        """Whether finished rows should leave, of `rows` all but `left`."""
+        """Whether to drop finished rows: all but `left` of `rows`."""
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone."""
+        """Continue with these rows only."""
         ...
 
 
 def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> tuple[BatchState, Tensor]:
-    """Feed left-padded prompts, ids and mask [B, n], to be continued by up to `budget` tokens.
+    """Feed left-padded prompts, ids and mask [B, n], which are then continued by up to `budget` tokens.
 
     Returns the batch and the logits [B, V] after the prompts.
     """
@@ -87,7 +87,7 @@ def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> tup
 
 
 def can_be_fixed(forward: Forward, cache: DynamicCache) -> bool:
-    """Whether a step can be a CUDA graph: on one GPU, with layers that keep all keys and take any mask."""
+    """Whether a step can be a CUDA graph: on one GPU, with layers that keep all keys and accept any mask."""
     model = forward.model
     return (
         can_capture(model.device)
@@ -111,21 +111,21 @@ class GrowingBatch:
         return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
 
     def should_shrink(self, rows: int, left: int) -> bool:
-        """See `BatchState.should_shrink`; it copies the cache."""
+        """See `BatchState.should_shrink`; shrinking copies the cache."""
         return left <= 0.75 * rows
 
     def keep(self, rows: Tensor) -> None:
         """See `BatchState.keep`."""
-        # Of all ways to select rows the one that hybrid caches have too.
+        # The only method to select rows that hybrid caches have too.
         self._cache.reorder_cache(rows)  # type: ignore[arg-type]  # asks for torch's legacy class
         self._mask, self._positions = self._mask[rows], self._positions[rows]
 
 
 class FixedBatch:
-    """Steps over buffers with room for some tokens more, each a replay of one graph; made anew as they change.
+    """Steps over buffers with spare slots, each a replay of one graph, captured again when the buffers change.
 
-    What could not be captured runs launch by launch, with a warning. The step itself changes nothing but what it is
-    told to write, so it may be run again.
+    A model that cannot be captured runs without a graph, with a warning. A step writes only to the given slot, so it
+    may be run repeatedly.
     """
 
     def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor, room: int):
@@ -159,7 +159,7 @@ class FixedBatch:
         return self._logits
 
     def should_shrink(self, rows: int, left: int) -> bool:
-        """See `BatchState.should_shrink`; it takes another graph, which costs as much as some twenty steps."""
+        """See `BatchState.should_shrink`; shrinking needs a new graph, which costs as much as about twenty steps."""
         return left <= rows / 2 and rows > _FEW
 
     def keep(self, rows: Tensor) -> None:
@@ -170,7 +170,7 @@ class FixedBatch:
         self._graph = None
 
     def _make_room(self) -> None:
-        """More slots, of zeros: a masked value counts 0 times, and 0 · NaN is none."""
+        """Add slots, filled with zeros: a masked value is multiplied by 0, and 0 · NaN is NaN."""
         for layer in self._layers:
             layer.keys, layer.values = (
                 torch.nn.functional.pad(kept[:, :, : self._length], (0, 0, 0, self._room))
@@ -190,7 +190,7 @@ class FixedBatch:
     def _capture(self) -> torch.cuda.CUDAGraph | None:
         if self._pool is None:
             return None
-        self._logits = torch.empty(0)  # its memory is the pool's, for the next graph
+        self._logits = torch.empty(0)  # returns its memory to the pool, for the next graph
         try:
             return self._pool.capture(self._step)
         except torch.OutOfMemoryError:
@@ -204,7 +204,7 @@ class FixedBatch:
 
 
 class _SlotLayer(DynamicLayer):
-    """Keys and values of one layer in buffers [B, heads, slots, d]; one more token of each row goes to `slot` [1]."""
+    """Keys and values of one layer in buffers [B, heads, slots, d]; each row's next token is written to `slot` [1]."""
 
     def __init__(self, keys: Tensor, values: Tensor, slot: Tensor):
         super().__init__()
@@ -222,9 +222,9 @@ class _SlotLayer(DynamicLayer):
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """`grouped_attention`, which copies no key for the heads of a group: they are a step of long texts' longest part.
+    """`grouped_attention`, which does not copy keys per head of a group: that would dominate a step on long texts.
 
-    A bias of positions, which it does not know, is left to transformers' own function.
+    A position bias, which it does not support, is left to transformers' own function.
     """
     attend = grouped_attention if options.get("position_bias") is None else ALL_ATTENTION_FUNCTIONS["sdpa"]
     mixed, _ = attend(module, query, key, value, attention_mask, **options)

@@ -1,7 +1,7 @@
-"""Batches on a CPU that multiplies by AMX: a step is one compiled call through all layers.
+"""Batches on a CPU with AMX: a step is one compiled call through all layers.
 
-Every row has its own place in one buffer of keys and values, and its numbers depend on no other row. Those that have
-ended leave without a copy.
+Every row has its own slot in one buffer of keys and values, and its results do not depend on other rows. Finished rows
+are dropped without a copy.
 """
 
 from typing import Any
@@ -19,14 +19,14 @@ from inference.engines.cpu.by_amx import has_amx
 from inference.engines.fused_layers import FusedLayer, fuse_layers
 from outrider.errors import UserError
 
-_ROOM = 256  # positions that are added at a time, at most
+_ROOM = 256  # maximum number of positions added at a time
 
 
 class CompiledSteps:
-    """A target's way from one more token of each row to logits.
+    """A target's compiled decoding step: one more token of each row → logits.
 
-    Its layers' weights are there a second time, in the order in which they are read. limit: the positions that a text
-    may reach.
+    It holds a second copy of the layers' weights, in the order in which they are read. limit: the maximum number of
+    positions of a text.
     """
 
     def __init__(self, stack: LayerStack, layers: LayersAtOnce):
@@ -35,9 +35,9 @@ class CompiledSteps:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "CompiledSteps | None":
-        """For `model`, whose linear layers are as they were loaded; None where it is not known to be faster.
+        """The compiled step of `model`, whose linear layers are as loaded; None if it is not known to be faster.
 
-        On processors without AMX 40 rows by vectors take about as long as by a library.
+        On processors without AMX, 40 rows take about as long with vector kernels as with a library.
         """
         if model.device.type != "cpu" or not has_amx():
             return None
@@ -46,10 +46,10 @@ class CompiledSteps:
 
     @classmethod
     def without_asking(cls, model: PreTrainedModel) -> "CompiledSteps | None":
-        """The same wherever it can run, however fast."""
+        """The compiled step wherever it can run, whether or not it is faster."""
         try:
             stack = layer_stack(model)
-        except UserError:  # its layers cannot be run by themselves
+        except UserError:  # its layers cannot be run individually
             return None
         rotary = len(stack.anatomy.tables) == 1 and stack.embed_positions is None
         if not rotary or set(stack.windows) != {None}:
@@ -59,24 +59,24 @@ class CompiledSteps:
         together = LayersAtOnce.of(layers) if all(isinstance(layer, FusedLayer) for layer in layers) else None
         if together is None:
             return None
-        stack.layers = nn.ModuleList()  # else their joined weights would stay
+        stack.layers = nn.ModuleList()  # frees their fused weights
         if fits_panels(stack.head):
             stack.head = PanelLinear(stack.head)
         return cls(stack, together)
 
     @property
     def way(self) -> str:
-        """As what it multiplies, see `inference.engines.cpu.layout`."""
+        """The multiply kernel, see `inference.engines.cpu.layout`."""
         return self._layers.layout.way
 
     def __call__(self, tokens: Tensor, kept: Tensor, seats: Tensor) -> Tensor:
-        """Logits float32 [R, V] after tokens [R], whose keys and values go to `kept`; both as in `run_each`."""
+        """Logits float32 [R, V] after tokens [R], whose keys and values are written to `kept` (see `run_each`)."""
         positions = seats[:, 1]
         self._stack.reserve(kept.shape[-2])
         hidden = self._stack.embed(tokens[None], positions[None])
         cos, sin = self._stack.rotary(positions[None]).tables[0]
         hidden = self._layers.run_each(hidden[0], (cos[0], sin[0]), kept, seats)
-        # Not in one call, which there is for some numbers of rows only and may round otherwise.
+        # Separate calls: the combined one exists for some numbers of rows only and may round differently.
         return self._stack.logits_after_norm(self._stack.norm(hidden)).float()
 
 
@@ -84,7 +84,7 @@ class CompiledBatch:
     """See `data_prep.responses.batch_state.BatchState`."""
 
     def __init__(self, steps: CompiledSteps, cache: DynamicCache, mask: Tensor, budget: int):
-        """cache: of left-padded prompts, whose mask is [B, n]; it is emptied."""
+        """cache: of left-padded prompts with mask [B, n]; it is emptied."""
         self._steps = steps
         lengths = mask.sum(-1)
         self._seats = torch.stack([torch.arange(len(mask)), lengths], dim=1)
@@ -101,7 +101,7 @@ class CompiledBatch:
         return logits
 
     def should_shrink(self, rows: int, left: int) -> bool:
-        """See `BatchState.should_shrink`: a row less is less to do."""
+        """See `BatchState.should_shrink`: every dropped row saves work."""
         return left < rows
 
     def keep(self, rows: Tensor) -> None:
@@ -109,23 +109,23 @@ class CompiledBatch:
         self._seats = self._seats[rows]
 
     def _make_room(self) -> None:
-        """More positions, and only the rows that are left."""
+        """Add positions, and keep only the remaining rows."""
         self._kept = nn.functional.pad(self._kept[:, :, self._seats[:, 0]], (0, 0, 0, min(self._left, _ROOM)))
         self._seats[:, 0] = torch.arange(len(self._seats))
 
 
 def can_be_compiled(steps: CompiledSteps | None, cache: DynamicCache, positions: int) -> bool:
-    """Whether there are `steps` for prompts and answers of up to so many positions, and a cache that keeps all keys."""
+    """Whether there are `steps` for texts of up to `positions` positions, and the cache keeps all keys."""
     return steps is not None and positions <= steps.limit and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def _without_padding(cache: DynamicCache, lengths: Tensor) -> Tensor:
-    """Keys and values [L, 2, B, G, positions, D] of a cache of left-padded rows, each row from position 0 on."""
+    """Keys and values [L, 2, B, G, positions, D] from a cache of left-padded rows, each row starting at position 0."""
     layers: list[Any] = list(cache.layers)
     rows, heads, width, size = layers[0].keys.shape
     longest = int(lengths.max())
     kept = layers[0].keys.new_zeros(len(layers), 2, rows, heads, longest, size)
-    # What comes before a row's own is padding's, and lies behind it here, where nothing looks before it is written.
+    # Each row is rotated: its padding moves after its own entries, where nothing is read before it is overwritten.
     places = (torch.arange(longest) + (width - lengths)[:, None]) % width
     index = places[:, None, :, None].expand(rows, heads, longest, size)
     for number, layer in enumerate(layers):

@@ -1,16 +1,16 @@
-"""A directory of responses: shards are written whole, and read back for resuming and for training.
+"""A directory of responses: shards are written atomically, and read back for resuming and for training.
 
-    run.json                      what decides the responses
-    responses-00000.jsonl         records that any reader of this project trains on, {"id", "messages" or "text", …}
-    responses-00000.safetensors   with top_k_logits, of each response: ID.tokens [n], ID.top_ids and ID.top_logprobs
+    run.json                      the identity of the run: everything that determines the responses
+    responses-00000.jsonl         records that all readers of this project train on, {"id", "messages" or "text", …}
+    responses-00000.safetensors   with top_k_logits, for each response: ID.tokens [n], ID.top_ids and ID.top_logprobs
                                   [n, k], ID.tail [n] (see `TopK`), ID.sequence [m] and ID.places [n] (see `Response`)
     skipped-00000.jsonl           prompts without a response, {"id", "source", "reason", "detail"}
-    seconds.json                  how long all runs have answered so far, {"seconds"}
-    summary.json                  counts over all shards, written when the run is through
+    seconds.json                  the answering time of all runs so far, {"seconds"}
+    summary.json                  counts over all shards, written at the end of a run
     .lock                         held by the run that is writing
 
-A shard is complete when its JSONL is there: that file is written last. Each prompt is in one shard. A
-`responses-*.jsonl` from elsewhere (a serving engine) may lie beside them. Its prompts count as answered.
+A shard is complete when its JSONL exists: that file is written last. Each prompt is in one shard. The directory may
+also contain a `responses-*.jsonl` from elsewhere (a serving engine). Its prompts count as answered.
 """
 
 import hashlib
@@ -45,10 +45,10 @@ _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
 class Response(NamedTuple):
-    """A record of a shard and, where they were kept, the target's distributions at its tokens (`top`).
+    """A record of a shard and, if they were stored, the target's distributions at its tokens (`top`).
 
-    sequence int64 [m]: the token ids that the target has seen and said. places int64 [n]: where in it the n tokens of
-    `top` are. Of the turns before the last these are the tokens that the later prompts repeat unchanged.
+    sequence int64 [m]: the token ids that the target has read and generated. places int64 [n]: the indices in it of the
+    n tokens of `top`. For turns before the last these are only the tokens that later prompts repeat unchanged.
     """
 
     record: dict[str, Any]
@@ -59,7 +59,7 @@ class Response(NamedTuple):
 
 @dataclass
 class Shard:
-    """What one process has gathered for its next file."""
+    """The responses and skipped prompts that one process has collected for its next file."""
 
     responses: list[Response] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Shard:
         return len(self.responses) + len(self.skipped)
 
     def save(self, folder: Path, number: int) -> None:
-        """Write it as shard `number`. Raises `UserError` where it cannot be written; the shard is then not there."""
+        """Write it as shard `number`. Raises `UserError` if it cannot be written; the shard then does not exist."""
         laws = _law_tensors(self.responses)
         if laws:
             write_atomically(_file(folder, "responses", number, "safetensors"), save(laws))
@@ -79,13 +79,13 @@ class Shard:
 
 
 def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
-    """What a prompt is known by: a hash of its system and user messages, or of its plain text."""
+    """The id of a prompt: a hash of its system and user messages, or of its plain text."""
     asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
     return hashlib.sha256(json.dumps([asked, text]).encode()).hexdigest()[:32]
 
 
 def read_shard(shard: Path) -> Iterator[Response]:
-    """The responses of one JSONL file, with the distributions beside it. Raises `UserError` if it cannot be read."""
+    """The responses of one JSONL file, with the distributions stored next to it. Raises `UserError` if unreadable."""
     companion = shard.with_suffix(".safetensors")
     laws = _read_laws(companion) if companion.exists() else {}
     for record, identity in _records(shard):
@@ -95,11 +95,11 @@ def read_shard(shard: Path) -> Iterator[Response]:
 def law_document(
     response: Response, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> tuple[Document, np.ndarray] | None:
-    """The text of a response as a document, and where in it the recorded tokens are: indices int64 [n].
+    """The text of a response as a document, and the indices of the recorded tokens in it, int64 [n].
 
-    `top` holds what the target predicts for the token at each of these. The document is the sequence that the target
-    has seen. Where that was not kept (shards from elsewhere) the record is tokenised. The result is None if tokenising
-    gives other tokens than were generated, as often happens to sampled text.
+    `top` holds the target's prediction for the token at each index. The document is the sequence that the target has
+    read and generated. If that was not stored (shards from elsewhere), the record is tokenised. Returns None if this
+    gives other tokens than were generated, as often happens with sampled text.
     """
     assert response.top is not None
     if response.sequence is not None:
@@ -131,19 +131,19 @@ def answered(folder: Path) -> set[str]:
         for path in (shard, skipped) if skipped.exists() else (shard,):
             for record, identity in _records(path):
                 found.add(identity)
-                if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may be its own
+                if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may differ
                     found.add(_asked_id(record, str(path)))
     return found
 
 
 def next_number(folder: Path) -> int:
-    """The first shard number that no file of the directory has."""
+    """The first unused shard number of the directory."""
     matches = [_OWN.fullmatch(path.name) for path in folder.glob("*")]
     return 1 + max((int(match[2]) for match in matches if match), default=-1)
 
 
 def seconds_spent(folder: Path) -> float:
-    """How long the runs in a directory have answered so far. Raises `UserError` if that cannot be read."""
+    """The answering time, in seconds, of all runs in a directory so far. Raises `UserError` if it cannot be read."""
     path = folder / SECONDS_FILE
     if not path.exists():
         return 0.0
@@ -152,7 +152,7 @@ def seconds_spent(folder: Path) -> float:
 
 
 def open_run(folder: Path, identity: Mapping[str, object]) -> None:
-    """Make a directory ready for more shards: clear what a killed process left, say what decides the responses."""
+    """Prepare a directory for more shards: remove the remains of a killed process, and write the run's identity."""
     for path in folder.iterdir():
         match = _OWN.fullmatch(path.name)
         if path.name.startswith((".responses-", ".skipped-")) or (
@@ -163,11 +163,11 @@ def open_run(folder: Path, identity: Mapping[str, object]) -> None:
 
 
 def check_run(folder: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> list[str]:
-    """The versions of the code by which the responses of a directory are made, the present one last.
+    """The versions of the code that made the responses of a directory, the current one last.
 
-    identity: all that decides the responses; config: what it is made of, for options newer than the responses.
+    identity: everything that determines the responses; config: its source, for options newer than the responses.
 
-    Raises `UserError` if it holds responses that are not to be continued, or were made otherwise.
+    Raises `UserError` if the directory holds responses and resume is off, or responses with another identity.
     """
     if not resume and shards(folder):
         raise UserError(

@@ -47,14 +47,14 @@ Facts = dict[str, Any]
 
 @rehearsable
 def generate_responses(config: GenerateConfig) -> None:
-    """Answer the prompts of `config.data` and leave them in `config.out_dir` (see `data_prep.responses.directory`).
+    """Answer the prompts of `config.data` and write the answers to `config.out_dir` (see `responses.directory`).
 
-    Each process answers the prompts whose ids fall to it, and writes its own shards. An answer depends on its prompt,
-    the target, the seed and the decoding options. It does not depend on processes, batches, or how often the run was
-    stopped. With resume=true, prompts that were answered or skipped before are left alone. The data may have grown
-    since. With `minutes`, the time decides how many prompts are answered, and a resumed run with more goes on.
+    Prompts are assigned to processes by their ids; each process writes its own shards. An answer depends on its prompt,
+    the target, the seed and the decoding options. It does not depend on processes, batches, or interruptions of the
+    run. With resume=true, prompts that were answered or skipped before are not repeated; the data may have grown since.
+    With `minutes`, the time limit determines how many prompts are answered; a resumed run with a larger one continues.
 
-    Raises `UserError` for an unusable target, data set or directory, and where another run is writing there.
+    Raises `UserError` for an unusable target, data set or directory, and if another run is writing there.
     """
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "responses"):
@@ -75,7 +75,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     identity["code"] = check_run(folder, identity, config.resume, config)
     done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
     first += state.process_index
-    state.wait_for_everyone()  # every process has seen which shards there are before there is one more
+    state.wait_for_everyone()  # all processes list the shards before a new one appears
     if state.is_main_process:
         open_run(folder, identity)
     state.wait_for_everyone()
@@ -106,7 +106,7 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
 
 
 class Responder:
-    """The target, loaded or behind a server, and how it is asked."""
+    """Answers tasks with the target, which is loaded here or runs on a server."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Responder:
         )
 
     def answer(self, tasks: Iterable[Task]) -> None:
-        """Answer tasks to the end: all their turns, together turn by turn."""
+        """Answer all turns of the tasks, one turn of all tasks at a time."""
         waiting = list(tasks)
         while waiting:
             answers = self.generator.answer([task.prompt for task in waiting], [self._draws(task) for task in waiting])
@@ -157,7 +157,7 @@ class Responder:
         return uniforms(self.config.seed, task.id, len(task.answers), room)
 
     def _take(self, task: Task, answer: Answer) -> bool:
-        """Add an answer to its task; whether the user's next turn is to be answered."""
+        """Add an answer to its task; returns whether to answer the user's next turn."""
         text = self._text(answer.said)
         task.problem = answer.failure or ("" if text.strip() else "empty")
         if not (task.problem or answer.ended or self.config.keep_truncated):
@@ -173,7 +173,7 @@ class Responder:
         return bool(answer.ended and task.upcoming) and self._ask_next(task)
 
     def _ask_next(self, task: Task) -> bool:
-        """Put the user's next turn; False, and the conversation ends before it, where it cannot be answered."""
+        """Add the user's next turn; False if it cannot be answered, and the conversation then ends before it."""
         assert task.messages is not None
         task.messages.append({"role": "user", "content": task.upcoming.pop(0)})
         render(task, self.tokenizer)
@@ -184,14 +184,14 @@ class Responder:
 
     def _text(self, tokens: Iterable[int]) -> str:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text).rstrip("\ufffd")  # a character that the budget cut in half
+        return str(text).rstrip("\ufffd")  # an incomplete character at the end of the budget
 
 
 def batches(tasks: Iterable[Task], config: GenerateConfig) -> list[list[Task]]:
-    """The tasks in batches, neighbours of like length.
+    """The tasks in batches of similar prompt lengths.
 
-    Longest prompts first: a batch too large for memory shows at once. With `minutes` the order is that of the prompts'
-    hashes, so that what is answered when the time is over is of all lengths.
+    Longest prompts come first, so that a batch too large for memory fails at once. With `minutes` the batches are
+    ordered by the prompts' hashes, so that the prompts answered within the time are of all lengths.
     """
     ordered = sorted(tasks, key=lambda task: (-len(task.prompt), task.id))
     made = [ordered[start : start + config.batch_size] for start in range(0, len(ordered), config.batch_size)]
@@ -209,12 +209,12 @@ def respond(
 ) -> float:
     """Answer the tasks of this process and write its shards, numbered by `numbers`; returns tokens per second.
 
-    When the time of `limit` is over no further batch begins, and what is there becomes the last shard.
+    When the time of `limit` is over no further batch begins, and the collected responses become the last shard.
     """
     free, limit = iter(numbers), replace(limit, started=limit.clock())
 
     def seconds() -> float:
-        """Of this run alone."""
+        """Seconds of this run alone."""
         return limit.spent() - limit.earlier
 
     def save(shard: Shard) -> None:
@@ -268,7 +268,7 @@ def respond(
 def load_target(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, CompiledSteps | None]:
-    """The target as transformers runs it, laid out for batches, and a way for its steps. Raises `UserError`."""
+    """The target as a transformers model, packed for batches, and its compiled steps. Raises `UserError`."""
     steps = None
     model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
     if config.device_map is None:
@@ -278,9 +278,9 @@ def load_target(
 
 
 def kernels_here(device: torch.device, dtype: torch.dtype) -> str:
-    """What multiplies here, which a resumed run and all processes must share: others round differently.
+    """The matrix kernels used here. A resumed run and all processes must use the same: others round differently.
 
-    The machine decides it and no clock.
+    They are determined by the machine, not by timing.
     """
     if not can_pack(device, dtype):
         return "PyTorch's"
@@ -288,27 +288,27 @@ def kernels_here(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def require_same_kernels(first: str, own: str) -> None:
-    """Raise `UserError` where a process would multiply by others than the first one."""
+    """Raise `UserError` if a process would use other matrix kernels than the first one."""
     if own != first:
         raise UserError(f"one process multiplies by kernels {first!r}, another by {own!r}: start all on like machines")
 
 
 def lay_out_for_batches(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> CompiledSteps | None:
-    """Lay a model's weights out for passes of many rows; returns a faster way for its steps, where there is one."""
+    """Pack a model's weights for passes of many rows; returns its compiled steps, if they are faster."""
     if not can_pack(device, dtype):
         return None
     steps = CompiledSteps.of(model)
-    pack_linears(model)  # not by the clock: see `kernels_here`
+    pack_linears(model)  # without timing: see `kernels_here`
     return steps
 
 
 def context_length(target: PreTrainedConfig) -> int:
-    """Tokens that the target can hold; practically no limit where its config names none."""
+    """The target's context length in tokens; practically unlimited if its config has no limit."""
     return getattr(target.get_text_config(), "max_position_embeddings", None) or 2**31
 
 
 def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: Server | None = None) -> Facts:
-    """All that decides what a prompt is answered, and which prompts a record makes."""
+    """Everything that determines the answer to a prompt, and the prompts made from a record."""
     tokenizer = target.tokenizer
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
@@ -321,12 +321,12 @@ def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype,
 
 
 def _stored(target: OpenTarget, dtype: torch.dtype) -> Facts:
-    """What a target that is run here is, by its files."""
+    """The identity of a target that runs here, from its files."""
     return {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
 
 
 def _served(target: OpenTarget, server: Server) -> Facts:
-    """What a server's target is, as far as it can be known: no weights are read here."""
+    """The identity of a server's target, as far as it is known: its weights are not read here."""
     return {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
 
 

@@ -1,11 +1,11 @@
-"""Answers of a target that runs elsewhere, from an OpenAI-compatible server: vLLM, SGLang, llama.cpp's.
+"""Answers of a target on an OpenAI-compatible server: vLLM, SGLang, llama.cpp's.
 
-Prompts are sent as token ids to /v1/completions. Tokens come back as ids: in `token_ids`, as names "token_id:7"
-(vLLM), or in llama.cpp's `content`. A reply is checked before it is believed: it repeats the prompt's ids or their
-number, has a row of log-probabilities for each token, gives that token the log-probability it has among the top ones,
-and a greedy token is the likeliest. A server that repeats no prompt ids can still give the answer of a prompt of the
-same length unnoticed. Log-probabilities shifted by a token are noticed, but within a token's
-repetition, and for llama.cpp's of a sampled token that is none of the likeliest.
+Prompts are sent as token ids to /v1/completions. Tokens are returned as ids: in `token_ids`, as names "token_id:7"
+(vLLM), or in llama.cpp's `content`. Every reply is validated: it repeats the prompt's ids or their number, has a row of
+log-probabilities for each token, gives that token the same log-probability as in the top list, and a greedy token is
+the most likely one. If the server does not repeat prompt ids, an answer to another prompt of the same length is not
+detected. Log-probabilities shifted by a token are detected, except within repetitions of a token and, with llama.cpp,
+for a sampled token outside the top list.
 """
 
 import http.client
@@ -29,15 +29,15 @@ from data_prep.responses.settings import GenerateConfig
 from outrider.errors import UserError, reason
 
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
-_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each further one
-_FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once they are more than a few
-_WITHIN, _BETWEEN = 1e-3, 0.1  # nats that one log-probability may differ by within a reply, and between two replies
+_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
+_FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once more than this number failed
+_WITHIN, _BETWEEN = 1e-3, 0.1  # tolerance of a log-probability in nats, within a reply and between two replies
 Value = TypeVar("Value")
 Json = Mapping[str, Any]
 
 
 class ReplyError(Exception):
-    """No usable reply. failure: what its `Answer` says; retry: whether the same question may get a better one."""
+    """No usable reply. failure: that of its `Answer`; retry: whether repeating the request may help."""
 
     def __init__(self, words: str, failure: str = UNANSWERED, *, retry: bool = True):
         super().__init__(words)
@@ -46,7 +46,7 @@ class ReplyError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """What a reply says of one token: its id, its log-probability, and those of the likeliest tokens by id."""
+    """A reply's entry for one token: its id, its log-probability, and those of the most likely tokens by id."""
 
     token: int
     logprob: float
@@ -54,12 +54,12 @@ class Row:
 
 
 class Server:
-    """Continues prompts as `Generator` does, by asking the server in `config.server` for `concurrency` at a time.
+    """Continues prompts like `Generator`, with `concurrency` requests at a time to the server in `config.server`.
 
-    model: the target's name there. context: tokens that the server and the target both hold.
+    model: the target's name there. context: the smaller context length, in tokens, of server and target.
 
-    Raises `UserError` when made for a server that cannot be reached or does not give what the run needs. Raises it
-    later when too many prompts have failed.
+    The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs; `answer` raises
+    it when too many prompts have failed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Server:
             raise UserError(f"server={config.server}: {error}; see docs/self-distillation.md for servers") from None
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
-        """Continue each prompt by at most as many tokens as it has `draws`, whose first number decides its seed."""
+        """Continue each prompt by at most as many tokens as it has `draws`; the first draw determines its seed."""
         with ThreadPoolExecutor(self.config.concurrency) as pool:
             jobs = [pool.submit(self._answer, list(prompt), own) for prompt, own in zip(prompts, draws, strict=True)]
             try:
@@ -96,7 +96,7 @@ class Server:
     # ------------------------------------------------------------------------------------------- before the run
 
     def _find_model(self, context: int) -> tuple[str, int]:
-        """The model to ask for, and how many tokens may be asked of it (vLLM says it)."""
+        """The name of the model to request, and its context length (which vLLM reports)."""
         listed = self._patiently(lambda: self._fetch("models"), retries=min(2, self.config.server_retries))
         try:
             lengths = {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
@@ -108,7 +108,7 @@ class Server:
         return model, min(context, lengths[model] or context)
 
     def _try_out(self) -> None:
-        """Ask once as the run will ask. Raises `ReplyError` for a server that lacks what the run needs."""
+        """Send the run's kinds of requests once. Raises `ReplyError` for a server that lacks what the run needs."""
         prompt = self.tokenizer("Hello, world", add_special_tokens=False)["input_ids"] or [0]
         sampling = self.config.sampling
         plain = self._ask(prompt, min(4, self.config.max_new_tokens), seed=0, greedy=True).top
@@ -125,7 +125,7 @@ class Server:
     # --------------------------------------------------------------------------------------------- one question
 
     def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
-        """Why there is no answer, and the answer: a greedy request, then a sampled one that continues it."""
+        """(error or None, answer): a greedy request, then a sampled one that continues it."""
         room, seed = len(draws), int(draws[0] * 2**31)
         greedy = room if self.config.temperature == 0 else min(self.config.greedy_tokens, room)
         try:
@@ -139,7 +139,7 @@ class Server:
         return None, Answer((*first.tokens, *rest.tokens), rest.ended, top)
 
     def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
-        """At most `count` tokens after the prompt. What a server would take from its own defaults is sent, too."""
+        """At most `count` tokens after the prompt. Parameters with server-side defaults are sent explicitly."""
         sampling = self.config.sampling
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": count, "seed": seed, "n": 1, "stream": False,
@@ -170,7 +170,7 @@ class Server:
         raise AssertionError("unreachable")
 
     def _fetch(self, path: str, body: Json | None = None) -> Json:
-        """The JSON at /v1/path; with a body it is posted there. Raises `ReplyError`, and `UserError` for a refusal."""
+        """The JSON at /v1/path; a body is sent by POST. Raises `ReplyError`, and `UserError` for a refusal."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -213,7 +213,7 @@ class Server:
         return Answer(tuple(tokens), tokens[-1] in self.eos, top)
 
     def _retokenised(self, text: str, count: int, ended: bool) -> list[int]:
-        """The tokens of a text without ids: those that it is tokenised to, where they are as many as were counted."""
+        """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         same = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
         if not same or count not in (len(ids), len(ids) + ended):
@@ -221,7 +221,7 @@ class Server:
         return ids
 
     def _unsaid_end(self, choice: Json) -> int:
-        """The end token of a reply that ended by one and does not list it."""
+        """The end token of a reply that ended with one and does not list it."""
         named = choice.get("stop_reason", choice.get("matched_stop"))
         ends = self.eos if named is None else self.eos & {named}
         if len(ends) != 1 or self.config.top_k_logits:
@@ -230,7 +230,7 @@ class Server:
 
 
 def read_rows(logprobs: Json | None) -> list[Row] | None:
-    """The rows of a reply's log-probabilities; None where it has none, or names tokens by their text."""
+    """The rows of a reply's log-probabilities; None if it has none, or names tokens by their text."""
     if not logprobs:
         return None
     if "content" in logprobs:  # llama.cpp
@@ -243,7 +243,7 @@ def read_rows(logprobs: Json | None) -> list[Row] | None:
     if any(token is None or any(one is None for one, _ in top) for token, _, top in found):
         return None
     rows = [Row(token, float(logprob), dict(top)) for token, logprob, top in found]
-    if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API lists it in any case
+    if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API always lists it
         raise ReplyError("log-probabilities that are not those of its tokens")
     return rows
 
@@ -254,7 +254,7 @@ def _named(name: str) -> int | None:
 
 
 def check_rows(rows: Sequence[Row], tokens: Sequence[int], *, greedy: bool) -> None:
-    """Raise `ReplyError` unless the rows can be of these tokens, each of its own place."""
+    """Raise `ReplyError` unless the rows are consistent with these tokens, each at its own position."""
     if [row.token for row in rows] != list(tokens):
         raise ReplyError("log-probabilities of other tokens than it said")
     for row in rows:
@@ -266,7 +266,7 @@ def check_rows(rows: Sequence[Row], tokens: Sequence[int], *, greedy: bool) -> N
 
 
 def top_of(rows: Sequence[Row], tokens: Sequence[int], k: int) -> TopK:
-    """The k likeliest tokens at each place. Raises `ReplyError` where a row has fewer."""
+    """The k most likely tokens at each position. Raises `ReplyError` if a row has fewer."""
     ranked = [sorted(row.top.items(), key=lambda pair: -pair[1])[:k] for row in rows[: len(tokens)]]
     if any(len(row) < k for row in ranked):
         raise ReplyError(f"fewer log-probabilities than top_k_logits={k} (vLLM: --max-logprobs {k})", retry=False)

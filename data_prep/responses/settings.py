@@ -1,4 +1,4 @@
-"""Settings of generate-responses; light, so that a config error shows at once."""
+"""Settings of generate-responses; light, so that a config error is reported at once."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -62,7 +62,7 @@ class GenerateConfig(TargetConfig):
             weights,
             "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
         )
-        _ = self.sampling  # has checks of its own
+        _ = self.sampling  # runs its own checks
         self._check_server()
 
     def _check_server(self) -> None:
@@ -76,7 +76,7 @@ class GenerateConfig(TargetConfig):
             require_default(self, name, "the server runs the target")
 
     def small(self, models: Path) -> Self:
-        """A few short answers of a tiny target, which runs here."""
+        """A few short answers of a tiny target, which runs locally."""
         of_servers = [field for field in fields(self) if field.name in ("server", *_OF_SERVERS)]
         alone: dict[str, Any] = {field.name: field.default for field in of_servers}
         local = replace(self, target=str(models / TARGET), revision=None, data=self.data.small(models), **alone)
@@ -84,5 +84,5 @@ class GenerateConfig(TargetConfig):
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How tokens after the greedy ones are drawn."""
+        """The sampling settings for tokens after the greedy ones."""
         return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)

@@ -1,4 +1,4 @@
-"""The prompts that a run answers: read from the data, each once, with what its answers need on the way."""
+"""The prompts that a run answers: read from the data, each once, with the state of their answers."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from outrider.errors import UserError
 
-_CHARS_A_TOKEN = 32  # at most: no more of a long text is tokenised to find its first tokens
+_CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
 
 
 @dataclass
 class Task:
     """A prompt, and its answers so far.
 
-    source: where the record was found. prompt: token ids to continue now. messages: the conversation up to and
-    with the user's turn to be answered; None for a plain text. upcoming: the user's turns after that.
+    source: the location of the record. prompt: token ids to continue now. messages: the conversation up to and
+    including the user's turn to answer; None for a plain text. upcoming: the user's turns after that.
     """
 
     id: str
@@ -33,14 +33,14 @@ class Task:
     messages: list[Message] | None = None
     upcoming: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    law: TopK | None = None  # of the answers' tokens, which are at `places` in `sequence`
+    law: TopK | None = None  # distributions at the answers' tokens, which are at `places` in `sequence`
     places: list[int] = field(default_factory=list)
     sequence: list[int] = field(default_factory=list)  # the last prompt that was answered, and the answer
     problem: str = ""  # why there is no answer, or no further one
     detail: str = ""
 
     def keep(self, answer: Answer) -> None:
-        """Add an answer to the current prompt; of earlier ones `law` is kept as far as the prompt repeats them."""
+        """Add an answer to the current prompt; `law` keeps earlier answers only as far as the prompt repeats them."""
         same = 0
         while same < min(len(self.sequence), len(self.prompt)) and self.sequence[same] == self.prompt[same]:
             same += 1
@@ -53,21 +53,21 @@ class Task:
 
     @property
     def skipped(self) -> dict[str, str]:
-        """What is listed of a prompt without an answer."""
+        """The entry for a prompt without an answer in the list of skipped prompts."""
         return {"id": self.id, "source": self.source, "reason": self.problem, "detail": self.detail}
 
 
 @dataclass
 class Todo:
-    """The prompts of one process, and what the reading of all of them counted."""
+    """The prompts of one process, and the counts from reading all prompts."""
 
     tasks: list[Task] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
-        """Take a task, to be skipped where it has a problem or leaves no room in the target's context."""
-        if task.messages and not task.problem:  # not before: most tasks may be another process's, or done
+        """Add a task; it is skipped if it has a problem or fills the target's context."""
+        if task.messages and not task.problem:  # not earlier: most tasks may belong to other processes, or be done
             render(task, tokenizer)
         if not task.problem and len(task.prompt) >= context:
             task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {context}"
@@ -78,9 +78,9 @@ class Todo:
 
 
 def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo: Todo) -> Iterator[Task]:
-    """Each distinct prompt of the training records, in the order of the data; `todo.counts` counts what is read.
+    """Each distinct prompt of the training records, in the order of the data; `todo.counts` counts the records.
 
-    Raises `UserError` where conversations and plain texts are mixed: a shard has one layout.
+    Raises `UserError` if conversations and plain texts are mixed, because a shard has one layout.
     """
     seen: set[str] = set()
     parts = [part for _, _, part in config.data.parts()] or [config.data]
@@ -121,7 +121,7 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
 
 
 def render(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the prompt of a task from its messages, or its problem where the chat template refuses them."""
+    """Set the prompt of a task from its messages, or its problem if the chat template refuses them."""
     assert task.messages is not None
     try:
         task.prompt = render_prompt(task.messages, tokenizer, task.template)

@@ -1,1 +1,1 @@
-"""Targets as they are published, made into what every tool reads."""
+"""Published targets, converted to the format that every tool reads."""

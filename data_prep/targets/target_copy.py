@@ -17,12 +17,12 @@ from outrider.files import read_json, require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity
 
-RECORD_FILE = "convert_target.json"  # what the directory is made from
-SOURCE_FOLDER = ".source"  # where a caller may keep what is converted
+RECORD_FILE = "convert_target.json"  # the identity of the conversion
+SOURCE_FOLDER = ".source"  # where a caller may keep the input of the conversion
 
 
 def convert_target(config: ConvertConfig) -> None:
-    """Save the target as safetensors in `config.out_dir`. Raises `UserError`. Of a launcher, one process does it."""
+    """Save the target as safetensors in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it."""
     state = join_processes()
     folder = require_writable(config.out_dir)
     with only_run_of(state, folder, "a target"):
@@ -30,7 +30,7 @@ def convert_target(config: ConvertConfig) -> None:
 
 
 def convert(config: ConvertConfig, folder: Path) -> None:
-    """As `convert_target`, into a directory that the caller keeps other runs out of."""
+    """Like `convert_target`, to a directory that the caller has locked against other runs."""
     original = find_original(config.target, config.revision) or _plain(config)
     if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
         raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
@@ -47,13 +47,13 @@ def convert(config: ConvertConfig, folder: Path) -> None:
 
 
 def _plain(config: ConvertConfig) -> Original:
-    """A target that is safetensors already. Raises `UserError` for what is no target."""
+    """A target that already is safetensors. Raises `UserError` if it is not a target."""
     _ = open_target(config.target, config.revision, by_layers=False).tokenizer
     return FolderModel(config.target, fetched(config.target, config.revision, SAFETENSORS), SAFETENSORS)
 
 
 def _require_free(folder: Path, identity: dict[str, object], resume: bool) -> None:
-    """Raise `UserError` unless the directory is empty, or holds the same conversion and is to be resumed."""
+    """Raise `UserError` unless the directory is empty, or holds the same conversion and `resume` is on."""
     if (folder / RECORD_FILE).exists():
         if not resume:
             raise UserError(

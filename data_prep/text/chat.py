@@ -22,7 +22,7 @@ VICUNA_SYSTEM = (
 PROMPT_TEMPLATES = get_args(PromptTemplate)
 OTHER_TEMPLATE = "use template=vicuna, or a tokenizer whose chat template reproduces the history"
 _MOST_TEXT, _MOST_TIMES = 2**20, 16  # limits: characters a template adds, and repetitions of each message
-_MARK = "\ue000"  # a private character, which templates leave alone
+_MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
 
 class Document(NamedTuple):
@@ -42,7 +42,7 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
     Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
     the text is truncated. Every token is supervised.
 
-    A conversation is rendered by `template` (tokenizer or vicuna). User turns after the last answer are left out. A
+    A conversation is rendered by `template` (tokenizer or vicuna). User turns after the last answer are dropped. A
     token is supervised if it begins inside an assistant turn. The end-of-turn token counts as inside, unless the answer
     is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that reports text offsets.
 
@@ -91,7 +91,7 @@ def render_prompt(
 
     turns: messages, or their texts with user and assistant in turn. The last is the user's.
     template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
-    completion). A BOS token is prepended exactly once if the tokenizer adds one, or as the chat template writes it.
+    completion). BOS is prepended exactly once if the tokenizer adds one; a chat template writes its own.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, or if it refuses the turns.
     """
@@ -157,7 +157,7 @@ def _render_conversation(
         return "", []
     messages = messages[: answers[-1] + 1]
     text, spans = _render_answers(messages, tokenizer, template, record["id"])
-    if record.get("truncated"):  # its last span ends where a mark after its text comes out
+    if record.get("truncated"):  # the last span ends where a mark appended to its text is rendered
         last = messages[-1] | {"content": messages[-1]["content"].rstrip() + _MARK}
         marked, _ = _render_answers([*messages[:-1], last], tokenizer, template, record["id"])
         spans[-1] = (spans[-1][0], marked.rfind(_MARK))

@@ -1,4 +1,4 @@
-"""What a command is given to read, looked at before its work begins: target, tokenizer, one record and one prompt."""
+"""Early checks of a command's inputs, before its work begins: target, tokenizer, one record and one prompt."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -15,14 +15,14 @@ from outrider.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-DRAFTERS = ("checkpoint", "small_lm", "eagle3")  # whose records may say by which template prompts are rendered
+DRAFTERS = ("checkpoint", "small_lm", "eagle3")  # whose training records may name the prompts' template
 
 
 def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig | None":
-    """The config of the target of a command's settings; None where they have none, or it is not wanted.
+    """The config of the target in a command's settings; None if they have no target, or it is not wanted.
 
-    Its tokenizer is read as well, and of the data and the prompts one record each, which is rendered as the command
-    would do it. wanted: whether the option of that dotted key is looked at. Raises `UserError` for what is unusable.
+    Also reads the target's tokenizer, and one record of the data and of the prompts, rendered as the command would.
+    wanted: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
     """
     target, tokenizer = None, None
     if getattr(config, "target", None) not in (None, "replay") and wanted("target"):
@@ -36,16 +36,16 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     for key, data in _sources(config):
         if wanted(f"{key}.path"):
             _read_record(key, data, tokenizer, asking=getattr(config, "asks", False))
-        elif tokenizer is not None and data.layout not in ("auto", "text", "code"):  # conversations, not there yet
+        elif tokenizer is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
             render_prompt(("a question",), tokenizer, data.template)
-    prompts = getattr(config, "prompts", None)  # of a calibration it is a number
+    prompts = getattr(config, "prompts", None)  # a number in the settings of calibrate
     if isinstance(prompts, str) and prompts != "python_stdlib" and wanted("prompts"):
         _read_prompt(config, tokenizer)
     return None if target is None else target.config
 
 
 def _sources(config: Any) -> Iterator[tuple[str, DataConfig]]:
-    """(key, data) of each source that is read."""
+    """(key, data) of each source to read."""
     data = getattr(config, "data", None)
     if data is not None:
         parts = [(f"data.mix.{name}", part) for name, _, part in data.parts()]

@@ -1,4 +1,4 @@
-"""How many rows of each source a mix takes, and in which order."""
+"""The number of rows that a mix takes from each source, and their order."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def rows_taken(available: Sequence[int], supervised: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Rows to take of each source, so that their shares of the supervised tokens are proportional to `weights`.
+    """Rows to take from each source, so that their shares of the supervised tokens are proportional to `weights`.
 
     available, supervised: rows of each source, and labels in them. Every row counts as its source's mean. The total is
-    as large as possible: the scarcest source is used up. Every source gives at least one row.
+    as large as possible: the scarcest source is used up. Every source contributes at least one row.
     Example: 100 and 300 rows of equal labels, weights 1 and 1: 100 rows of each.
     """
     per_row = [labels / rows for labels, rows in zip(supervised, available, strict=True)]

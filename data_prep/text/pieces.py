@@ -18,12 +18,12 @@ import numpy as np
 PIECE = 2**18  # characters tokenised at once
 _AROUND = 256  # characters on either side of a cut that are tokenised to test it
 _TRIED = 8  # candidate cuts of each kind
-# A cut is (end of a piece, begin of the next). A space between words may belong to neither: some tokenizers put one in
-# front of every text they are given.
+# A cut is (end of a piece, begin of the next). A space between words may belong to neither piece, because some
+# tokenizers prepend one to every text.
 _LINE, _SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=\S) (?=\S)")
 _PLACES = ((_LINE, 1, 1), (_SPACE, 0, 0), (_SPACE, 0, 1))
 
-Encode = Callable[[list[str]], Sequence[np.ndarray]]  # texts → arrays [n, columns]: ids without special tokens, places
+Encode = Callable[[list[str]], Sequence[np.ndarray]]  # texts → arrays [n, columns]: ids without special tokens, offsets
 Item = TypeVar("Item")
 
 
@@ -69,7 +69,7 @@ def _keeps_tokens(text: str, start: int, stop: int, after: int, encode: Encode) 
 
 
 def _moved(rows: np.ndarray, by: int, left_out: int) -> np.ndarray:
-    """`rows` with offsets of the whole text, in which the piece begins at `by`, after a space of its first token."""
+    """The rows of the piece from `by` on, with offsets into the whole text; `left_out` belongs to its first token."""
     moved = np.concatenate([rows[:, :1], rows[:, 1:] + by], axis=1)
     moved[:1, 1:2] -= left_out
     return moved
@@ -78,7 +78,7 @@ def _moved(rows: np.ndarray, by: int, left_out: int) -> np.ndarray:
 def batches(
     items: Iterable[Item], size_of: Callable[[Item], int], most: int, count: int | None = None
 ) -> Iterator[list[Item]]:
-    """Lists of up to `count` consecutive items of total size at most `most`; a larger item makes a list alone."""
+    """Lists of up to `count` consecutive items with total size at most `most`; a larger item is a list by itself."""
     batch: list[Item] = []
     size = 0
     for item in items:

@@ -7,7 +7,7 @@ from data_prep.text.records import Record, alpaca_instruction, is_conversation
 from outrider.errors import UserError
 from outrider.files import is_text
 
-NOT_THERE = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # stands in SPEED-Bench's files for texts that others own
+NOT_THERE = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for third-party texts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Prompt:
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The ids of its turns, which key the results: its own id for one turn, else "id/turn1" and so on."""
+        """The ids of its turns, which key the results: the prompt's id for one turn, else "id/turn1" and so on."""
         if len(self.turns) == 1:
             return (self.id,)
         return tuple(f"{self.id}/turn{number}" for number in range(1, len(self.turns) + 1))
@@ -30,7 +30,7 @@ class Prompt:
 def to_prompt(raw: object, where: str, number: int) -> Prompt:
     """The prompt in a record or text, by the record's columns; `where` (file:line) is named in errors.
 
-    Raises `UserError` for a record without a known column, and for a prompt that is no text, or blank.
+    Raises `UserError` for a record without a known column, and for a prompt that is not text, or is blank.
     """
     if isinstance(raw, str):
         return Prompt(str(number), "text", (prompt_text(raw, where),), False)
@@ -65,7 +65,7 @@ def to_prompt(raw: object, where: str, number: int) -> Prompt:
 
 
 def prompt_text(value: object, where: str) -> str:
-    """`value`, a text that is not blank. Raises `UserError` naming `where` for anything else."""
+    """`value`, if it is a text that is not blank. Raises `UserError` naming `where` for anything else."""
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: prompt is {reprlib.repr(value)}: expected a text that is not empty")
     return _encodable(value, where)

@@ -1,4 +1,4 @@
-"""Prompts to measure decoding on: held-out library files, benchmark files, or texts given inline."""
+"""Prompts for measuring decoding: held-out library files, benchmark files, or texts given inline."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,12 +27,12 @@ def read_prompts(
     prompts: one of three things.
       "python_stdlib": beginnings of held-out files of the standard library, `prompt_chars` long and cut at a line end;
       one per file, and more from within the files if `limit` needs them.
-      A path of a JSONL, JSON or parquet file. Its columns tell the layout: MT-Bench / Spec-Bench (turns), HumanEval
-      (task_id, prompt), GSM8K (question), Alpaca (instruction, input), XSum (document), plain prompt or text, or a JSON
-      list of strings.
+      A path of a JSONL, JSON or parquet file. Its columns determine the layout: MT-Bench / Spec-Bench (turns),
+      HumanEval (task_id, prompt), GSM8K (question), Alpaca (instruction, input), XSum (document), plain prompt or text,
+      or a JSON list of strings.
       Questions are chat, the others are text to complete.
       A list of texts to complete.
-    limit: how many to keep, evenly spread, with categories balanced.
+    limit: the number of prompts to keep, evenly spread, with categories balanced.
     heldout_fraction: at most the one used in training.
 
     Raises `UserError` that names file and record for anything unusable.

@@ -39,7 +39,7 @@ Typed = TypeVar("Typed")
 class TextRecord(TypedDict):
     id: str
     text: str
-    truncated: NotRequired[bool]  # cut off: no EOS token follows it
+    truncated: NotRequired[bool]  # no EOS token follows it
     asked: NotRequired[bool]  # a prompt: to be continued from its end
 
 
@@ -97,7 +97,7 @@ def is_conversation(raw: Raw) -> bool:
 def to_record(record: object, layout: Layout, identity: str) -> Record:
     """Convert a raw record to normal form. `identity` (file:line) becomes its id and is named in errors.
 
-    A raw record with "finish": "length", as generate-responses writes it, is `truncated`. Texts become `encodable`.
+    A raw record with "finish": "length", from generate-responses, is `truncated`. Texts become `encodable`.
 
     Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
     is blank, or if its turns do not alternate between user and assistant.
@@ -159,7 +159,7 @@ def _messages(turns: Sequence[tuple[object, object]]) -> list[Message]:
         raise SkipRecordError("empty")
     head = [turn for turn in said[:1] if turn[0] == "system" and turn[1]]
     rest = said[1:] if said[0][0] == "system" else said
-    if rest and rest[0][0] == "assistant":  # exports that begin in the middle of a conversation
+    if rest and rest[0][0] == "assistant":  # some exports begin in the middle of a conversation
         rest = rest[1:]
     for i, (role, content) in enumerate(rest):
         if role != ("assistant" if i % 2 else "user"):

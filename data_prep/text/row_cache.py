@@ -71,7 +71,7 @@ def is_complete(folder: Path, key: str) -> bool:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """A lock: one process at a time builds an entry; the others wait."""
+    """Lock an entry: one process at a time builds it; the others wait."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
@@ -86,10 +86,10 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def storage_errors(cache: Path) -> Iterator[None]:
-    """Errors of writing the cache become a `UserError`."""
+    """Convert errors of writing the cache to `UserError`."""
     try:
         yield
-    except OSError as error:  # reading raises UserError itself, so this is an error of writing
+    except OSError as error:  # reading raises UserError itself, so this is a write error
         raise UserError(
             f"cache_dir={cache}: cannot be written ({error.strerror or error}); free space there or choose "
             "another with data.cache_dir=DIRECTORY"

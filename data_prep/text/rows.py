@@ -61,7 +61,7 @@ class Rows(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, folders: Sequence[Path], kept: np.ndarray, key: str, counts: dict[str, int]) -> None:
-        """kept: int64 [rows, 2], a folder's number and the row in it."""
+        """kept: int64 [rows, 2], the index of a folder and the row in it."""
         self._source = (folders, kept, key, counts)
         self.key, self.counts = key, counts
         self._arrays = [map_arrays(folder) for folder in folders]
@@ -95,14 +95,14 @@ def load_rows(
     *,
     max_rows: int | None = None,
 ) -> Rows:
-    """The rows of one split, from the cache or built now. max_rows: keep so many, evenly spread.
+    """The rows of one split, from the cache or built now. max_rows: keep this many, evenly spread.
 
     The cache key is a hash of everything that determines the content, so a hit is always valid. If several processes
     call this at once, one builds and the others wait. Rank 0 prints the counts on one line.
 
-    The sources of a mix are cached separately. The rows taken of each give it its share of the supervised tokens (see
-    `data_prep.text.mixing`); they depend on the sources and weights alone. Tokens and supervised tokens are then
-    counted by the sources' means.
+    The sources of a mix are cached separately. The rows taken from each give it its share of the supervised tokens (see
+    `data_prep.text.mixing`); they depend on the sources and weights alone. The counts of tokens and supervised tokens
+    are then estimates from the sources' means.
 
     Raises `UserError` for bad input, a split without records, data without a supervised token, and a
     cache_dir that cannot be written.
@@ -158,7 +158,7 @@ def _is_main() -> bool:
 
 
 class Segment(NamedTuple):
-    """A document, or the part of one, inside a row: ids int64 [n], supervised bool [n]."""
+    """A document, or a part of one, inside a row: ids int64 [n], supervised bool [n]."""
 
     ids: np.ndarray
     supervised: np.ndarray
@@ -178,7 +178,7 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
     """Pack documents into rows of at most `seq_len` tokens; a pure function of their order.
 
     Divisible documents follow each other without a gap and continue in the next row. Whole ones (at most seq_len
-    tokens) go into the fullest of up to `window` open rows that has room for them.
+    tokens) go into the fullest of up to `window` open rows that still fits them.
     """
     stream, waiting = _OpenRow(seq_len), list[_OpenRow]()
     for document in documents:
@@ -270,7 +270,7 @@ def _build(
 ) -> None:
     print(f"data source={config.source} split={split}: tokenising into {folder}", flush=True)
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     partial.mkdir()
     counts = Counter(dict.fromkeys(COUNTS, 0))
     largest_id = max(tokenizer.get_vocab().values(), default=0)

@@ -1,4 +1,4 @@
-"""Where text comes from and how it is read; light, so that a config error shows at once."""
+"""Settings of text sources and their reading; light, so that a config error is reported at once."""
 
 import glob
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ class SourceConfig(Settings):
                 require(getattr(self, key) == unset, key, getattr(self, key), f"{unset}: it is for source=hub alone")
 
     def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
-        """As of all settings; `path` may also be a pattern."""
+        """As for all settings; `path` may also be a pattern."""
         super().require_places(wanted, path)
         for one in self.path if self.source == "local" and wanted(f"{path}.path") else ():
             there = Path(one).expanduser().exists() or any(True for _ in glob.iglob(one, recursive=True))
@@ -115,14 +115,14 @@ class DataConfig(SourceConfig):
         return Path(self.cache_dir).expanduser() if self.cache_dir else user_cache()
 
     def small(self, models: Path) -> "DataConfig":
-        """A few files of the standard library in the place of this, or of each of its sources (see `rehearsable`)."""
+        """A few files of the standard library instead of this, or of each of its sources (see `rehearsable`)."""
         library: dict[str, Any] = {"source": "python_stdlib", "layout": "code", "max_records": REHEARSED_RECORDS}
         mix = {name: MixPart(**library, weight=part.weight) for name, part in self.mix.items()}
         source: dict[str, Any] = {"source": "mix", "mix": mix} if mix else library
         return DataConfig(**source, heldout_fraction=0.5, cache_dir=str(models.parent / "cache"))
 
     def parts(self) -> Iterator[tuple[str, float, "DataConfig"]]:
-        """(name, weight, data set) of each source of a mix that is not left out."""
+        """(name, weight, data set) of each source of a mix with a weight above 0."""
         for name, part in self.mix.items():
             if part.weight:
                 own = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}

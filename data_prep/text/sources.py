@@ -22,16 +22,16 @@ from outrider.errors import UserError
 from outrider.files import parse_json
 
 Split = Literal["train", "heldout"]
-RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # what generate-responses leaves in a directory
+RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # files of generate-responses in its output directory
 _PROMPTS = Layout("prompts", "any")  # determined by the columns of each record
 _SETTLED = 2 * 10**9  # nanoseconds: a younger file may still change without a new time stamp
 
-# Files are alike by windows of so many lines, with so large a share of the smaller one's. What stands in more files
-# than that is a licence or the like, and no copy.
+# Files are similar if they share this fraction (_ALIKE) of the smaller one's windows of _WINDOW lines. A window in more
+# than _COPIES files is ignored: it is a licence or the like, not a sign of a copy.
 _WINDOW, _ALIKE, _COPIES = 6, 1 / 20, 8
 
-# Left out: tests and their data, installed packages, and generated tables. The character maps in encodings
-# are near-copies of each other, so held-out ones would be known from training. pydoc_data is one long string.
+# Excluded: tests and their data, installed packages, and generated tables. The character maps in encodings are
+# near-copies of each other, so held-out ones would be known from training. pydoc_data is one long string.
 _NOT_LIBRARY = {
     "site-packages",
     "dist-packages",
@@ -50,12 +50,12 @@ def read_records(
     """The records of one split, in the order of the source.
 
     A record is held out if its hash is below `config.heldout_fraction`. For python_stdlib the hash is of the file's
-    path, or of the first path among files with shared lines (`library_keys`); else of the content, so that copies fall
-    on the same side. It is equal on every machine, whatever else is read. `counts` receives records, empty, malformed
+    path, or of the first path among files with shared lines (`library_keys`); else of the content, so that copies are
+    in the same split. It is equal on every machine, whatever else is read. `counts` receives records, empty, malformed
     and unreadable. The sources of a mix are read one after another.
 
-    asking: the records will be answered, so prompts (see `to_prompt`) are allowed too, which have no answer to train
-    on. With layout=auto the first record of a file decides. Raises `UserError` that names file and record.
+    asking: the records will be answered, so prompts without an answer (see `to_prompt`) are allowed too. With
+    layout=auto the first record of a file decides. Raises `UserError` that names file and record.
     """
     counts = Counter() if counts is None else counts
     for _, _, part in config.parts():
@@ -93,15 +93,15 @@ def read_records(
 
 
 def is_heldout(key: str, fraction: float) -> bool:
-    """Whether the record with this key is held out: a fixed function of the key and the share."""
+    """Whether the record with this key is held out: a fixed function of the key and the fraction."""
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def content_digest(config: DataConfig) -> str:
-    """Identifies what `read_records` reads of a source: contents of files; name, revision and split of Hub data.
+    """A digest of what `read_records` reads from a source: contents of files; name, revision and split of Hub data.
 
-    A Hub dataset without `revision` counts as unchanged: pin one where that matters.
+    A Hub dataset without `revision` counts as unchanged: pin a revision if that matters.
     """
     digest = hashlib.sha256()
     if config.source == "hub":
@@ -166,7 +166,7 @@ def python_stdlib_files() -> list[tuple[str, Path]]:
 
 
 def library_keys() -> dict[str, str]:
-    """For each of `python_stdlib_files` the name that decides whether it is held out.
+    """For each file of `python_stdlib_files`, the name that decides whether it is held out.
 
     Two files are held out together if at least a twentieth of the smaller one's windows (six non-blank lines) occur in
     the other; the relation is transitive. The key is the first name of the group. Example: wave.py has a copy of
@@ -202,7 +202,7 @@ def _windows(path: Path) -> set[int]:
 def python_files(packages: bool) -> list[tuple[str, Path]]:
     """`python_stdlib_files`, followed with `packages` by the installed packages' source as "site-packages/…".
 
-    Files of packages with repeated content are left out: many packages vendor others or parts of the library, whose
+    Files of packages with repeated content are skipped: many packages vendor others or parts of the library, whose
     held-out files must not reappear as training text.
     """
     files = python_stdlib_files()
@@ -252,8 +252,8 @@ def resolve_paths(patterns: Iterable[str]) -> list[Path]:
 def read_file(path: Path, counts: Counter[str] | None = None) -> Iterator[tuple[int, object]]:
     """(number from 1, record) of a JSONL, JSON or parquet file, also gzipped; (0, text) of any other file.
 
-    A JSON file may hold a list, one object, or one object per line. Raises `UserError` naming file and line;
-    a text file that is not UTF-8 is counted as unreadable and left out.
+    A JSON file may hold a list, one object, or one object per line. Raises `UserError` naming file and line; a text
+    file that is not UTF-8 is counted as unreadable and skipped.
     """
     kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     readers = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}

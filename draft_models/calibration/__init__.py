@@ -1,1 +1,1 @@
-"""EESD's calibration head: the module, and its files beside a drafter's."""
+"""EESD's calibration head: the module, and its files in a drafter's directory."""

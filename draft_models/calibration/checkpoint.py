@@ -21,9 +21,9 @@ FORMAT = 2
 
 
 def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = None) -> str:
-    """What a head is bound to where a drafter's weights carry no digest: config and a sample of every tensor.
+    """The digest to which a head is bound if a drafter's weights have none: of config and a sample of every tensor.
 
-    reading: what is changed of how an EAGLE-3 head is read, as it then drafts otherwise. Raises `UserError` where the
+    reading: the overrides of an EAGLE-3 head's reading, since they change what it drafts. Raises `UserError` if the
     weights cannot be read.
     """
     facts = {**model_identity(files), **({"reading": reading} if reading else {})}
@@ -31,9 +31,9 @@ def drafter_digest(files: TensorFiles, reading: Mapping[str, object] | None = No
 
 
 def save_calibration(path: Path, head: CalibrationHead, drafter_sha256: str, facts: Mapping[str, object]) -> None:
-    """Store `head` in the directory `path`, the drafter's or one in it, bound to weights of digest `drafter_sha256`.
+    """Store `head` in the directory `path`, the drafter's or a subfolder, bound to weights with `drafter_sha256`.
 
-    facts: how it was made and how good it is; kept as it is. A crash leaves the previous head or none.
+    facts: its training and quality, stored unchanged. A crash leaves the previous head or none.
     """
     blob = save({name: value.detach().float().cpu().contiguous() for name, value in head.state_dict().items()})
     meta = {
@@ -55,10 +55,10 @@ def load_calibration(
     hidden_size: int | None = None,
     folder: str = "",
 ) -> CalibrationHead:
-    """The head stored in the drafter's directory `path`, or in that `folder` of it, in float32.
+    """The head stored in the drafter's directory `path`, or in its subfolder `folder`, in float32.
 
-    target: the `model_identity` of the target it is to calibrate for. hidden_size: the width of target and drafter,
-    where they are of one.
+    target: the `model_identity` of the target to calibrate for. hidden_size: the hidden size of target and drafter, if
+    it is the same.
 
     Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
     target; when it is of another width; when its files are damaged.

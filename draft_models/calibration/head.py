@@ -1,14 +1,14 @@
-"""EESD's calibration head: how likely is the token just drafted to be right?
+"""EESD's calibration head: the probability that the token just drafted is right.
 
-The paper has it for early exits. It reads a hidden state of any drafter that has one: an early exit's, a small LM's
-last one, what an EAGLE-3 head gives for its next step.
+The paper defines it for early exits. Here it reads a hidden state of any drafter that has one: an early exit's, a small
+LM's last one, or the output of an EAGLE-3 head that is the next step's feature.
 """
 
 import torch
 from torch import Tensor, nn
 
-POSITIONS = 10  # draft positions with weights of their own; later ones share the last
-SURE = 12.0  # the largest log-odds that are told apart
+POSITIONS = 10  # draft positions with own weights; later ones share the last
+SURE = 12.0  # log-odds are clamped to ± this
 
 
 class CalibrationHead(nn.Module):
@@ -17,11 +17,11 @@ class CalibrationHead(nn.Module):
     H_t^(T) [d_T]: the target's last hidden state at the last verified position. H_{t+i}^(D) [d_D]: the drafter's at
     draft position i. W_p is [1, d_T + d_D], W^i is [d_T, d_T] with i = min(i, 10).
 
-    Nothing stands between W_p and W^i, so the two make one vector per position, w_T W^i. Stored as `target` [10, d_T],
-    it makes θ_M cost two dot products. `bias` [10] is per position too. Inputs are detached: the head never trains what
-    feeds it.
+    W_p and W^i are consecutive linear maps, so they reduce to one vector per position, w_T W^i. With that stored as
+    `target` [10, d_T], θ_M costs two dot products. `bias` [10] is per position too. Inputs are detached: gradients
+    never reach the drafter.
 
-    Beyond the paper it sees how likely the draft found its own token: `odds` [] weighs the log-odds log(q / (1 − q)).
+    In addition to the paper it uses the drafter's own probability: `odds` [] weighs the log-odds log(q / (1 − q)).
     `temperature` [10], by position, divides the logit (see train/parts/calibration_scores.py).
     """
 
@@ -49,6 +49,6 @@ class CalibrationHead(nn.Module):
 
 
 def log_odds(log_probability: Tensor) -> Tensor:
-    """log(q / (1 − q)) of log q, within ± `SURE`: where q is 0 or 1 in floating point too."""
+    """log(q / (1 − q)) from log q, clamped to ± `SURE`, even if q rounds to 0 or 1."""
     below = log_probability.float().clamp(max=-1e-6)
     return (below - (-below.expm1()).log()).clamp(-SURE, SURE)

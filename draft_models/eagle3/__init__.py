@@ -1,1 +1,1 @@
-"""EAGLE-3 heads: how one is to be read, the module, and the formats that it is stored in."""
+"""EAGLE-3 heads: how to read one, the module, and its storage formats."""

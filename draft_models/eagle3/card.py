@@ -1,14 +1,14 @@
-"""What a trained EAGLE-3 head's directory says of itself, beside its weights."""
+"""The model card and metadata of a trained EAGLE-3 head."""
 
 from draft_models.targets.settings import Dialect
 
-TRAINING_FILE = "eagle3.json"  # what a training here leaves beside the weights, last
+TRAINING_FILE = "eagle3.json"  # written next to the weights, last, by training in this toolkit
 
 
 def use_of(dialect: Dialect, fc_bias: bool) -> str:
-    """How a head in `dialect` is used, with {path} and {target} to fill in: here, and by servers that read it.
+    """Instructions for a head in `dialect`, here and in servers that read it, with {path} and {target} to fill in.
 
-    fc_bias: whether its first matrix has a bias, for which vLLM has no room.
+    fc_bias: whether its first matrix has a bias, which vLLM does not support.
     """
     read = {"vLLM": _VLLM if not fc_bias else "", "SGLang": _SGLANG if dialect != "speculators" else ""}
     others = [name for name, how in read.items() if not how]

@@ -1,4 +1,4 @@
-"""In what an EAGLE-3 head may be read otherwise than its config.json says. Settings only: torch is not imported."""
+"""Overrides of an EAGLE-3 head's config.json. Settings only: torch is not imported."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -10,7 +10,7 @@ from outrider.settings import Positive, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingChanges(Settings):
-    """Where the config.json of an EAGLE-3 head is wrong; null: as it says."""
+    """Corrections of an EAGLE-3 head's config.json; null: as it says."""
 
     # boundaries of the target's layers, e.g. [2,16,29]: 0 is the embedding, i the output of layer i − 1
     taps: tuple[Annotated[int, Ge(0)], ...] | None = None
@@ -29,11 +29,11 @@ class ReadingChanges(Settings):
     own_head: bool | None = None  # false: the target's head
 
     def stated(self) -> dict[str, Any]:
-        """Those that are not null."""
+        """The overrides that are not null."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
-        """As a user gives them: "reading.taps=[2,4,5]"."""
+        """The options as a user gives them: "reading.taps=[2,4,5]"."""
         return " ".join(f"reading.{name}={_shown(value)}" for name, value in self.stated().items())
 
 

@@ -1,6 +1,6 @@
-"""EAGLE-3 heads on disk: opened strictly, in any dialect. A tensor too many, or one too few, is an error.
+"""EAGLE-3 heads on disk: opened strictly, in any dialect. Missing and unexpected tensors are errors.
 
-What a loader fills in or leaves out drafts badly without a word.
+A head with tensors filled in or dropped would draft badly without any error.
 """
 
 from collections.abc import Mapping
@@ -30,16 +30,16 @@ from outrider.files import read_mapping
 from outrider.settings import listed
 
 D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
-MADE_WITH = "made_with"  # what config.json says of a head that was trained here
+MADE_WITH = "made_with"  # key in config.json of heads trained here: this toolkit's version
 AS_DECLARED = ReadingChanges()
 
 
 @dataclass(frozen=True)
 class StoredHead:
-    """A head on disk, checked but not read: its dialect, its reading, and where its tensors are.
+    """A head on disk, checked but not loaded: its dialect, its reading, and its tensors' locations.
 
-    config: what its config.json says. declared: the reading by that; reading: with what is changed of it. stored: the
-    names of the tensors in the files, by their names here.
+    config: its config.json. declared: the reading declared by its config; reading: with overrides applied. stored: the
+    tensors' names in the files, by their names here.
     """
 
     source: str
@@ -51,28 +51,28 @@ class StoredHead:
     stored: Mapping[str, str]
 
     def tensors(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """All of them by their names here, in `dtype` where they are no integers. Raises `UserError`."""
+        """All tensors by their names here, in `dtype` unless they are integers. Raises `UserError`."""
         read = self.files.read(self.stored.values(), dtype, device=device)
         return {name: read[stored] for name, stored in self.stored.items()}
 
     def weights(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Those of its `reading`, which are others than are stored where it is not the declared one."""
+        """The tensors of its `reading`, which differ from the stored ones if it is not the declared reading."""
         found = self.tensors(dtype, device)
         return found if self.reading == self.declared else fit_tensors(self.reading, found, self.source)
 
     @property
     def made_here(self) -> bool:
-        """Whether this toolkit trained it, and so by the reading that its config declares."""
+        """Whether this toolkit trained it, so that its declared reading is right."""
         return str(self.config.get(MADE_WITH, "")).startswith("outrider")
 
 
 def open_head(
     source: str, target: PreTrainedConfig, revision: str | None = None, changes: ReadingChanges = AS_DECLARED
 ) -> StoredHead:
-    """The head in `source`, a directory or Hub name, for a target of that config. Reads headers only.
+    """The head in `source`, a directory or Hub name, for a target of config `target`. Reads headers only.
 
-    changes: of the reading that its config declares. Raises `UserError` where it is no EAGLE-3 head, not one for this
-    target, or its tensors are not those that its config asks for.
+    changes: overrides of the declared reading. Raises `UserError` if it is not an EAGLE-3 head, is for another target,
+    or its tensors do not match its config.
     """
     file = find_file(source, CONFIG_FILE, revision)
     if file is None:
@@ -99,19 +99,19 @@ def open_head(
     except UserError:
         if reading == declared:
             raise
-        _require_shapes(reading, shapes, dialect, source)  # the config is wrong, and what it is told fits
+        _require_shapes(reading, shapes, dialect, source)  # the config is wrong, and the overrides fit
     return StoredHead(source, dialect, config, declared, reading, files, stored)
 
 
 def holds_head(source: str) -> bool:
-    """Whether the tensors in `source` are an EAGLE-3 head's, in any dialect. Raises `UserError` for none at all."""
+    """Whether the tensors in `source` are an EAGLE-3 head's, in any dialect. Raises `UserError` without tensors."""
     return is_head(open_tensors(source).file_of)
 
 
 def stored_tokens(source: str, revision: str | None = None, changes: ReadingChanges = AS_DECLARED) -> list[int] | None:
-    """Ids of the tokens that the head in `source` has logits of, as its d2t says; None where it has none, or all are.
+    """The draft vocabulary of the head in `source`, from its d2t; None without a d2t, or if it has all tokens.
 
-    changes: as of `open_head`. Raises `UserError` where it cannot be read.
+    changes: as in `open_head`. Raises `UserError` if it cannot be read.
     """
     files = open_tensors(source, revision)
     stored = {own_name(name): name for name in files.file_of}
@@ -132,15 +132,15 @@ def load_head(
     device: torch.device | str = "cpu",
     changes: ReadingChanges = AS_DECLARED,
 ) -> Eagle3:
-    """The same with its weights, frozen. Without an embedding or a head of its own it waits for the target's."""
+    """`open_head` with its weights loaded and frozen. A missing embedding or head is set later, from the target."""
     head = open_head(source, target, revision, changes)
     return make_head(head.reading, head.weights(dtype, device), source)
 
 
 def fit_tensors(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Of the `tensors` of a head those that another `reading` of it has; norms that they lack do not scale.
+    """The `tensors` of a head that another `reading` uses; missing norms become identities.
 
-    Raises `UserError` where any other tensor is missing, or has another shape.
+    Raises `UserError` if any other tensor is missing or has another shape.
     """
     like = tensors["fc.weight"]
     found = {name: tensors[name] for name in (D2T, T2D) if name in tensors}
@@ -157,17 +157,17 @@ def fit_tensors(reading: Reading, tensors: Mapping[str, Tensor], source: str) ->
 
 
 def make_head(reading: Reading, tensors: Mapping[str, Tensor], source: str) -> Eagle3:
-    """What `reading` makes of the `tensors` of a head, d2t and t2d among them. Raises `UserError` for such a map."""
+    """The head that `reading` builds from `tensors`, d2t and t2d included. Raises `UserError` for invalid maps."""
     tokens = draft_tokens(reading, tensors.get(D2T), tensors.get(T2D), source)
     weights = {name: tensor for name, tensor in tensors.items() if name not in (D2T, T2D)}
     return Eagle3.of(reading, weights if tokens is None else {**weights, DRAFT_TOKENS: tokens})
 
 
 def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, source: str) -> Tensor | None:
-    """Ids [V_d], ascending, of the tokens that the head has logits of; None: all.
+    """Ids [V_d], ascending, of the draft vocabulary; None: all tokens.
 
-    d2t [V_d]: see `Reading.draft_ids`; t2d [V]: whether a token is one of them. Raises `UserError` where an id is none
-    of the target's, where two are the same, and where the two maps differ.
+    d2t [V_d]: see `Reading.draft_ids`; t2d [V]: whether a token is in it. Raises `UserError` for an id outside the
+    target's vocabulary, for repeated ids, and if the two maps disagree.
     """
     if d2t is not None and d2t.is_floating_point():
         raise UserError(f"eagle3={source}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
@@ -190,7 +190,7 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
             f"and {int(ids[place + 1])}; expected ascending ones. Fetch the head again"
         )
     if len(ids) == reading.vocabulary:
-        return None  # t2d may be anything then: trainers do not look at it
+        return None  # t2d may then be anything: trainers ignore it
     if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
         raise UserError(
             f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); expected "
@@ -201,7 +201,7 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
 
 
 def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: str) -> None:
-    """Raise `UserError` naming tensors that are missing, too many, or of another shape than the reading's."""
+    """Raise `UserError` naming tensors that are missing, unexpected, or of another shape than in the reading."""
     expected = head_shapes(reading)
     if reading.draft_vocabulary < reading.vocabulary or D2T in shapes:
         expected[D2T] = (reading.draft_vocabulary,)
@@ -227,12 +227,12 @@ def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: 
 
 
 def head_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight of a head that is read so, by its name here."""
+    """The shapes of all weights under this reading, by their names here."""
     weights = Eagle3(reading, all_tokens=True).state_dict()
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def their_name(name: str, dialect: Dialect) -> str:
-    """The name that a dialect has for a tensor."""
+    """A tensor's name in a dialect."""
     midlayer = dialect in ("eagle", "specforge") and name.startswith(FIRST_LAYER)
     return MIDLAYER + name.removeprefix(FIRST_LAYER) if midlayer else name

@@ -1,13 +1,13 @@
-"""What the trainers of EAGLE-3 heads write into config.json, and how they name tensors.
+"""Dialects: the config.json and the tensor names of different trainers of EAGLE-3 heads.
 
-eagle        SafeAILab/EAGLE: `midlayer.`, a flat config, no word of the taps
-specforge    sgl-project/SpecForge: `midlayer.`, a flat config, taps as outputs of layers in `eagle_config`; written
-             here as boundaries too, which vLLM looks for
-speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, taps as boundaries
-modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, `eagle_config` with taps as outputs and switches
+eagle        SafeAILab/EAGLE: `midlayer.`, a flat config, which does not name the aux hidden states
+specforge    sgl-project/SpecForge: `midlayer.`, a flat config, aux hidden states as layer outputs in `eagle_config`;
+             written here as boundaries too, which vLLM expects
+speculators  vllm-project/speculators: `layers.0.`, the layer's config nested, aux hidden states as boundaries
+modelopt     NVIDIA/Model-Optimizer: `layers.0.`, a flat config, `eagle_config` with layer outputs and switches
 
-The output of layer i is boundary i + 1. What a config does not say but its tensors do is read off them, as the number
-of layers: a config copied from the target's has that of the target (EAGLE3-Vicuna-13B).
+The output of layer i is boundary i + 1. Facts that the tensors show are taken from them, not from the config, such as
+the number of layers: a config copied from the target's has that of the target (EAGLE3-Vicuna-13B).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,20 +29,20 @@ _LAYER_KEYS = (
     "max_position_embeddings", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window",
     "max_window_layers", "layer_types",
 )  # fmt: skip
-# Switches of which this toolkit knows one position only, and what the other one would be.
+# Switches of which this toolkit supports only the given value, and the meaning of other values.
 _FIXED = {
     "use_aux_hidden_state": (True, "a head without taps, as EAGLE-1's"),
     "use_mtp_layernorm": (False, "norms of multi-token prediction"),
     "next_layer_regular": (True, "later layers that are given the embedding too"),
     "parallel_draft_step": (1, "several tokens drafted at once"),
 }
-# What SGLang's first code of EAGLE-3.1 called the norms of the taps, and the switch for them.
+# The names in SGLang's first EAGLE-3.1 code for the norms of the aux hidden states, and for their switch.
 _FORMER = {f"aux_norm_{place}.weight": f"fc_norm.{i}.weight" for i, place in enumerate(("low", "mid", "high"))}
 _FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
 
 
 def own_name(stored: str) -> str:
-    """The name here of a tensor that is `stored` under that name."""
+    """The name here of a tensor with the name `stored` in the file."""
     name = stored.removeprefix(BASE)
     name = _FORMER.get(name, name)
     return FIRST_LAYER + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name
@@ -54,7 +54,7 @@ def is_head(stored: Collection[str]) -> bool:
 
 
 def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) -> Dialect:
-    """In which dialect the head in `source` is written, by its config and its tensors' names. Raises `UserError`."""
+    """The dialect of the head in `source`, by its config and its tensors' names. Raises `UserError`."""
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise UserError(f"eagle3={source}: speculators_model_type={kind!r}: expected 'eagle3'; it is another drafter")
@@ -74,10 +74,10 @@ def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) 
 def read_config(
     config: Mapping[str, Any], shapes: Shapes, target_layers: int, source: str, taps: tuple[int, ...] | None = None
 ) -> Reading:
-    """The reading that `config`, what config.json says, declares of tensors of `shapes`, by their names here.
+    """The reading that `config`, the contents of config.json, declares for tensors of `shapes`, by their names here.
 
-    target_layers: of the target, by which taps are chosen that the config does not name. taps: in the place of what it
-    says of them. Raises `UserError`.
+    target_layers: the target's number of layers, from which taps are chosen if the config does not name them. taps:
+    replace those of the config. Raises `UserError`.
     """
     try:
         return _read(config, shapes, taps or _taps(config, target_layers))
@@ -125,7 +125,7 @@ def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> R
 
 
 class _Switches:
-    """The config's switches, which trainers write at its top or in its `eagle_config`."""
+    """The config's switches, which trainers write at its top level or in its `eagle_config`."""
 
     def __init__(self, config: Mapping[str, Any]):
         inner = config.get("eagle_config") or {}
@@ -134,7 +134,7 @@ class _Switches:
         self._places = [config, inner]
 
     def get(self, name: str, default: object) -> Any:
-        """The value of one; `default` where there is none. Raises `UserError` where two differ."""
+        """The value of a switch; `default` if it is not set. Raises `UserError` if two values differ."""
         names = (name, _FORMER_SWITCH.get(name, name))
         found = [place[key] for place in self._places for key in dict.fromkeys(names) if place.get(key) is not None]
         other = next((value for value in found if value != found[0]), None)
@@ -149,7 +149,7 @@ def _count_layers(shapes: Shapes) -> int:
 
 
 def _layer_config(described: object, layers: int) -> PreTrainedConfig:
-    """transformers' config of a model of such layers, with its defaults: trainers leave out what is at them."""
+    """transformers' config of a model of such layers, with its defaults: trainers omit values equal to defaults."""
     if not isinstance(described, dict):
         raise UserError(f"transformer_layer_config={described!r}: expected a mapping")
     kind = described.get("model_type", "llama")
@@ -158,7 +158,7 @@ def _layer_config(described: object, layers: int) -> PreTrainedConfig:
     given = {key: described[key] for key in _LAYER_KEYS if described.get(key) is not None}
     try:
         return _LAYERS[kind](**given, num_hidden_layers=layers)
-    except Exception as error:  # whatever the class makes of values that it does not expect
+    except Exception as error:  # any error of the class for unexpected values
         raise UserError(f"describes no layer ({reason(error)})") from None
 
 
@@ -168,7 +168,7 @@ def _windows(layer: PreTrainedConfig, layers: int) -> tuple[int | None, ...]:
 
 
 def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
-    """Boundaries; where none are named 2, n // 2 and n − 3 of n layers (EAGLE, SpecForge and vLLM alike)."""
+    """The boundaries; if none are named, 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and vLLM)."""
     inner = config.get("eagle_config") or {}
     given = {TAPS: config.get(TAPS), f"eagle_config.{TAPS}": inner.get(TAPS)}
     for name, place in (("layer_ids", config), ("eagle_config.layer_ids", inner)):

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads written in the dialects that others read; what a dialect has no word for is refused."""
+"""Export of EAGLE-3 heads in other dialects; a head that a dialect cannot express is refused."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,13 +18,13 @@ from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.versions import package_version
 
-# The dialects' words for switches, by fields of `Reading`.
+# The dialects' names of switches, by fields of `Reading`.
 _WORDS = {
     "tap_norms": "fc_norm", "joint_norm": "norm_before_fc", "norm_output": "norm_output",
     "norm_before_residual": "norm_before_residual", "final_norm": "use_last_layernorm",
     "embedding_norm": "use_input_layernorm_in_first_layer",
 }  # fmt: skip
-# Those that a dialect has, and what else its readers' own code can be.
+# The switches of each dialect, and further fields that its readers' own code supports.
 _KNOWN: dict[Dialect, tuple[str, ...]] = {
     "eagle": ("fc_bias",),
     "specforge": ("tap_norms", "norm_output"),
@@ -34,7 +34,7 @@ _KNOWN: dict[Dialect, tuple[str, ...]] = {
     ),
     "modelopt": ("joint_norm", "final_norm", "embedding_norm", "layers", "attention_bias", "mlp_bias"),
 }  # fmt: skip
-_PLAIN: dict[str, object] = {  # what a field is where a dialect does not know it
+_PLAIN: dict[str, object] = {  # the implied value of a field that a dialect does not know
     "tap_norms": False, "joint_norm": False, "norm_output": False, "norm_before_residual": False, "final_norm": True,
     "embedding_norm": True, "fc_bias": False, "head_norms": False, "attention_bias": False, "mlp_bias": False,
     "layers": 1,
@@ -57,10 +57,10 @@ def save_head(
     *,
     made_here: bool = True,
 ) -> None:
-    """Write `head` to directory `path` in `dialect`, as it is loaded again: config.json and model.safetensors.
+    """Write `head` to directory `path` in `dialect`, for reloading: config.json and model.safetensors.
 
-    target, target_name: what it was trained for. drafted: tokens a round that a server may begin with. made_here: False
-    of another trainer's head, whose reading may still be wrong. Raises `UserError` naming what the dialect cannot say.
+    target, target_name: of the target it was trained for. drafted: suggested tokens per round for a server. made_here:
+    False for another trainer's head, whose reading may be wrong. Raises `UserError` naming what `dialect` cannot say.
     """
     require_said(head, dialect, target)
     tensors = {their_name(name, dialect): tensor for name, tensor in _tensors(head, dialect).items()}
@@ -74,7 +74,7 @@ def save_head(
 
 
 def _tensors(head: Eagle3, dialect: Dialect) -> dict[str, Tensor]:
-    """By their names here; the maps of the vocabulary where it is cut, and always where readers expect them."""
+    """The tensors by their names here; with d2t and t2d for a draft vocabulary, or if readers always expect them."""
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
     ids = stored.pop(DRAFT_TOKENS, None)
     if ids is not None or dialect == "specforge":
@@ -96,7 +96,7 @@ def _config(
     }
     if len(reading.taps) != 3:
         config["num_aux_hidden_states"] = len(reading.taps)
-    if reading.hidden != reading.target_hidden:  # EAGLE's own loader takes no embedding from a target where it stands
+    if reading.hidden != reading.target_hidden:  # with this key EAGLE's own loader takes no embedding from the target
         config["target_hidden_size"] = reading.target_hidden
     if dialect == "speculators":
         verifier = {"name_or_path": target_name, "architectures": list(target.architectures or ())}
@@ -115,7 +115,7 @@ def _config(
     config |= _layer(reading, target)
     if dialect == "eagle":
         config["bias"] = reading.fc_bias
-    else:  # vLLM reads boundaries at the top, SGLang and TensorRT-LLM outputs in eagle_config
+    else:  # vLLM reads boundaries at the top level, SGLang and TensorRT-LLM outputs in eagle_config
         config[TAPS] = list(reading.taps)
     if dialect == "specforge":
         config |= switches | {"eagle_config": {"use_aux_hidden_state": True, TAPS: outputs}}
@@ -125,7 +125,7 @@ def _config(
 
 
 def _layer(reading: Reading, target: PreTrainedConfig) -> dict[str, object]:
-    """The layer in the words of transformers, rope as versions before 5 spell it, which later ones read as well."""
+    """The layer's config in transformers' keys; rope as in versions before 5, which later versions read as well."""
     rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
     special = {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     layer = {
@@ -161,19 +161,19 @@ def _windows(reading: Reading) -> dict[str, object]:
 
 
 def require_said(head: Eagle3, dialect: Dialect, target: PreTrainedConfig) -> None:
-    """Raise `UserError` unless what `save_head` would write, read again, is the head's reading, in its readers' words.
+    """Raise `UserError` unless the output of `save_head`, read again, gives the head's reading, also to its readers.
 
-    Of the head only names and shapes are looked at, so it may be on the meta device.
+    Only names and shapes of the head's tensors are used, so it may be on the meta device.
     """
     if not head.reading.own_head:
         raise UserError("reading.own_head=false: expected null: what is written has the rows of its own logits")
     config = _config(head.reading, dialect, target, "", 1)
-    # As they are written, whatever they were read from.
+    # As they are written, whatever the source was.
     reading = replace(head.reading, draft_ids="offset", own_head=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     lost = [name for name, plain in _PLAIN.items()
             if name not in _KNOWN[dialect] and getattr(reading, name) != plain]  # fmt: skip
-    # The embedding is the output of no layer, and SpecForge's code has room for three taps.
+    # The embedding is not a layer's output, and SpecForge's code supports exactly three aux hidden states.
     embedding = dialect in ("specforge", "modelopt") and reading.taps[0] == 0
     if embedding or (dialect == "specforge" and len(reading.taps) != 3):
         lost.append("taps")

@@ -1,6 +1,6 @@
-"""An EAGLE-3 head (arXiv 2503.01840): a decoder layer on taps of the target and the token that follows them.
+"""An EAGLE-3 head (arXiv 2503.01840): a decoder layer on aux hidden states of the target and the next token.
 
-Index t takes the target's feature of position t and token t + 1, and predicts token t + 2.
+Index t takes the target's feature at position t and token t + 1, and predicts token t + 2.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ Cache = LayerCache | Steps | None
 
 
 class HeadAttention(nn.Module):
-    """Attention of a layer of the head. `layer_idx` is its place in a cache of the head's own."""
+    """Attention of a layer of the head. `layer_idx` is its index in the head's own cache."""
 
     def __init__(self, reading: Reading, width: int, layer_idx: int):
-        """width: of its input, where the first layer's is twice as wide as its output."""
+        """width: of its input; the first layer's input is twice as wide as its output."""
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = reading.head_dim
@@ -86,7 +86,7 @@ class HeadMLP(nn.Module):
 class HeadLayer(GradientCheckpointingLayer):
     """A decoder layer of the head. The first one also takes the embedding of the token after the feature.
 
-    Of transformers' class it has only the mark by which optimizers and launchers know a layer.
+    It inherits from transformers' class only to be recognised as a layer by optimizers and launchers.
     """
 
     def __init__(self, reading: Reading, layer_idx: int):
@@ -101,7 +101,7 @@ class HeadLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon)
 
     def forward(self, embedding: Tensor, hidden: Tensor, mask: Mask, rotary: Rotary, cache: Cache) -> Tensor:
-        """embedding, hidden [B, Q, H] → [B, Q, H]; a later layer does not look at the embedding."""
+        """embedding, hidden [B, Q, H] → [B, Q, H]; later layers ignore the embedding."""
         if self.hidden_norm is None:
             attended = self.input_layernorm(hidden)
         else:
@@ -114,15 +114,15 @@ class HeadLayer(GradientCheckpointingLayer):
 
 
 class Eagle3(nn.Module):
-    """The head. Three steps: `features` of the target's taps, `run` on them and tokens, `logits` of what that gives.
+    """The head in three steps: `features` of the aux hidden states, `run` on features and tokens, `logits` of its
+    output.
 
-    What `run` gives is also the feature of the next step, whose true one the target has not computed yet. A cache must
-    keep the entries of true features only: those of drafted ones are dropped when their round ends, and what was
-    accepted runs again, all of it in one pass.
+    The output of `run` is also the next step's feature, since the target has not computed the true one. A cache must
+    keep the entries of true features only: entries of drafted tokens are dropped at the end of a round, and accepted
+    tokens run again, all in one pass.
 
-    draft_tokens: ids [V_d], ascending, of the tokens that it has logits of; None: all of the vocabulary. Without an
-    embedding of its own `use_embedding` must be called before `run`; the target's stands in a list, so that it is no
-    part of this module.
+    draft_tokens: ids [V_d], ascending, of its draft vocabulary; None: the whole vocabulary. Without its own embedding,
+    `use_embedding` must be called before `run`; the target's is kept in a list, so that it does not become a submodule.
     """
 
     draft_tokens: Tensor | None
@@ -130,7 +130,7 @@ class Eagle3(nn.Module):
     sin: Tensor
 
     def __init__(self, reading: Reading, *, all_tokens: bool):
-        """On the meta device, without weights. all_tokens: it has no `draft_tokens`."""
+        """Create it on the meta device, without weights. all_tokens: without a draft vocabulary."""
         super().__init__()
         self.reading = reading
         self.windows = list(reading.windows)
@@ -147,15 +147,15 @@ class Eagle3(nn.Module):
             self.lm_head = nn.Linear(reading.hidden, reading.draft_vocabulary, bias=False)
             self.embed_tokens = nn.Embedding(reading.vocabulary, reading.hidden) if reading.own_embedding else None
         self.shared_embedding: list[Tensor] = []
-        self._rotary = [_rotary_of(reading)]  # in a list, as its frequencies stay in float32
+        self._rotary = [_rotary_of(reading)]  # in a list, so that its frequencies stay in float32
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
 
     @classmethod
     def of(cls, reading: Reading, weights: Mapping[str, Tensor]) -> "Eagle3":
-        """The head that `reading` makes of `weights`, by the names of this module; frozen.
+        """The head of `reading` with `weights`, by the names of this module; frozen.
 
-        Raises `UserError` where their names or shapes are others (see `draft_models.eagle3.checkpoint`).
+        `draft_models.eagle3.checkpoint` checks names and shapes first, with a `UserError`.
         """
         head = cls(reading, all_tokens="draft_tokens" not in weights)
         head.load_state_dict(dict(weights), strict=True, assign=True)
@@ -165,44 +165,44 @@ class Eagle3(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._plain.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are."""
+        """The dtype of the weights."""
         return self._plain.dtype
 
     @property
     def _plain(self) -> Tensor:
-        """A weight that stays as it is where linear layers are laid out anew."""
+        """A weight that keeps its layout when linear layers are packed."""
         first: Any = self.layers[0]
         weight: Tensor = first.hidden_norm.weight
         return weight
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """cos and sin [P, D] at the positions that are reserved."""
+        """cos and sin [P, D] at the reserved positions."""
         return ((self.cos, self.sin),)
 
     def use_embedding(self, weight: Tensor) -> None:
-        """Share the target's embedding [V, H], unscaled (only where the head has none of its own)."""
+        """Share the target's embedding [V, H], unscaled (only if the head has none)."""
         self.shared_embedding = [weight]
 
     def use_head(self, weight: Tensor) -> None:
-        """Take the target's head [V, H], a copy of the rows that it needs (only where the reading says so)."""
+        """Use a copy of the required rows of the target's head [V, H] (only if the reading says so)."""
         rows = weight if self.draft_tokens is None else weight[self.draft_tokens]
         self.lm_head.weight = nn.Parameter(rows.detach().to(self.dtype).clone(), requires_grad=False)
 
     def reserve(self, positions: int) -> None:
-        """Make `rotary` ready for positions 0..positions−1."""
+        """Prepare `rotary` for positions 0..positions−1."""
         if positions <= len(self.cos):
             return
         cos, sin = self._rotary[0](torch.empty(1, dtype=torch.float32), torch.arange(positions)[None])
         self.cos, self.sin = (table[0].to(self.device, self.dtype) for table in (cos, sin))
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """What layers are told of rows at positions [B, Q], which must have been reserved."""
+        """The rotary tables at positions [B, Q], which must have been reserved."""
         return Rotary(positions, ((self.cos[positions], self.sin[positions]),))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class Eagle3(nn.Module):
         return F.embedding(tokens, self._embedding)
 
     def features(self, taps: Tensor) -> Tensor:
-        """taps [B, Q, k · H_t], the target's hidden states at `reading.taps` side by side → features [B, Q, H]."""
+        """taps [B, Q, k · H_t], the target's concatenated aux hidden states (`reading.taps`) → features [B, Q, H]."""
         if len(self.fc_norm):
             parts = taps.chunk(len(self.fc_norm), dim=-1)
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -225,10 +225,10 @@ class Eagle3(nn.Module):
         rotary: Rotary,
         cache: Cache = None,
     ) -> Tensor:
-        """The layers on tokens [B, Q] and, each of the place before its token, features [B, Q, H]: [B, Q, H].
+        """The layers on tokens [B, Q] and features [B, Q, H], each of the position before its token → [B, Q, H].
 
-        A feature is one of the target, or what this gave for its place. masks: by window (see `windows`); they say what
-        a row sees of all that the cache gives. With `Steps` in a cache's place it is a step of training.
+        A feature is the target's, or the output of `run` at its position. masks: by window (see `windows`), over all
+        entries that the cache returns. With `Steps` as the cache it is a step of training.
         """
         return self.run_embedded(self.embed(tokens), features, masks, rotary, cache)
 
@@ -248,12 +248,12 @@ class Eagle3(nn.Module):
         return normed
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What `run` gave [..., H] → what its matrix of logits is given [..., H]."""
+        """The output of `run` [..., H] → the input of the logits' matrix [..., H]."""
         normed: Tensor = hidden if self.reading.norm_output else self.norm(hidden)
         return normed
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """What `run` gave [..., H] → logits of the draft tokens [..., V_d]."""
+        """The output of `run` [..., H] → logits over the draft vocabulary [..., V_d]."""
         logits: Tensor = self.lm_head(self.normed(hidden))
         return logits
 
@@ -268,7 +268,7 @@ class Eagle3(nn.Module):
 
 
 def _rotary_of(reading: Reading) -> LlamaRotaryEmbedding:
-    """What computes rotary tables; to transformers, a head is as wide as what rotates of one here."""
+    """The module that computes rotary tables; its config's head_dim is the number of dimensions that rotate."""
     rope: dict[str, Any] = {name: value for name, value in reading.rope.items() if name != "partial_rotary_factor"}
     try:
         return LlamaRotaryEmbedding(
@@ -280,7 +280,7 @@ def _rotary_of(reading: Reading) -> LlamaRotaryEmbedding:
                 rope_parameters=rope,
             )
         )
-    except Exception as error:  # whatever transformers makes of a type that it does not know, or that lacks a number
+    except Exception as error:  # any error of transformers for an unknown type, or one that lacks a parameter
         raise UserError(
             f"rope_parameters={reading.rope}: describe no rotary embedding of transformers ({reason(error)}); correct "
             "them in the head's config.json"

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads to begin a training with: their sizes from the target's, their weights random but for the logits'."""
+"""New EAGLE-3 heads for training: sizes from the target, random weights except for the logits' matrix."""
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ def new_reading(
     draft_vocabulary: int | None,
     intermediate: int | None,
 ) -> Reading:
-    """A head of one layer for a target of that config, as wide as it; it shares the target's embedding.
+    """The reading of a one-layer head with the hidden size of `target`, a config; it shares the target's embedding.
 
-    taps: boundaries, none for `default_taps`. version: 3, or 3.1, in which taps and what steps hand on are normed.
-    draft_vocabulary: tokens that it has logits of, None for all. intermediate: width inside its MLP, None for the
-    target's. Raises `UserError` for what is impossible.
+    taps: boundaries, empty for `default_taps`. version: 3, or 3.1, which norms aux hidden states and step outputs.
+    draft_vocabulary: number of tokens it has logits for, None for all. intermediate: width of its MLP, None for the
+    target's. Raises `UserError` for impossible values.
     """
     heads, width = target.num_attention_heads, target.hidden_size
     newer = version == "3.1"
@@ -49,17 +49,17 @@ def new_reading(
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """A low, a middle and a high boundary: EAGLE's own three, or of a target too small for them the nearest."""
+    """A low, a middle and a high boundary: EAGLE's own three, or the nearest ones if the target is too small."""
     chosen = (2, layers // 2, layers - 3) if layers >= 7 else (1, layers // 2, layers - 1)
     return tuple(sorted(set(chosen)))
 
 
 @torch.no_grad()
 def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: int) -> Eagle3:
-    """The head before training, in float32 on the target's device: a function of its arguments.
+    """The head before training, in float32 on the target's device: a deterministic function of its arguments.
 
-    tokens [k]: the only ones that it has logits of. Its logits begin as the target's do: with the rows of the target's
-    head, and with what the target's last norm multiplies by. Other matrices keep the size of what they are given.
+    tokens [k]: the draft vocabulary; None: all. The logits' matrix and norm are initialised from the target: rows of
+    its head, and the scale of its last norm. Other matrices preserve the magnitude of their input.
     """
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
@@ -67,7 +67,7 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
         made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
         weights[name] = made.to(stack.device)
     rows = stack.head.weight[: reading.vocabulary] if tokens is None else stack.head.weight[tokens]
-    weights["lm_head.weight"] = rows.detach().float().clone()  # the target keeps its own
+    weights["lm_head.weight"] = rows.detach().float().clone()  # a copy: the target keeps its own
     weights["norm.weight"] = _scale_of(stack.norm, reading.hidden, stack)
     if tokens is not None:
         weights[DRAFT_TOKENS] = tokens.to(stack.device)
@@ -75,14 +75,14 @@ def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: i
 
 
 def _scale_of(norm: nn.Module, width: int, stack: LayerStack) -> Tensor:
-    """What a norm multiplies each of `width` dimensions by, whatever its weight means."""
+    """The factor of a norm in each of `width` dimensions, whatever its weight means."""
     signs = torch.ones(width, dtype=stack.dtype, device=stack.device)
-    signs[::2] = -1  # of mean 0 and mean square 1, so that norms of either kind leave it as it is
+    signs[::2] = -1  # mean 0 and mean square 1, so that neither kind of norm rescales it
     found: Tensor = norm(signs) * signs
     return found.float()
 
 
 def _theta(target: PreTrainedConfig) -> float:
-    """The base of the target's rotary embedding, where it has one of the plain kind; else the usual one."""
+    """The base of the target's rotary embedding if it has a single one; else the usual base."""
     theta = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")
     return float(theta) if isinstance(theta, int | float) else 10000.0

@@ -1,4 +1,4 @@
-"""How the tensors of an EAGLE-3 head are to be read: its sizes, and all in which the trainers of such heads differ."""
+"""The interpretation of an EAGLE-3 head's tensors: sizes, and everything in which trainers of such heads differ."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -15,13 +15,13 @@ from outrider.settings import Count, Positive, Settings
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Settings):
-    """A reading of a head (EAGLE-3, arXiv 2503.01840). With the tensors it is the head; another one may fit them too.
+    """A reading of a head (EAGLE-3, arXiv 2503.01840). It and the tensors define the head; others may fit them too.
 
-    Raises `UserError` naming the field that is impossible.
+    Raises `UserError` naming a field with an impossible value.
     """
 
     taps: tuple[Annotated[int, Ge(0)], ...]  # boundaries of the target's layers (see `LayerStack.run_tapped`)
-    target_hidden: Count  # width of a tap
+    target_hidden: Count  # width of an aux hidden state
     hidden: Count
     intermediate: Count
     layers: Count
@@ -31,22 +31,22 @@ class Reading(Settings):
     epsilon: Positive  # of every norm
     activation: str
     vocabulary: Count  # tokens of the target
-    draft_vocabulary: Count  # tokens that it has logits of
+    draft_vocabulary: Count  # number of tokens that it has logits for
     rope: dict[str, Any]  # as transformers' rope_parameters
-    max_positions: Count  # what its trainer wrote; only some ropes ask for it, and it is often less than what it can do
-    windows: tuple[int | None, ...]  # of each layer: the positions that it sees, its own included; null: all
+    max_positions: Count  # as its trainer wrote it; only some ropes use it, and it is often less than the head supports
+    windows: tuple[int | None, ...]  # for each layer: how many positions it sees, its own included; null: all
     attention_bias: bool = False
     mlp_bias: bool = False
     fc_bias: bool = False
-    head_norms: bool = False  # queries and keys are normed head by head (Qwen3)
-    tap_norms: bool = False  # every tap is normed before fc (EAGLE-3.1, "fc_norm")
-    joint_norm: bool = False  # all taps side by side are ("norm_before_fc")
-    embedding_norm: bool = True  # the embedding is, before attention ("use_input_layernorm_in_first_layer")
+    head_norms: bool = False  # queries and keys are normed per head (Qwen3)
+    tap_norms: bool = False  # every aux hidden state is normed before fc (EAGLE-3.1, "fc_norm")
+    joint_norm: bool = False  # their concatenation is normed ("norm_before_fc")
+    embedding_norm: bool = True  # the embedding is normed before attention ("use_input_layernorm_in_first_layer")
     norm_before_residual: bool = False  # the residual stream of the first layer begins with the normed feature
     final_norm: bool = True  # there is a norm before the head ("use_last_layernorm")
-    norm_output: bool = False  # the next step is given what that norm gives (EAGLE-3.1)
-    own_embedding: bool = False  # false: it shares the target's
-    own_head: bool = True  # false: its logits are by the target's rows, whatever its file has
+    norm_output: bool = False  # the next step gets the output of that norm (EAGLE-3.1)
+    own_embedding: bool = False  # false: it shares the target's embedding
+    own_head: bool = True  # false: its logits use rows of the target's head, whatever its file has
     draft_ids: Literal["offset", "index"] = "offset"  # the target's id of draft token i is i + d2t[i], or d2t[i]
 
     def __post_init__(self) -> None:
@@ -74,12 +74,12 @@ class Reading(Settings):
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dimensions rotate, the first ones."""
+        """The number of leading dimensions of a head that rotate."""
         return int(self.head_dim * self._rotated)
 
 
 def changed(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig) -> Reading:
-    """`reading` with `changes`, for a target of that config. Raises `UserError` where the result is impossible."""
+    """`reading` with `changes`, for a target of config `target`. Raises `UserError` if the result is impossible."""
     given = changes.stated()
     rope, theta = given.pop("rope", None), given.pop("rope_theta", None)
     found = dict(reading.rope)
@@ -98,7 +98,7 @@ def changed(reading: Reading, changes: ReadingChanges, target: PreTrainedConfig)
 
 
 def require_target(reading: Reading, config: PreTrainedConfig, source: str) -> None:
-    """Raise `UserError` unless a head that is read so can sit on a target of `config`; source: where the head is."""
+    """Raise `UserError` unless a head of this `reading` fits a target of `config`; source: the head's location."""
     for ours, theirs, given, expected in (
         ("target_hidden_size", "hidden_size", reading.target_hidden, config.hidden_size),
         ("vocab_size", "vocab_size", reading.vocabulary, config.vocab_size),

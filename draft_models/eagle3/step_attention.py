@@ -1,8 +1,8 @@
-"""Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): steps of a draft, all places at once.
+"""Attention of training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): draft steps at all positions in parallel.
 
-Step 0 runs on the target's features, every later one on what the step before gave for the same place. Place i of step t
-stands for the t-th drafted token after place i, so it sees what a draft's cache would hold: the entries of step 0 up to
-i, and its own place's entries of steps 1 to t.
+Step 0 runs on the target's features, every later step on the previous step's output at the same position. Position i of
+step t represents the t-th drafted token after position i. It sees what the cache of a draft would hold: the entries of
+step 0 up to i, and its own position's entries of steps 1 to t.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from draft_models.targets.attention import grouped_attention
 from draft_models.targets.band import Band
 
 Entry = tuple[Tensor, Tensor]  # keys and values [B, Hk, T, D] of a step
-EXTRA = 8  # columns that `_joined` adds; fused kernels want widths that are multiples of this
+EXTRA = 8  # columns that `_widened` adds; fused kernels prefer widths that are multiples of this
 
 
 class Steps:
-    """The entries of all steps so far, by layer. A cache's place is taken by it while a head trains.
+    """The entries of all steps so far, by layer; used in place of a KV cache in training.
 
-    `now` is the step that runs. A step may run twice, as it does where activations are computed again.
+    `now` is the current step. A step may run twice, as it does when activations are recomputed.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Steps:
     ) -> Tensor:
         """query [B, H, T, D] of step `now`, whose keys and values are `entry` → [B, T, H, D].
 
-        mask: what a place sees of step 0, as in `grouped_attention`.
+        mask: the mask of the entries of step 0, as in `grouped_attention`.
         """
         steps = self._entries.setdefault(layer, {})
         steps[self.now] = entry
@@ -47,10 +47,10 @@ class Steps:
 def join(
     module: nn.Module, query: Tensor, first: Entry, own: Sequence[Entry], mask: Tensor | Band | None, scaling: float
 ) -> Tensor:
-    """One softmax over the entries `first`, by `mask`, and over those of `own` at the query's place: [B, T, H, D].
+    """One softmax over the entries `first`, by `mask`, and the entries of `own` at the query's position: [B, T, H, D].
 
-    query [B, H, T, D]. The entries of a place are one more key to the others: its score is the logarithm of the sum of
-    their exponentials, and it has their mean as its value. So no scores beyond those of `first` are ever made.
+    query [B, H, T, D]. The entries of `own` at a position act as one additional key: its score is the logsumexp of
+    their scores, and its value is their softmax-weighted mean. So the score matrix is never larger than for `first`.
     """
     scores = torch.stack([_by_place(query, key) for key, _ in own], -1) * scaling  # [B, H, T, steps]
     weights = scores.softmax(-1)
@@ -69,17 +69,17 @@ def join(
 
 
 def _by_place(query: Tensor, key: Tensor) -> Tensor:
-    """Scores [B, H, T] of queries [B, H, T, D] and the keys [B, Hk, T, D] of the same places, in float32 or better."""
+    """Scores [B, H, T] of queries [B, H, T, D] and keys [B, Hk, T, D] at the same positions, in float32 or better."""
     exact = torch.promote_types(query.dtype, torch.float32)
     grouped = query.unflatten(1, (key.shape[1], -1)).to(exact)
     return (grouped * key[:, :, None].to(exact)).sum(-1).flatten(1, 2)
 
 
 def _widened(query: Tensor, key: Tensor, value: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three `EXTRA` columns wider, and a key in front that every query gives its own `score` [B, H, T].
+    """The three tensors, `EXTRA` columns wider, with an additional first key whose scores are `score` [B, H, T].
 
-    A query has its score in two columns, what the dtype holds of it and what it leaves: 16 bits alone would err by 0.4
-    %. The key's value is 1 in a column where the others' is 0, so that the softmax says its share.
+    A query holds its score in two columns, the rounded value and the remainder: 16 bits alone would err by 0.4 %. The
+    additional key's value is 1 in a column where the others are 0, so that the output there is its attention weight.
     """
     dtype = value.dtype
     held = score.to(dtype)

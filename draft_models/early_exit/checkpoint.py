@@ -1,7 +1,7 @@
-"""The drafter checkpoint: weights, what they are, and the fingerprint of the target they belong to.
+"""The checkpoint of an early-exit drafter: weights, metadata, and the fingerprint of its target.
 
 A directory with `drafter.safetensors` and `drafter.json`. The JSON is written last and names the weights'
-digest, so a directory that loads is whole.
+digest, so a directory that loads is complete.
 """
 
 import dataclasses
@@ -47,18 +47,17 @@ class DrafterMeta:
     training: dict[str, Any] = field(default_factory=dict)
     made_with: dict[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
-    own_layer: bool = True  # false: norm and head right on the target's first layers
+    own_layer: bool = True  # false: norm and head directly on the target's first layers
     exit_depth: Count = 1  # transformer layers of the exit
     format: int = FORMAT
     draft_vocabulary: Count | None = None  # tokens that it has logits of; null: all
 
 
 def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -> dict[str, str]:
-    """Digests of every byte of what a drafter of this exit layer is made from and runs on: the target's embedding,
-    first layers, last layer, norm and head, 1–2 GB of a target of 7 B parameters.
+    """Digests of all bytes of the target that a drafter of this exit layer is built from and runs on: embedding, first
+    layers, last layer, norm and head, 1–2 GB for a target of 7 B parameters.
 
-    Of a target that runs along as the teacher, training reads the other layers too. Of them the fingerprint has a
-    sample.
+    With the target as an online teacher, training reads the other layers too; the fingerprint samples those.
     """
     wanted = anatomy(config).prefixes(exit_layers(config, exit_layer))
     return files.digests([name for name in files.file_of if name.startswith(wanted)], whole=True)
@@ -72,9 +71,9 @@ def save_pretrained(
     dtype: torch.dtype,
     trained_on: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `drafter` in `dtype` to directory `path`. A crash or a full disk leaves what was there before.
+    """Write `drafter` in `dtype` to directory `path`. A crash or a full disk leaves the previous contents.
 
-    trained_on: `parts_below` of the target when training read it; None: as it is now.
+    trained_on: `parts_below` of the target that training read; None: of the target now.
     """
     if trained_on is None:
         files = open_tensors(fingerprint.target, fingerprint.revision)
@@ -103,9 +102,9 @@ def save_pretrained(
 
 
 def recast(source: Path | str, to: Path, dtype: torch.dtype) -> DrafterMeta:
-    """Write the drafter in `source` to directory `to` in `dtype`, with all that is known of it, and return that.
+    """Write the drafter in `source` to directory `to` in `dtype` with its metadata, which is returned.
 
-    Raises `UserError` where its files are missing, truncated or altered.
+    Raises `UserError` if its files are missing, truncated or altered.
     """
     meta = read_meta(source)
     stored = _read_weights(Path(source) / WEIGHTS_FILE, meta.weights_sha256)
@@ -134,7 +133,7 @@ def read_meta(path: Path | str) -> DrafterMeta:
 
 
 def open_target_of(path: Path | str, target: str | None, revision: str | None) -> OpenTarget:
-    """The target of the drafter in `path`: the one given, else that which it was trained for. Raises `UserError`."""
+    """The target of the drafter in `path`: `target` if given, else the recorded one. Raises `UserError`."""
     trained_for = read_meta(path).fingerprint
     try:
         return open_target(target or trained_for.target, revision or trained_for.revision)
@@ -183,7 +182,7 @@ def empty_drafter(meta: DrafterMeta, config: PreTrainedConfig) -> EarlyExit:
 
 
 def read_draft_tokens(path: Path | str) -> list[int] | None:
-    """The tokens that the drafter in `path` has logits of; None for all. Raises `UserError`."""
+    """The draft vocabulary of the drafter in `path`; None: all tokens. Raises `UserError`."""
     meta = read_meta(path)
     if meta.draft_vocabulary is None:
         return None
@@ -192,12 +191,12 @@ def read_draft_tokens(path: Path | str) -> list[int] | None:
 
 
 def placed(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """`tensor` on `device`, in `dtype` where it is no table of integers."""
+    """`tensor` on `device`, in `dtype` unless it is an integer tensor."""
     return tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
 
 
 def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str) -> None:
-    """Raise `UserError` unless the target is the drafter's, naming every difference; warn of what was not recorded."""
+    """Raise `UserError`, naming every difference, unless the target is the drafter's; warn of unrecorded fields."""
     wrong = meta.fingerprint.differences(fingerprint)
     if not wrong:
         files = open_tensors(fingerprint.target, fingerprint.revision)
@@ -215,7 +214,7 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
 
 
 def provenance() -> dict[str, str]:
-    """Versions of what made a file: this project (and its git revision in a checkout), torch, transformers."""
+    """Versions of the writing software: this project (with its git revision in a checkout), torch, transformers."""
     made = {"torch": torch.__version__, "transformers": version("transformers")}
     made |= {"outrider": package_version(), "code": code_version()}
     git = subprocess.run(

@@ -30,7 +30,7 @@ from outrider.errors import UserError
 
 
 def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
-    """The target layers that training needs: the first `exit_layer` and, to initialise the exit layer, the last."""
+    """The target layers that training needs: the first `exit_layer`, and the last to initialise the exit layer."""
     if not 1 <= exit_layer < config.num_hidden_layers:
         raise UserError(
             f"exit_layer={exit_layer}: expected 1 ≤ exit_layer < {config.num_hidden_layers} (the target's layers); "
@@ -40,7 +40,7 @@ def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
 
 
 class NoLayer(nn.Module):
-    """In the place of an exit layer: hidden states pass through."""
+    """An identity in place of an exit layer."""
 
     def forward(self, hidden: Tensor, **_: object) -> Tensor:
         return hidden
@@ -49,13 +49,12 @@ class NoLayer(nn.Module):
 class EarlyExit(nn.Module):
     """p(y_t) = softmax(W · RMSNorm(Layer_e(H_t^N))), EESD eq. 1, for H^N after the target's first N layers.
 
-    `head` is None when the drafter shares the target's head. Then `use_head` must be called before `logits`. That head
-    stands in the list `shared_head`, so that it is no part of this module: whole, or a copy of its rows for
-    `draft_tokens`. The layer's `layer_idx` is N: its keys and
-    values belong to a cache of their own that starts at layer N.
+    `head` is None if the drafter shares the target's head. Then `use_head` must be called before `logits`. The shared
+    head, or a copy of its rows for `draft_tokens`, is kept in the list `shared_head`, so that it does not become a
+    submodule. The layer's `layer_idx` is N: its keys and values belong to a separate cache that starts at layer N.
 
-    deeper: more layers after it (EESD, Fig. 5), numbered on from it, usually none.
-    draft_tokens: ids [k], ascending, of the tokens that it has logits of; None: all of the `vocabulary`.
+    deeper: further layers after it (EESD, Fig. 5), usually none.
+    draft_tokens: ids [k], ascending, of its draft vocabulary; None: the whole `vocabulary`.
     """
 
     draft_tokens: Tensor | None
@@ -97,11 +96,11 @@ class EarlyExit(nn.Module):
         depth: int = 1,
         draft_tokens: Tensor | None = None,
     ) -> "EarlyExit":
-        """`depth` copies of the last layer, and copies of the norm and, if `own_head`, the head of `model`, to sit on
-        `exit_layer` layers.
+        """An exit after `exit_layer` layers: `depth` copies of the last layer, and copies of the norm and, if
+        `own_head`, the head of `model`.
 
-        Without `own_layer` norm and head sit on those layers directly: the paper's ablation. draft_tokens: of either
-        head their rows only.
+        Without `own_layer` norm and head are directly on those layers, as in the paper's ablation. draft_tokens: own or
+        shared, the head has only their rows.
         """
         last = decoder_layers(model)[-1]
         layers: list[nn.Module] = [copy.deepcopy(last) for _ in range(depth)] if own_layer else [NoLayer()]
@@ -140,7 +139,7 @@ class EarlyExit(nn.Module):
     ) -> "EarlyExit":
         """An exit of `depth` layers for a target of `config`, without weights (meta device).
 
-        draft_vocabulary: how many tokens it predicts.
+        draft_vocabulary: the number of tokens it predicts.
         """
         model = empty_layers(config, exit_layers(config, exit_layer))
         tokens = None if draft_vocabulary is None else torch.empty(draft_vocabulary, dtype=torch.long, device="meta")
@@ -148,12 +147,12 @@ class EarlyExit(nn.Module):
         return cls.from_model(model, exit_layer, **own, depth=depth, draft_tokens=tokens)
 
     def use_head(self, head: nn.Linear) -> None:
-        """Share the target's `head`, where the drafter has none of its own; of some tokens, a copy of its rows."""
+        """Share the target's `head` if the drafter has none; with a draft vocabulary, a copy of its rows."""
         self.shared_head = [head if self.draft_tokens is None else _rows_of(head, self.draft_tokens)]
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        """The transformer layers of the exit, one after the other."""
+        """The transformer layers of the exit, in order."""
         return (self.layer, *self.deeper)
 
     @property
@@ -162,7 +161,7 @@ class EarlyExit(nn.Module):
         return self.head if self.head is not None else self.shared_head[0]
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., K] of the `draft_tokens` alone, from the exit layer's output [..., d]."""
+        """Next-token logits [..., K] over the draft vocabulary, from the exit layer's output [..., d]."""
         return self.rule(normed_product(self.norm, self.output_head, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -170,7 +169,7 @@ class EarlyExit(nn.Module):
         return self._outward(self.draft_logits(hidden))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
-        """The same from what its norm gave."""
+        """The same from the output of its norm."""
         return self._outward(self.rule(self.output_head(hidden)))
 
     def _outward(self, logits: Tensor) -> Tensor:
@@ -179,19 +178,19 @@ class EarlyExit(nn.Module):
     def run(
         self, hidden: Tensor, mask: Tensor | Band | None, rotary: Rotary, cache: LayerCache | None = None
     ) -> Tensor:
-        """The exit's layers on hidden states [B, Q, d] of the target's layer N, which give as many."""
+        """The exit's layers on hidden states [B, Q, d] of the target's layer N → [B, Q, d]."""
         for layer in self.layers:
             hidden = call_layer(layer, self.call, hidden, mask, rotary, cache)
         return hidden
 
     def assign(self, weights: Mapping[str, Tensor]) -> "EarlyExit":
-        """Take `weights` as parameters, whole and nothing else; returns self."""
+        """Use exactly `weights` as the parameters; returns self."""
         self.load_state_dict(dict(weights), strict=True, assign=True)
         return self
 
 
 def _rows_of(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
-    """A copy of `head`, or of its rows for `tokens` alone."""
+    """A copy of `head`, or of its rows for `tokens`."""
     if tokens is None:
         return copy.deepcopy(head)
     weight, bias = head.weight, head.bias
@@ -203,15 +202,15 @@ def _rows_of(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
 
 
 class EarlyExitStudent(nn.Module):
-    """What EESD trains: the target's frozen first N layers, and the exit layer on them.
+    """EESD's training module: the target's frozen first N layers, and the exit layer on them.
 
-    The exit layer, its norm and, with `train_head`, its head become float32 masters. The rest is frozen, keeps its
-    dtype and runs without gradient.
+    The exit layer, its norm and, with `train_head`, its head become float32 master weights. Everything else is frozen,
+    keeps its dtype and runs without gradient.
 
     objective: cross_entropy on the labels, as in the paper, or one of `draft_models.losses.DIVERGENCES` from the target
-    at every supervised position. `model` then is the whole target. Layers N..L−1 run as well, on the hidden states of
-    layer N that are there already. With `cached` the rows have the target's top-k instead. Then, and for cross-entropy,
-    `model` holds the layers of `exit_layers` alone (see `load_layers`).
+    at every supervised position. For a divergence `model` is the whole target, and layers N..L−1 run too, on the hidden
+    states of layer N. With `cached` the rows contain the target's top-k instead. Then, and for cross-entropy, `model`
+    has only the layers of `exit_layers` (see `load_layers`).
     """
 
     def __init__(
@@ -226,13 +225,13 @@ class EarlyExitStudent(nn.Module):
         cached: bool = False,
         draft_tokens: Tensor | None = None,
     ):
-        """draft_tokens: the only ones that the drafter has logits of. Cross-entropy is of the labels among them;
-        `draft_models.losses` says what a divergence is of. Without `train_head` they are rows of the target's head,
-        and unless the target runs along the rest of it is dropped.
+        """draft_tokens: the draft vocabulary. Cross-entropy uses only labels in it; for divergences see
+        `draft_models.losses`. Without `train_head` the drafter's head is the target's rows for these tokens, and the
+        target's other rows are dropped unless the target is an online teacher.
         """
         super().__init__()
         self.objective = objective
-        self.online = objective != "cross_entropy" and not cached  # the whole target is in here
+        self.online = objective != "cross_entropy" and not cached  # the whole target is part of this module
         self.drafter = EarlyExit.from_model(
             model, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
         ).float()
@@ -251,20 +250,20 @@ class EarlyExitStudent(nn.Module):
         self.drafter.requires_grad_(True)
 
     def train(self, mode: bool = True) -> "EarlyExitStudent":
-        """The exit layer may drop out and jitter while it trains; what is frozen is the target as it decodes."""
+        """Dropout and router jitter apply to the exit layer only; the frozen target stays in eval mode."""
         super().train(mode)
         self.stack.eval()
         return self
 
     def gradient_checkpointing_enable(self) -> None:
         """Recompute the exit layer in the backward pass instead of keeping its activations."""
-        layers: Any = self.drafter.layers  # without one of its own there is nothing to recompute
+        layers: Any = self.drafter.layers  # NoLayer has nothing to recompute
         for layer in layers:
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
-        """After the norms, [B, T, d] each: the exit layer's output and, where it is in here, the target's own."""
+        """The outputs of the exit layer and, if the whole target is loaded, of the target, after norms: [B, T, d]."""
         masks = self.stack.packed_masks(positions, documents)
         self.stack.reserve(positions.shape[1])
         rotary = self.stack.rotary(positions)
@@ -283,7 +282,7 @@ class EarlyExitStudent(nn.Module):
         self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
-        shifted already and `IGNORE` where unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
+        already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
         hidden, target = self.hidden(input_ids, positions, documents)
         mine = head_product(self.drafter.output_head, hidden)
         rule, tokens = self.drafter.rule, self.drafter.draft_tokens
@@ -309,11 +308,11 @@ class EarlyExitStudent(nn.Module):
         law: Law | None = None,
         **top_k: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """The drafter's argmax [B, T] at the supervised positions, IGNORE elsewhere, and its acceptance [B, T] there,
-        NaN elsewhere; None where no law of the target is known.
+        """The drafter's argmax [B, T] at supervised positions, IGNORE elsewhere, and its acceptance [B, T] there, NaN
+        elsewhere; None instead of acceptance if no distribution of the target is known.
 
-        law: the target's at the supervised positions; None: that of the target in here, or of its top-k. Other
-        arguments as in `forward`.
+        law: the target's distribution at the supervised positions; None: that of the target in this module, or of its
+        top-k. Other arguments as in `forward`.
         """
         keep, head, rule = labels != IGNORE, self.drafter.output_head, self.drafter.rule
         hidden, target = self.hidden(input_ids, positions, documents)

@@ -1,1 +1,1 @@
-"""The n-gram table: its arrays on disk, the compiled look-up, what a text adds to it."""
+"""The n-gram table: its arrays on disk, the compiled look-up, and n-grams learnt from a text."""

@@ -1,7 +1,7 @@
-"""A `ContextMap` in a file: what was learnt of texts, kept from one to the next, the most used of it.
+"""A `ContextMap` in a file: the most used contexts learnt from texts, kept from one text to the next.
 
-Contexts come one after another, each with its successors, the heaviest first. Read back, they make a map in which every
-look-up finds the same. A file is not trusted: places in the map are made anew, and what is read is checked.
+Contexts are stored one after another, each with its successors by falling weight. The map built from a file gives equal
+look-ups. A file is not trusted: slots are computed again, and the content is checked.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ import numpy as np
 from draft_models.ngrams.kernels import lean
 from draft_models.ngrams.overlay import ContextMap, new_map, slot_of
 
-_ROUNDING = 1e-6  # of a sum that was kept up to date, relative
+_ROUNDING = 1e-6  # relative rounding error of an incrementally updated sum
 _TYPES = (np.uint64, np.float64, np.int32, np.int32, np.int64, np.int32, np.float64)  # of `Contexts`
 
 
 class Contexts(NamedTuple):
-    """C contexts: keys uint64, sums float64, seen int32, lengths int32 (successors of each); newest int64, the last
-    successor that was new to it, as a number in the order of learning. S successors: tokens int32, weights float64."""
+    """C contexts: keys uint64, sums float64, seen int32, lengths int32 (successors of each); newest int64: the serial
+    number of the successor added last. S successors: tokens int32, weights float64."""
 
     keys: np.ndarray
     sums: np.ndarray
@@ -30,7 +30,7 @@ class Contexts(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What they take in a file."""
+        """Their bytes in a file."""
         return sum(array.nbytes for array in self)
 
 
@@ -47,14 +47,14 @@ def contexts_of(known: ContextMap) -> Contexts:
 
 
 def map_of(contexts: Contexts) -> ContextMap:
-    """The map of these contexts, with room for as much again."""
+    """The map of these contexts, with capacity for twice as many."""
     known = new_map(2 * max(len(contexts.keys), len(contexts.tokens), 1 << 13))
     _link(known, contexts)
     return known
 
 
 def most_used(contexts: Contexts, limit: float) -> Contexts:
-    """Those seen most often, of equals those that learnt something last, of which there is room in `limit` bytes."""
+    """The most frequent contexts that fit into `limit` bytes; of equally frequent ones the most recently extended."""
     if contexts.nbytes <= limit:
         return contexts
     successor = contexts.tokens.itemsize + contexts.weights.itemsize
@@ -65,7 +65,7 @@ def most_used(contexts: Contexts, limit: float) -> Contexts:
 
 
 def fault_of_contexts(contexts: Contexts, vocabulary: int) -> str:
-    """Why these are none, or ""; vocabulary: ids are below it."""
+    """The reason why these contexts are invalid, or ""; vocabulary: the upper bound of ids."""
     if len({len(array) for array in contexts[:5]}) > 1 or len(contexts.tokens) != len(contexts.weights):
         return "arrays of different lengths"
     if (contexts.lengths < 1).any() or contexts.lengths.sum(dtype=np.int64) != len(contexts.tokens):
@@ -75,9 +75,9 @@ def fault_of_contexts(contexts: Contexts, vocabulary: int) -> str:
     numbers = np.isfinite(contexts.weights).all() and np.isfinite(contexts.sums).all()
     if not numbers or (contexts.weights < 0).any() or (contexts.sums <= 0).any() or (contexts.seen < 1).any():
         return "weights and counts that are no positive numbers"
-    with np.errstate(over="ignore"):  # a sum of finite numbers may be none
+    with np.errstate(over="ignore"):  # a sum of finite numbers may overflow
         totals = np.add.reduceat(contexts.weights, np.cumsum(contexts.lengths, dtype=np.int64) - contexts.lengths)
-    if (totals > contexts.sums * (1 + _ROUNDING)).any():  # a share above 1 leads out of tables by share
+    if (totals > contexts.sums * (1 + _ROUNDING)).any():  # a share above 1 would index beyond tables
         return "weights that are more than their sum"
     if len(np.unique(contexts.keys)) < len(contexts.keys):
         return "a context that is there twice"
@@ -85,7 +85,7 @@ def fault_of_contexts(contexts: Contexts, vocabulary: int) -> str:
 
 
 def from_arrays(arrays: Mapping[str, np.ndarray]) -> Contexts:
-    """Of arrays by name, as `Contexts._asdict` has them. Raises `ValueError` for others."""
+    """Contexts from arrays by name, as in `Contexts._asdict`. Raises `ValueError` for missing or invalid arrays."""
     found = []
     for name, kind in zip(Contexts._fields, _TYPES, strict=True):
         array = arrays.get(name)

@@ -22,16 +22,15 @@ R = TypeVar("R")
 
 
 def lean(function: Function) -> Function:
-    """`function`, compiled without counting references to arrays, which would take 40 % of the time of what runs every
-    round. It can make no array."""
+    """`function`, compiled without reference counting of arrays, which would take 40 % of the time of functions that
+    run every round. It cannot create arrays."""
     return kept(function, counted=False)
 
 
 def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Callable[P, R]:
-    """`function`, which numba compiles, for arguments of the types of these.
+    """The numba `function` compiled for the types of these arguments.
 
-    It does not look at their types again. That takes 15 µs a call where there are many arrays. So it may be called with
-    no others.
+    It skips numba's type dispatch, which takes 15 µs per call with many arrays; it must not be called with other types.
     """
     assert isinstance(function, Dispatcher)
     compiled: Callable[P, R] = function.compile(tuple(map(typeof, arguments)))
@@ -41,7 +40,7 @@ def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Calla
 class Grams(NamedTuple):
     """n-grams of one order: context keys uint64 [N], last tokens uint32 [N], counts uint32 [N].
 
-    Sorted by (key, token), each n-gram once, wherever this type is handed on.
+    Sorted by (key, token), without duplicates, wherever this type is passed on.
     """
 
     keys: np.ndarray
@@ -51,7 +50,7 @@ class Grams(NamedTuple):
 
 class Grouped(NamedTuple):
     """Contexts with their successors: keys uint64 [C] ascending, lengths and totals uint32 [C]; tokens and counts
-    uint32 [S], the successors of one context after another, the most frequent first, then the lowest id."""
+    uint32 [S], context by context, sorted by falling count, then by id."""
 
     keys: np.ndarray
     lengths: np.ndarray
@@ -84,7 +83,7 @@ def mix(packed: np.uint64, width: int) -> np.uint64:
 
 @lean
 def context_key(ids: np.ndarray, end: int, size: int, bits: int) -> np.uint64:
-    """Key of the context ids[end − size : end], all below the vocabulary; `bits` a token."""
+    """Key of the context ids[end − size : end], all below the vocabulary; `bits` per token."""
     packed = np.uint64(0)
     for i in range(end - size, end):
         packed = (packed << np.uint64(bits)) | np.uint64(ids[i])
@@ -103,7 +102,7 @@ def find(buckets, shift, keys, key):
 
 @lean
 def successors_of(starts, tokens, index):
-    """First and end of the successors of context `index`, within `tokens` even where its file changed meanwhile."""
+    """Begin and end of the successors of context `index`, within `tokens` even if the file changed meanwhile."""
     end = min(np.int64(starts[index + 1]), len(tokens))
     return min(np.int64(starts[index]), end), end
 
@@ -111,7 +110,7 @@ def successors_of(starts, tokens, index):
 # ------------------------------------------------------------------------------------------------------ soundness
 
 
-FAULTS = (  # what `fault_of` finds; the first is none
+FAULTS = (  # the faults that `fault_of` finds; index 0: no fault
     "",
     "buckets do not lead to their keys",
     "keys do not ascend within their width",
@@ -124,9 +123,9 @@ FAULTS = (  # what `fault_of` finds; the first is none
 
 @kept
 def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabulary):
-    """The first thing, by its place in `FAULTS`, for which the arrays of a level are not what `group` makes.
+    """The index in `FAULTS` of the first way in which a level's arrays violate what `group` guarantees.
 
-    Compiled look-up checks no index: this is what it relies on. Arrays have the lengths that belong together.
+    Compiled look-up checks no index and relies on this. The arrays' lengths must already fit together.
     """
     contexts, successors = len(keys), len(tokens)
     if buckets[0] != 0 or buckets[len(buckets) - 1] != contexts:
@@ -163,7 +162,7 @@ def fault_of(buckets, shift, keys, width, starts, totals, tokens, counts, vocabu
 
 @kept
 def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """(keys uint64, tokens uint32) of all n-grams of one document, in order of place."""
+    """(keys uint64, tokens uint32) of all n-grams of one document, in order of position."""
     size = max(0, len(ids) - order + 1)
     keys, tokens = np.empty(size, np.uint64), np.empty(size, np.uint32)
     for i in range(size):
@@ -176,7 +175,7 @@ def context_grams(ids: np.ndarray, order: int, bits: int) -> tuple[np.ndarray, n
 def group(
     keys: np.ndarray, tokens: np.ndarray, counts: np.ndarray, min_count: int, max_successors: int
 ) -> tuple[np.ndarray, ...]:
-    """`Grams` → the fields of `Grouped`: rare successors left out, contexts without any left out too."""
+    """`Grams` → the fields of `Grouped`, without rare successors and without contexts that have only rare ones."""
     size = len(keys)
     out_keys, lengths, totals = np.empty(size, np.uint64), np.empty(size, np.uint32), np.empty(size, np.uint32)
     ranks = np.empty(size, np.uint64)  # most frequent first, then the lowest token
@@ -218,7 +217,7 @@ def _sort(values: np.ndarray, begin: int, end: int) -> None:
 
 @kept
 def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
-    """The fields of two `Grams` → those of their sum; counts saturate at 2^32 − 1."""
+    """The fields of the sum of two `Grams`; counts saturate at 2^32 − 1."""
     keys_a, tokens_a, counts_a = first
     keys_b, tokens_b, counts_b = second
     size = len(keys_a) + len(keys_b)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""What is learnt while decoding, beside a read-only n-gram table: raised probabilities, and an index of the text.
+"""Data that n-gram drafting learns while decoding, added to a read-only table: raised probabilities, a text index.
 
-Both are a `ContextMap`: contexts with weighted successors, in flat arrays that compiled code walks. In an `Overlay` a
-weight is a probability that ADED's Algorithm 2 has raised, and stands for the table's own. In a `TextIndex` a weight
-counts what followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
+Both are a `ContextMap`: contexts with weighted successors, in flat arrays for compiled code. In an `Overlay` a weight
+is a probability raised by ADED's Algorithm 2, which replaces the table's. In a `TextIndex` a weight counts how often a
+token followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from draft_models.ngrams.table import Level, TrigramTable
 from outrider.errors import UserError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_LOAD = 2  # slots per context at least
+_LOAD = 2  # minimum slots per context
 
 
 _SLOT = np.dtype([("key", np.uint64), ("sum", np.float64), ("head", np.int32), ("seen", np.int32)], align=True)
@@ -23,11 +23,11 @@ _ENTRY = np.dtype([("weight", np.float64), ("token", np.int32), ("following", np
 
 
 class ContextMap(NamedTuple):
-    """Contexts in an open hash table of 2^b slots. A context's successors are a linked list, the heaviest first.
+    """Contexts in an open hash table of 2^b slots. A context's successors are a linked list by falling weight.
 
     slots: records [2^b] of a context's key, the sum of its weights, its head (first entry; −1: the slot is free) and
-    how often it was seen. entries: records [E] of a successor's weight, its
-    token, and the following entry (−1: none). used: int64 [2], the numbers of contexts and entries.
+    how often it was seen. entries: records [E] of a successor's weight, its token, and the next entry (−1: none).
+    used: int64 [2], the numbers of contexts and entries.
     """
 
     slots: np.ndarray
@@ -36,7 +36,7 @@ class ContextMap(NamedTuple):
 
 
 class LevelArrays(NamedTuple):
-    """A `Level` as compiled code takes it; `shift` and `bits` (of a token) as in `Level`."""
+    """A `Level` in the form that compiled code takes; `shift` and `bits` (of a token) as in `Level`."""
 
     order: int
     bits: int
@@ -53,7 +53,7 @@ Levels = tuple[LevelArrays, LevelArrays, LevelArrays]  # of the orders 2, 3 and 
 
 
 def flat(level: Level) -> LevelArrays:
-    """The arrays of `level`, read-only so that compiled code sees one type however the table came about."""
+    """The arrays of `level` as read-only views, so that compiled code sees one type whatever their origin."""
     arrays = []
     for name in ("buckets", "keys", "starts", "totals", "tokens", "counts"):
         view = np.asarray(getattr(level, name)).view()
@@ -63,7 +63,7 @@ def flat(level: Level) -> LevelArrays:
 
 
 def new_map(contexts: int = 1 << 10) -> ContextMap:
-    """An empty map with room for `contexts` contexts and as many entries."""
+    """An empty map with capacity for `contexts` contexts and as many entries."""
     size = 1 << max(4, (_LOAD * contexts - 1).bit_length())
     slots = np.zeros(size, _SLOT)
     slots["head"] = -1
@@ -71,7 +71,7 @@ def new_map(contexts: int = 1 << 10) -> ContextMap:
 
 
 def with_room(known: ContextMap, more: int) -> ContextMap:
-    """`known`, or a larger copy of it, with room for `more` contexts and entries."""
+    """`known`, or a larger copy of it, with capacity for `more` further contexts and entries."""
     needed = max(int(known.used[0]), int(known.used[1])) + more
     if needed <= len(known.entries):
         return known
@@ -84,7 +84,7 @@ def with_room(known: ContextMap, more: int) -> ContextMap:
 
 @lean
 def slot_of(known, key):
-    """The slot of context `key`: its own, or the free one (head −1) where it would go."""
+    """The slot of context `key`, or the free slot (head −1) where it would be inserted."""
     slots = len(known.slots)
     slot = np.int64((key * _GOLDEN) >> np.uint64(32)) & (slots - 1)
     while known.slots[slot].head >= 0 and known.slots[slot].key != key:
@@ -115,7 +115,7 @@ def _take(known: ContextMap, slot: int, token: int) -> int:
 
 @lean
 def _put(known: ContextMap, slot: int, entry: int) -> None:
-    """Link `entry` in by its weight, in front of its equals: the newest first."""
+    """Insert `entry` by falling weight; of equal weights the newest comes first."""
     weight = known.entries[entry].weight
     before, after = -1, known.slots[slot].head
     while after >= 0 and known.entries[after].weight > weight:
@@ -143,7 +143,7 @@ def _new_entry(known: ContextMap, slot: int, key: np.uint64, token: int, weight:
 
 @lean
 def table_probability(level: LevelArrays, key: np.uint64, token: int) -> float:
-    """P(token | context `key`) by the table; 0 where it has none."""
+    """The table's P(token | context `key`); 0 if it has no such n-gram."""
     index = find(level.buckets, level.shift, level.keys, key)
     if index >= 0:
         begin, end = successors_of(level.starts, level.tokens, index)
@@ -155,7 +155,7 @@ def table_probability(level: LevelArrays, key: np.uint64, token: int) -> float:
 
 @lean
 def adapt(known, level, ids, start, stop, vocabulary, increment, highest):
-    """Algorithm 2 over the n-grams that end at ids[start : stop]; those with an id beyond the table are passed over."""
+    """Algorithm 2 over the n-grams that end at ids[start : stop]; n-grams with ids beyond the table are skipped."""
     size = level.order - 1
     for end in range(max(start, size), stop):
         inside = ids[end] < vocabulary
@@ -177,11 +177,11 @@ def adapt(known, level, ids, start, stop, vocabulary, increment, highest):
 
 
 class Overlay:
-    """Probabilities of n-grams of one order, raised above the table's by the text they occurred in (Algorithm 2).
+    """Probabilities of n-grams of one order, raised above the table's by occurrences in the text (Algorithm 2).
 
-    P ← min(P + increment, highest). What the table does not have begins at 0. Example: with increment 0.4 and highest
-    0.7 an n-gram of P = 0.1 that occurs twice has 0.5, then 0.7. Raises `UserError` if the table has no
-    n-grams of that order.
+    P ← min(P + increment, highest); n-grams that the table lacks start at 0. Example: with increment 0.4 and highest
+    0.7 an n-gram of P = 0.1 that occurs twice gets 0.5, then 0.7. Raises `UserError` if the table has no n-grams of
+    that order.
     """
 
     def __init__(self, table: TrigramTable, order: int = 3, increment: float = 0.4, highest: float = 0.7):
@@ -206,7 +206,7 @@ class Overlay:
 
 @lean
 def longer_key(key: np.uint64, token: int) -> np.uint64:
-    """Key of a context with `token` put in front; of the empty one it is 0. A 64-bit hash (splitmix64's finaliser)."""
+    """Key of a context with `token` prepended; the empty context has key 0. A 64-bit hash (splitmix64's finaliser)."""
     x = (key + np.uint64(token) + np.uint64(1)) * _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -215,7 +215,7 @@ def longer_key(key: np.uint64, token: int) -> np.uint64:
 
 @lean
 def index_text(known: ContextMap, ids: np.ndarray, start: int, stop: int, longest: int, decay: float) -> None:
-    """Count ids[start : stop] as successors of the up to `longest` contexts before each, decaying earlier counts."""
+    """Count each of ids[start : stop] as successor of its contexts of 1 to `longest` tokens; older counts decay."""
     for end in range(max(start, 1), stop):
         key = np.uint64(0)
         for size in range(1, min(longest, end) + 1):
@@ -235,13 +235,13 @@ def index_text(known: ContextMap, ids: np.ndarray, start: int, stop: int, longes
 
 
 class TextIndex:
-    """What followed every context of 1 to `longest` tokens in a text; a count loses 1 − `decay` per occurrence."""
+    """Counts of the successors of contexts of 1 to `longest` tokens in a text, times `decay` per new occurrence."""
 
     def __init__(self, longest: int = 6, decay: float = 0.7):
         self.longest, self.decay = longest, decay
         self.known = new_map(1 << 14)
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
-        """Take in ids[start : stop] (int64), which follow ids[:start]."""
+        """Index ids[start : stop] (int64), which follow ids[:start]."""
         self.known = with_room(self.known, self.longest * (stop - start))
         index_text(self.known, ids, start, stop, self.longest, self.decay)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Recycled logits: what the target said might follow, in every row that it verified, accepted or not.
+"""Recycled logits: the target's top-k continuations at every row that it verified, accepted or not.
 
-Of a row the k likeliest tokens and their probabilities are kept, under the row's last token and under its last two. The
-idea, of one token, is Token Recycling's (arXiv:2408.08696). A new row replaces the one that was there, and in a table
-of fixed size also one of another context that has the same place: what is recent is what pays.
+A row's k most likely tokens and their probabilities are stored under the contexts of its last token and its last two.
+Token Recycling (arXiv:2408.08696) does so for one token. A new row replaces the one stored under its context, or under
+a context in the same slot of this fixed-size table: recent rows predict best.
 """
 
 from typing import NamedTuple
@@ -17,10 +17,10 @@ _SLOTS = 1 << 15  # 2.5 MB with eight tokens each
 
 
 class Recycled(NamedTuple):
-    """Rows by context, in a hash table of S = 2^b places, or of one where nothing is recycled.
+    """Top-k rows by context, in a hash table of S = 2^b slots, or of one slot if nothing is recycled.
 
-    longest: contexts have 1 to so many tokens. keys: uint64 [S], the context's `longer_key`. seen: int32 [S], the rows
-    that this context has had, 0 where the place is free. tokens: int32 [S, k], likeliest first. probs: float32 [S, k].
+    longest: maximum tokens of a context. keys: uint64 [S], the context's `longer_key`. seen: int32 [S], how many rows
+    were stored for this context, 0 for a free slot. tokens: int32 [S, k], most likely first. probs: float32 [S, k].
     """
 
     longest: int
@@ -31,7 +31,7 @@ class Recycled(NamedTuple):
 
 
 def new_recycled(longest: int, width: int, slots: int = _SLOTS) -> Recycled:
-    """An empty one for rows of `width` tokens; with width 0 nothing is ever found in it."""
+    """An empty table of rows of `width` tokens; with width 0 look-ups never find anything."""
     size = slots if width else 1
     tokens, probs = np.zeros((size, max(1, width)), np.int32), np.zeros((size, max(1, width)), np.float32)
     return Recycled(longest if width else 0, np.zeros(size, np.uint64), np.zeros(size, np.int32), tokens, probs)
@@ -39,13 +39,13 @@ def new_recycled(longest: int, width: int, slots: int = _SLOTS) -> Recycled:
 
 @lean
 def place_of(recycled, key):
-    """Where the context `key` is, or would be."""
+    """The slot of the context `key`."""
     return np.int64(key >> np.uint64(40)) & (len(recycled.keys) - 1)
 
 
 @lean
 def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, places: np.ndarray) -> int:
-    """`places` of the contexts of 1, 2, … tokens before what comes next, −1 where unknown; recent[0] is the latest."""
+    """Write the slots of the last 1, 2, … tokens to `places`, −1: unknown; returns their number. recent[0]: latest."""
     size, key = 0, np.uint64(0)
     while size < min(recycled.longest, length):
         key = longer_key(key, recent[size])
@@ -58,10 +58,10 @@ def recycled_rows(recycled: Recycled, recent: np.ndarray, length: int, places: n
 
 @lean
 def recycle(recycled, ids, stop, tokens, parents, rows, found):
-    """Keep what the target said after the root, ids[stop − 1], and after the nodes of its draft.
+    """Store the target's top-k after the root, ids[stop − 1], and after the nodes of its draft.
 
     tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.
-    found: float32 [m, 2k] (see `sampling.successors`). A row that is not of finite numbers is passed over.
+    found: float32 [m, 2k] (see `sampling.successors`). A row with non-finite numbers is skipped.
     """
     width = found.shape[1] // 2
     kept = min(width, recycled.tokens.shape[1])

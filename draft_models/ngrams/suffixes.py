@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
-"""The corpus by longest suffix: a suffix array over its tokens, in which contexts of up to 12 tokens are found.
+"""A suffix array over the corpus, for longest-suffix matches with contexts of up to 12 tokens.
 
-n-gram levels know contexts of at most three tokens, and only what followed them often enough. A suffix array has every
-place of the corpus, sorted by the tokens that begin there. So the places of a context lie side by side, whatever its
-length, and two binary searches find them. It is sorted by the first `REACH` tokens only, which is as far as contexts
-go. It takes 6 bytes a token where the vocabulary has fewer than 2^16 tokens, else 8.
+n-gram levels have contexts of at most three tokens, and only frequent successors. A suffix array lists every position
+of the corpus, sorted by the tokens from there on. The occurrences of a context of any length are therefore adjacent,
+and two binary searches find them. It is sorted by the first `REACH` tokens only, the longest context. It takes 6 bytes
+a token if the vocabulary has fewer than 2^16 tokens, else 8.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,18 +16,18 @@ from draft_models.ngrams.kernels import lean
 from draft_models.ngrams.table_files import token_bits, token_type
 from outrider.errors import require
 
-LEAST, REACH = 4, 12  # tokens of a context; n-grams have the shorter ones
-SAMPLE = 64  # places of a context that are looked at, evenly spread, where there are many
-FEW = 2 * SAMPLE  # so many are looked at one by one
-SORT_BYTES = 60  # memory that sorting takes, for each token
-_REMEMBERED = 10  # contexts are remembered at 2^10 places
+LEAST, REACH = 4, 12  # minimum and maximum tokens of a context; n-gram levels have the shorter ones
+SAMPLE = 64  # occurrences of a frequent context that are sampled, evenly spread
+FEW = 2 * SAMPLE  # with fewer occurrences than this, all are read
+SORT_BYTES = 60  # memory of sorting, per token
+_REMEMBERED = 10  # contexts are cached in 2^10 slots
 
 
 class Suffixes(NamedTuple):
-    """tokens: uint16 or uint32 [T], documents one after another, a separator (the vocabulary's size) behind each.
+    """tokens: uint16 or uint32 [T], documents one after another, a separator (the vocabulary's size) after each.
 
-    order: uint32 [T], places in `tokens`, by the `REACH` tokens from there on, equals by place. starts: uint32 [V + 1],
-    the places that begin with token t are order[starts[t] : starts[t + 1]]; those of separators come last.
+    order: uint32 [T], positions in `tokens`, sorted by the `REACH` tokens from there on, then by position. starts:
+    uint32 [V + 1]: the positions of token t are order[starts[t] : starts[t + 1]]; those of separators come last.
     """
 
     tokens: np.ndarray
@@ -36,14 +36,14 @@ class Suffixes(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Room for the places of a text's last tokens.
+    """Workspace for the occurrences of a text's last tokens.
 
-    By the number of tokens, int64 [REACH + 1]: first, where they begin in `Suffixes.order`, and number, how many there
-    are. near: int64 [2, FEW], of each place what follows it and how many tokens agree before that. followers, tokens,
-    counts: int64 [FEW], see `successors_at`.
+    first, number: int64 [REACH + 1], by context length: the begin of its occurrences in `Suffixes.order`, and their
+    number. near: int64 [2, FEW], for each occurrence the token after it and how many tokens before that match.
+    followers, tokens, counts: int64 [FEW], see `successors_at`.
 
-    begun: int64 [2^`_REMEMBERED`, 3], contexts of `LEAST` − 1 tokens, and where their places begin and end. It holds
-    for one corpus. A draft asks for many contexts that differ in their last token alone.
+    begun: int64 [2^`_REMEMBERED`, 3], a cache, for one corpus, of contexts of `LEAST` − 1 tokens with begin and end of
+    their occurrences: the contexts of a draft often differ only in their last token.
     """
 
     first: np.ndarray
@@ -56,7 +56,7 @@ class Places(NamedTuple):
 
 
 def new_places() -> Places:
-    """Empty ones."""
+    """A new workspace."""
     first, number = np.zeros((2, REACH + 1), np.int64)
     followers, tokens, counts = np.zeros((3, FEW), np.int64)
     begun = np.full((2**_REMEMBERED, 3), -1, np.int64)
@@ -64,12 +64,12 @@ def new_places() -> Places:
 
 
 def no_suffixes(vocabulary: int) -> Suffixes:
-    """Those of no corpus: every look-up finds nothing."""
+    """The suffix array of an empty corpus: look-ups find nothing."""
     return Suffixes(np.empty(0, token_type(vocabulary + 1)), np.empty(0, np.uint32), np.zeros(1, np.uint32))
 
 
 def read_only(suffixes: Suffixes) -> Suffixes:
-    """Views of its arrays, so that compiled code sees one type however they came about."""
+    """Read-only views of its arrays, so that compiled code sees one type whatever their origin."""
     views = [np.asarray(array).view() for array in suffixes]
     for view in views:
         view.flags.writeable = False
@@ -85,7 +85,7 @@ def separated(documents: Iterable[Sequence[int] | np.ndarray], vocabulary: int) 
 
 
 def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
-    """The suffix array of separated `tokens`, in memory: `SORT_BYTES` a token."""
+    """The suffix array of separated `tokens`, sorted in memory: `SORT_BYTES` per token."""
     size, bits = len(tokens), token_bits(vocabulary + 1)
     require(size < 2**32, "suffixes", size, "fewer than 2^32 tokens: places are numbers of 32 bits")
     together = 64 // bits
@@ -94,7 +94,7 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     begins[:1] = True
     for offset in range(0, REACH, together):
         groups = np.cumsum(begins)
-        alike = np.bincount(groups)[groups] > 1  # what is sorted already stays
+        alike = np.bincount(groups)[groups] > 1  # singletons are already in place
         places = order[alike].astype(np.int64) + offset
         keys = np.zeros(len(places), np.uint64)
         for ahead in range(min(together, REACH - offset)):
@@ -110,7 +110,7 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
 
 
 def fault_of_suffixes(suffixes: Suffixes) -> str:
-    """Why look-up would reach outside of the arrays, or "". Arrays have the lengths that belong together."""
+    """The reason why look-up would read outside the arrays, or "". The arrays' lengths must already fit together."""
     tokens, order, starts = suffixes
     if starts[0] != 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > len(order):
         return "starts do not ascend from 0 to the number of places"
@@ -121,13 +121,13 @@ def fault_of_suffixes(suffixes: Suffixes) -> str:
 
 @lean
 def _token_at(suffixes, place):
-    """The corpus's token at `place`; beyond it, what separates documents."""
+    """The corpus's token at `place`; the separator beyond its end."""
     return np.int64(suffixes.tokens[place]) if place < len(suffixes.tokens) else len(suffixes.starts) - 1
 
 
 @lean
 def _after(suffixes, place, recent, skip, size):
-    """Whether the corpus from `place` on comes after the context (1), before it (−1), or begins so (0)."""
+    """Whether the corpus from `place` on sorts after the context (1), before it (−1), or begins with it (0)."""
     for i in range(1, size):
         wanted = recent[skip + size - 1 - i]
         found = _token_at(suffixes, place + i)
@@ -138,7 +138,7 @@ def _after(suffixes, place, recent, skip, size):
 
 @lean
 def places_of(suffixes, recent, skip, size):
-    """First and end, in `order`, of the places where the last `size` tokens stand, once `skip` are taken away.
+    """Begin and end, in `order`, of the occurrences of the last `size` tokens after dropping the latest `skip`.
 
     recent[0] is the latest.
     """
@@ -155,7 +155,7 @@ def places_of(suffixes, recent, skip, size):
             high = middle
     first, step = low, 1
     while low + step < most and _after(suffixes, np.int64(suffixes.order[low + step]), recent, skip, size) <= 0:
-        low, step = low + step, 2 * step  # most contexts have few places
+        low, step = low + step, 2 * step  # most contexts have few occurrences
     high = min(low + step, most)
     while low < high:
         middle = (low + high) // 2
@@ -168,7 +168,7 @@ def places_of(suffixes, recent, skip, size):
 
 @lean
 def _bound(suffixes, low, high, ahead, token):
-    """The first place in order[low : high] that has `token` or a larger one `ahead` tokens on; they ascend by that."""
+    """The first index in order[low : high] whose token `ahead` positions later is ≥ `token`; these tokens ascend."""
     while low < high:
         middle = (low + high) // 2
         if _token_at(suffixes, np.int64(suffixes.order[middle]) + ahead) < token:
@@ -180,7 +180,7 @@ def _bound(suffixes, low, high, ahead, token):
 
 @lean
 def _least_places(suffixes, recent, places):
-    """`places_of` the last `LEAST` tokens, found among the places of all of them but the latest."""
+    """`places_of` the last `LEAST` tokens, searched among the occurrences of these tokens without the latest."""
     ahead, key = LEAST - 1, np.int64(0)
     for i in range(ahead, 0, -1):
         key = (key << 21) | recent[i]  # all ids are below 2^21
@@ -196,16 +196,16 @@ def _least_places(suffixes, recent, places):
     while first + number < most and (
         _token_at(suffixes, np.int64(suffixes.order[first + number]) + ahead) == recent[0]
     ):
-        number += 1  # few are read anyway, and here none of them waits for another
+        number += 1  # few occurrences are read in any case, and these reads do not depend on one another
     return first, first + number
 
 
 @lean
 def known_suffixes(suffixes, recent, length, places):
-    """(the most tokens that end the text and stand in the corpus, `LEAST` to `REACH`, or `LEAST` − 1 for no such;
-    from how many tokens on `places.near` has all there is).
+    """(length of the longest suffix of the text that is in the corpus, `LEAST` to `REACH`, or `LEAST` − 1 if none is;
+    the context length from which on `places.near` has all occurrences).
 
-    Once a context has few places, longer ones are looked for among those, and not in all of the corpus.
+    Once a context has few occurrences, longer ones are searched among these, not in the whole corpus.
     """
     vocabulary, reach, size = len(suffixes.starts) - 1, 0, LEAST - 1
     while reach < min(REACH, length) and recent[reach] < vocabulary:
@@ -226,10 +226,10 @@ def known_suffixes(suffixes, recent, length, places):
 
 @lean
 def _look_closer(suffixes, recent, reach, first, end, size, places):
-    """Fill `places.near` with order[first : end], of a context of `size` tokens; the most tokens that agree there."""
+    """Fill `places.near` from order[first : end], of a context of `size` tokens; return the longest match there."""
     places.number[size + 1 :] = 0
     longest = size
-    for i in range(end - first):  # a loop of its own: the corpus is far, and what does not wait is read at once
+    for i in range(end - first):  # a separate loop: independent reads overlap their cache misses
         places.near[0, i] = _token_at(suffixes, np.int64(suffixes.order[first + i]) + size)
     for i in range(end - first):
         before, agree = np.int64(suffixes.order[first + i]) - 1, size
@@ -243,11 +243,11 @@ def _look_closer(suffixes, recent, reach, first, end, size, places):
 
 @lean
 def successors_at(suffixes, size, narrow, places):
-    """What follows a context of `size` tokens that `known_suffixes` has found, with its second answer as `narrow`.
+    """Successors of a context of `size` tokens that `known_suffixes` found; narrow: its second result.
 
-    `places.followers` gets what follows each place that is looked at, `places.tokens` and `places.counts` the distinct
-    successors and how often each came. Returns how many there are, the largest count, and the number of places looked
-    at, ends of documents among them.
+    `places.followers` gets the token after each sampled occurrence, `places.tokens` and `places.counts` the distinct
+    successors and their counts. Returns how many successors there are, the largest count, and the number of
+    occurrences sampled, ends of documents included.
     """
     found, largest, seen, followers = 0, 0, 0, places.followers
     if size >= narrow:
@@ -259,7 +259,7 @@ def successors_at(suffixes, size, narrow, places):
         for i in range(0, places.number[size], max(1, places.number[size] // SAMPLE)):
             followers[seen] = _token_at(suffixes, np.int64(suffixes.order[places.first[size] + i]) + size)
             seen += 1
-    ascend = min(size, narrow) < REACH  # by what is beyond it, places are not sorted
+    ascend = min(size, narrow) < REACH  # tokens beyond `REACH` are not sorted
     for i in range(seen):
         token = followers[i]
         if token >= len(suffixes.starts) - 1:

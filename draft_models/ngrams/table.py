@@ -1,16 +1,16 @@
 """The n-gram table of ADED: successors and counts of contexts of 1 to 3 tokens, memory-mapped.
 
-P(w_n | w_1 … w_{n−1}) = C(w_1 … w_n) / C(w_1 … w_{n−1}). C(context) counts what followed the context within its
-document. So the probabilities of a context sum to 1, or to less where rare successors were left out. Example: "a b"
-was followed by c three times and by d once; then P(c | a b) = 3/4.
+P(w_n | w_1 … w_{n−1}) = C(w_1 … w_n) / C(w_1 … w_{n−1}). C(context) counts the occurrences of the context that a token
+follows in the same document. So the probabilities of a context sum to 1, or to less if rare successors were left out.
+Example: "a b" was followed by c three times and by d once; then P(c | a b) = 3/4.
 
 A context is stored as one integer. Each token takes `token_bits` bits, as many as the vocabulary needs, the latest
 token lowest. The context's key is `mix(packed, key_bits)` with key_bits = (n−1)·token_bits. That is a bijection on
-integers of that width: no two contexts share a key, and keys are spread evenly, so their top bits say where to look.
-Ids from `vocabulary` up are in no context. Whoever packs one must look first.
+integers of that width: contexts have distinct, evenly spread keys, whose top bits index the buckets. All ids of a
+context are below `vocabulary`; the caller must check that before packing one.
 
-On disk: `table.json` and one raw little-endian file per array, `order<n>_<array>.bin` (see `table_files`). A
-directory that has `table.json` is complete: it got its name by a rename after the last byte was written.
+On disk: `table.json` and one raw little-endian file per array, `order<n>_<array>.bin` (see `table_files`). A directory
+with `table.json` is complete: it is renamed to its final name after the last byte is written.
 """
 
 import os
@@ -51,10 +51,10 @@ from outrider.files import require_writable
 
 @dataclass(frozen=True)
 class Level:
-    """The n-grams of one order. Arrays that are mapped from a file are read-only.
+    """The n-grams of one order. Memory-mapped arrays are read-only.
 
     buckets: uint32 [2^b + 1]. The contexts whose key begins with the b bits i are buckets[i] … buckets[i+1] − 1.
-    keys: uint64 [C], ascending. totals: uint32 [C], how often anything followed, left-out successors included.
+    keys: uint64 [C], ascending. totals: uint32 [C], the count of all successors, left-out ones included.
     starts: uint32 or uint64 [C + 1]. The successors of context c are starts[c] … starts[c+1] − 1.
     tokens: uint16 or uint32 [S], counts: uint32 [S]; by context, then count descending, then token ascending.
     """
@@ -89,9 +89,9 @@ class Level:
 class TrigramTable:
     """n-gram levels by order, over token ids below `vocabulary` of the tokenizer with this `vocabulary_digest`.
 
-    facts: where the counts come from: tokens, documents, min_count, max_successors, corpus; of a merged table tokens,
-    documents and `merged`, the facts of each.
-    suffixes: the corpus itself, by longest suffix; None: it was not kept.
+    facts: the origin of the counts: tokens, documents, min_count, max_successors, corpus; for a merged table tokens,
+    documents and `merged`, the facts of each table.
+    suffixes: a suffix array of the corpus; None: it was not kept.
     """
 
     vocabulary: int
@@ -115,8 +115,8 @@ class TrigramTable:
         corpus: object = None,
         suffixes: bool = False,
     ) -> "TrigramTable":
-        """Count documents (token ids each) in memory; n-grams of fewer than `min_count` occurrences are left out,
-        and all but the `max_successors` most frequent of a context (null: none)."""
+        """Count documents (token ids each) in memory, without n-grams of fewer than `min_count` occurrences, and with
+        only the `max_successors` most frequent successors of a context (None: all)."""
         require_vocabulary(vocabulary)
         require(set(orders) <= set(ORDERS), "orders", tuple(orders), f"some of {ORDERS}")
         ids = [np.asarray(document, np.uint32) for document in documents]
@@ -140,7 +140,7 @@ class TrigramTable:
 
     @classmethod
     def open(cls, path: Path | str) -> "TrigramTable":
-        """Map a saved table into memory. Raises `UserError` for anything but a whole, sound table."""
+        """Map a saved table into memory. Raises `UserError` unless the table is complete and valid."""
         header, arrays, kept = open_arrays(Path(path))
         bits = token_bits(header.vocabulary)
         levels = {order: Level(order, bits, *parts) for order, parts in arrays.items()}
@@ -151,7 +151,7 @@ class TrigramTable:
         return cls(header.vocabulary, header.tokenizer, levels, header.facts, suffixes)
 
     def save(self, path: Path | str) -> None:
-        """Write the table to a new directory, all of it or nothing. Raises `UserError`."""
+        """Write the table to a new directory, completely or not at all. Raises `UserError`."""
         path = Path(path)
         require_no_table(path)
         require_writable(path.parent)
@@ -200,7 +200,7 @@ def merged_facts(tables: Sequence[TrigramTable]) -> dict[str, object]:
 
 
 def write_suffixes(suffixes: Suffixes, folder: Path) -> dict[str, Described]:
-    """Write the arrays of `suffixes` to `folder`. Returns what table.json says of them."""
+    """Write the arrays of `suffixes` to `folder`. Returns their entries of table.json."""
     for name, array in suffixes._asdict().items():
         (folder / suffix_file(name)).write_bytes(np.ascontiguousarray(array).data)
     return {name: describe(array) for name, array in suffixes._asdict().items()}

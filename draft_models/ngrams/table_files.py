@@ -1,10 +1,10 @@
-"""How an n-gram table lies on disk: its arrays' types and lengths, table.json, and what is checked on opening.
+"""The file format of an n-gram table: its arrays' types and lengths, table.json, and the checks on opening.
 
-`table.json` says what is in the table. It has the sha256 of every array and of itself. All of it is checked whenever
-a table is opened. That reads the arrays once, which look-up wants in memory anyway.
+`table.json` describes the table, with the sha256 of every array and of itself. All of them are checked whenever a table
+is opened. That reads the arrays once, which look-up needs in memory anyway.
 
-Digests tell damage. `fault_of` checks besides that the arrays fit together, because compiled look-up relies on it,
-whoever wrote the table. A file that changes while it is mapped goes unnoticed, but nothing beyond an array is read.
+Digests detect damage. `fault_of` also checks that the arrays fit together, since compiled look-up relies on it. A file
+that changes while it is mapped goes unnoticed, but nothing beyond an array is read.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from outrider.files import read_json, sealed, unsealed
 from outrider.settings import construct
 
 FORMAT = 2
-TABLE_FILE = "table.json"  # a directory that has it holds a whole table
+TABLE_FILE = "table.json"  # a directory with this file holds a complete table
 ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # as in `draft_models.ngrams.table.Level`
 SUFFIX_ARRAYS = ("tokens", "order", "starts")  # as in `draft_models.ngrams.suffixes.Suffixes`
 ORDERS = (2, 3, 4)
@@ -37,7 +37,7 @@ Described = tuple[str, int, str]  # an array's type, length and sha256
 class Header:
     """What table.json holds. levels: what is known of each array, by order and name.
 
-    suffixes: likewise of the arrays of the suffix array, none where there is none.
+    suffixes: the same for the arrays of the suffix array; empty without one.
     """
 
     format: int
@@ -73,7 +73,7 @@ class Header:
 
 
 def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]], list[np.ndarray]]:
-    """The table in `path`: table.json, the arrays by order as `ARRAYS` has them, and those of `SUFFIX_ARRAYS`, if any.
+    """The table in `path`: table.json, the arrays by order as in `ARRAYS`, and those of `SUFFIX_ARRAYS`, if any.
 
     They are mapped into memory, read-only.
 
@@ -98,7 +98,7 @@ def open_arrays(path: Path) -> tuple[Header, dict[int, list[np.ndarray]], list[n
 
 
 def read_header(path: Path) -> Header:
-    """table.json of the table in `path`. Raises `UserError` where it is none, or is not as it was written."""
+    """table.json of the table in `path`. Raises `UserError` if it is missing, invalid or damaged."""
     what = "n-gram table"
     values = read_json(path / TABLE_FILE, what, _AGAIN)
     version = values.get("format") if isinstance(values, dict) else None
@@ -111,7 +111,7 @@ def read_header(path: Path) -> Header:
 
 
 def table_digest(path: Path) -> str:
-    """Identifies all that the table in `path` holds; does not check it. Raises `UserError`."""
+    """A digest that identifies the content of the table in `path`, without checking it. Raises `UserError`."""
     read_header(path)
     return hashlib.sha256((path / TABLE_FILE).read_bytes()).hexdigest()
 
@@ -137,7 +137,7 @@ def publish(
 
 
 def describe(array: np.ndarray) -> Described:
-    """What table.json says of an array."""
+    """The entry of table.json for an array."""
     return array.dtype.str, len(array), hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
@@ -152,7 +152,7 @@ def suffix_file(name: str) -> str:
 
 
 def require_no_table(path: Path) -> None:
-    """Raise `UserError` if `path` is taken: by a table, a file or a directory with anything in it."""
+    """Raise `UserError` if `path` exists as a table, a file or a non-empty directory."""
     if path.is_dir() and not any(path.iterdir()):
         return
     if path.exists():
@@ -230,7 +230,7 @@ def count_buckets(chunks: Iterable[np.ndarray], contexts: int, order: int, vocab
 
 
 def bucket_bits(contexts: int, order: int, vocabulary: int) -> int:
-    """The bits of a key that number its bucket."""
+    """The number of top bits of a key that are its bucket's index."""
     return min(max(contexts.bit_length() - 1, 0), (order - 1) * token_bits(vocabulary))
 
 
@@ -245,7 +245,7 @@ def token_type(vocabulary: int) -> np.dtype:
 
 
 def token_bits(vocabulary: int) -> int:
-    """Bits a token takes in a packed context."""
+    """Bits per token in a packed context."""
     return max(1, (vocabulary - 1).bit_length())
 
 

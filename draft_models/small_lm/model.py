@@ -1,4 +1,4 @@
-"""A small causal LM as a drafter: any that shares the target's vocabulary and can run a tree."""
+"""A small causal LM as a drafter: any model that shares the target's vocabulary and can run a tree."""
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ from draft_models.targets.whole_model import PlainLM
 from outrider.errors import UserError
 
 SmallLM = LayerStack | PlainLM
-TRAINING_FILE = "finetune_drafter.json"  # what a training here leaves beside the weights, last
+TRAINING_FILE = "finetune_drafter.json"  # written next to the weights, last, by training in this toolkit
 
 
 def load_small_lm(
@@ -29,9 +29,9 @@ def load_small_lm(
 ) -> SmallLM:
     """The causal LM in `source` (local directory or Hub), frozen, for a target with `tokenizer`.
 
-    It runs layer by layer where it proves that this is the same, otherwise by its own forward. Its embedding may be
-    padded to another size than the target's, but the tokens themselves must agree. Where they do not, `UserError` names
-    both sizes and the first differing token before weights are read. Raises `UserError` too where it cannot run trees.
+    It runs layer by layer if the check at load shows equality, otherwise by its own forward. Its embedding may be
+    padded to another size than the target's, but the tokens must be the same. If they differ, a `UserError` names both
+    sizes and the first differing token before weights are read. Raises `UserError` too if it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
     own_tokens = read_own_tokens(source, revision, config)
@@ -53,14 +53,14 @@ def load_small_lm(
 def load_plain_lm(
     source: str, config: PreTrainedConfig, revision: str | None, dtype: torch.dtype, device: torch.device | str
 ) -> PlainLM:
-    """The causal LM in `source`, frozen. Raises `UserError` where it cannot be loaded or cannot run a tree."""
+    """The causal LM in `source`, frozen, run as a whole. Raises `UserError` if it cannot be loaded or run a tree."""
 
     def load(dtype: torch.dtype) -> PlainLM:
         return PlainLM(load_causal_lm(source, revision, role="small_lm", dtype=dtype))
 
     try:
         require_all_kept(config)
-        lm = load(torch.float32)  # in 16 bits the proof could not tell rounding from a mistake
+        lm = load(torch.float32)  # in 16 bits the check could not distinguish rounding from an error
         prove_rows(lm)
     except UserError as error:
         refusal = f"small_lm={source}: architecture {config.model_type!r} cannot draft trees"

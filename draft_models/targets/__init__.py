@@ -1,1 +1,1 @@
-"""What a drafter sits on: a target's files, its layers, run by this project or as a whole."""
+"""Targets of drafters: a target's files and its layers, run by this project, or as a whole by transformers."""

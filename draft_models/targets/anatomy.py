@@ -1,4 +1,4 @@
-"""How a causal LM is put together: where its parts are, and how it calls its decoder layers."""
+"""The structure of a causal LM: the names of its parts, and how it calls its decoder layers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-# Rotary embeddings that rescale every position once a text is longer than the range they were made for: a cached key
-# would then depend on later text. Within that range they are ordinary.
+# Rotary embeddings that rescale every position once a text exceeds their original range: a cached key would then depend
+# on later text. Within that range they are ordinary.
 RESCALING_ROPE = ("dynamic", "longrope")
-UNLIMITED = 2**31  # positions of a model that says no limit
+UNLIMITED = 2**31  # positions of a model without a stated limit
 
 
 def context_limit(config: PreTrainedConfig) -> int:
-    """The positions that a text may reach: all that the model has, as long as cached keys stay what they are."""
+    """The longest context in positions: the model's limit, or less if longer texts would change cached keys."""
     limit: int = getattr(config, "max_position_embeddings", None) or UNLIMITED
     rope = getattr(config, "rope_parameters", None) or {}
     for table in (rope, *(part for part in rope.values() if isinstance(part, dict))):
@@ -24,7 +24,7 @@ def context_limit(config: PreTrainedConfig) -> int:
 
 
 def key_heads(config: PreTrainedConfig) -> int:
-    """Heads of keys and values in a layer: as many as of queries where the config does not say."""
+    """The number of key/value heads of a layer; the number of query heads if the config has no entry."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -32,8 +32,8 @@ def key_heads(config: PreTrainedConfig) -> int:
 class LayerCall:
     """How the model calls one decoder layer.
 
-    keywords: of "mask", "positions", "cache" and "rotary" those it takes, with the layer's own names for them. table:
-    which of `Anatomy.tables` its rotary embeddings are from. slides: whether it sees a sliding window only.
+    keywords: those of "mask", "positions", "cache" and "rotary" that it takes, with the layer's own names for them.
+    table: the index in `Anatomy.tables` of its rotary table. slides: whether it sees a sliding window only.
     """
 
     keywords: tuple[tuple[str, str], ...]
@@ -43,7 +43,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class Table:
-    """A rotary table: the module that computes it, and what that takes besides hidden states and positions."""
+    """A rotary table: the module that computes it, and its arguments other than hidden states and positions."""
 
     module: str
     options: tuple[tuple[str, object], ...] = ()
@@ -51,14 +51,15 @@ class Table:
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model makes of its head's logits: x = factor · logits / divisor, then cap · tanh(x / cap) with a cap."""
+    """A model's transformation of its head's logits: x = factor · logits / divisor, then cap · tanh(x / cap) if
+    capped."""
 
     factor: float = 1.0
     divisor: float = 1.0
     cap: float | None = None
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """logits [..., V] as the model gives them."""
+        """The transformed logits [..., V]."""
         if self.factor != 1.0:
             logits = logits * self.factor
         if self.divisor != 1.0:
@@ -66,17 +67,17 @@ class LogitRule:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """The derivative of what this makes of the head's `logits`, by them."""
+        """Elementwise derivative of the transformed logits w.r.t. the head's `logits`."""
         linear = self.factor / self.divisor
         return linear if self.cap is None else linear * (1 - torch.tanh(logits * (linear / self.cap)).square())
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Names of the modules of a causal LM, and how its layers are called, in order.
+    """The module names of a causal LM, and how its layers are called, in order.
 
-    positions: learned positions, added to the embedding; input_norm: norms that sum; both None where there are none.
-    scale: what the embedding is multiplied by.
+    positions: learned positions, added to the embedding; input_norm: norms that sum; None if the model has none.
+    scale: factor on the embedding.
     """
 
     layers: str
@@ -91,9 +92,9 @@ class Anatomy:
     logits: LogitRule = LogitRule()
 
     def prefixes(self, layers: Iterable[int]) -> tuple[str, ...]:
-        """What the names of all tensors outside the layers, and of those in `layers`, begin with.
+        """The name prefixes of all tensors outside the layers and of those in `layers`.
 
-        Also without the name of the part that they are in, as base models are saved.
+        Also without the name of the base model, as base models are saved.
         """
         parts = [self.head, self.embed, self.norm, self.positions, self.input_norm]
         names = [*filter(None, parts), *(f"{self.layers}.{index}" for index in layers)]
@@ -102,5 +103,5 @@ class Anatomy:
         return tuple(f"{name}." for name in (*names, *bare))
 
     def select(self, layers: Sequence[int]) -> "Anatomy":
-        """That of a model of the given layers, in that order."""
+        """The same for a model of the given layers, in that order."""
         return replace(self, calls=tuple(self.calls[index] for index in layers))

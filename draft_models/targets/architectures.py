@@ -1,4 +1,4 @@
-"""Which targets this toolkit can run layer by layer, and what their configs say of them."""
+"""Configs of targets, and the check whether this toolkit can run a target layer by layer."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from outrider.files import is_local, read_mapping
 
 # Sizes of a config none of which is more than the longest dimension of the model's tensors.
 _SIZES = ("vocab_size", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
-SHORTEST_CONTEXT = 8  # positions: what a target is proven on has a few tokens
+SHORTEST_CONTEXT = 8  # positions: the texts that check a target at load have a few tokens
 
 
 def load_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
-    """The target's config, refused with a `UserError` where the runtime could not be exact.
+    """The target's config. Raises `UserError` if the runtime could not be exact with it.
 
-    role: the option that names the model, where it is not the target.
+    role: the option that names the model, if it is not the target.
     """
     config = read_config(source, revision, role=role)
     require_stored(config, source, revision, role)
@@ -35,7 +35,7 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     return config
 
 
-NARROW = ("small_lm", "drafter.path")  # options that a drafter over some of its target's tokens may be given as
+NARROW = ("small_lm", "drafter.path")  # options that accept a drafter with a draft vocabulary
 
 
 def read_config(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedConfig:
@@ -54,7 +54,7 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
 
 
 def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:
-    """What config.json says."""
+    """The config in config.json."""
     path = Path(source)
     if is_local(source) and not path.exists():
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
@@ -62,7 +62,7 @@ def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig
     place, revision = as_safetensors(source, revision)
     try:
         config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)
-    except Exception as error:  # whatever the classes of the architectures make of values they do not expect
+    except Exception as error:  # any error of an architecture's config class for unexpected values
         where = "" if path.exists() else "no such local directory, and not to be had from the Hub; "
         raise UserError(f"{role}={source}: {where}no usable {CONFIG_FILE} ({reason(error)})") from error
     config.name_or_path = source
@@ -107,7 +107,7 @@ def require_stored(config: PreTrainedConfig, source: str, revision: str | None, 
 
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:
-    """Why `LayerStack` cannot run a model of `config`, None if it can."""
+    """The reason why `LayerStack` cannot run a model of `config`; None if it can."""
     if (method := quantisation(config)) is not None:
         return (
             f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); supported: fp8 with scales by block, and "
@@ -129,7 +129,7 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
 
 
 def quantisation(config: PreTrainedConfig) -> str | None:
-    """How the weights of a checkpoint are quantised, by transformers' name of the method; None where they are not."""
+    """The quantisation method of a checkpoint's weights, by its name in transformers; None if not quantised."""
     found = getattr(config, "quantization_config", None) or {}
     settings = found if isinstance(found, dict) else found.to_dict()
     if not settings:
@@ -141,5 +141,5 @@ def quantisation(config: PreTrainedConfig) -> str | None:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """How many positions a model has in a learned table, None where they are rotary and have no end."""
+    """The number of learned positions of a model; None if its positions are rotary and unlimited."""
     return None if getattr(config, "rope_parameters", None) else config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Attention for every pass of this toolkit: grouped heads are never repeated, masks are explicit."""
+"""Attention for every pass of this toolkit: grouped key/value heads are never repeated, masks are explicit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,15 +18,15 @@ from draft_models.targets.band import Band
 from outrider.errors import UserError, reason
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
-# For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax one by one.
-# Fused kernels for a mask put all keys of a head on one processor of a GPU, which leaves most of it idle then.
+# For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax separately.
+# Fused kernels with a mask process all keys of a head on one SM of a GPU, which leaves most SMs idle here.
 KERNELS = ("fused", "products")
-SPLIT = "split"  # a third one where there is Triton: the keys of a head are split among a GPU's processors
+SPLIT = "split"  # a third kernel, if Triton is available: the keys of a head are split among a GPU's SMs
 _kernel = "fused"
 
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """`draft_models.targets.triton_kernels`, where it works: on a GPU, with Triton and a C compiler."""
+    """`draft_models.targets.triton_kernels` if it works: on a GPU, with Triton and a C compiler; else None."""
     return _built_kernels() if device.type == "cuda" else None
 
 
@@ -36,20 +36,20 @@ def _built_kernels() -> ModuleType | None:
         from draft_models.targets import triton_kernels as kernels
 
         kernels.try_all("cuda")
-    except Exception as error:  # of whatever kind: without them all goes on, with more launches
+    except Exception as error:  # of any kind: everything works without them, with more kernel launches
         print(f"warning: passes on this GPU go without Triton ({reason(error)})", flush=True)
         return None
     return kernels
 
 
 def kernels_on(device: torch.device) -> tuple[str, ...]:
-    """The kernels that attention over a filled cache may be computed with on `device`."""
+    """The kernels available on `device` for attention over a filled cache."""
     return KERNELS if triton_kernels(device) is None else (*KERNELS, SPLIT)
 
 
 @contextmanager
 def use_kernel(name: str) -> Iterator[None]:
-    """Attention over a filled cache is computed with `name`, one of `kernels_on` its device, inside."""
+    """Context manager: attention over a filled cache uses the kernel `name`, one of `kernels_on` its device."""
     global _kernel
     before, _kernel = _kernel, name
     try:
@@ -72,15 +72,15 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention, called by transformers' attention modules.
 
-    query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend,
-    the same additive, a `Band` where Q = K but for its front, None. Returns ([B, Q, H, D], None).
+    query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend;
+    the same as an additive mask; a `Band`, if Q = K except for its front; None. Returns ([B, Q, H, D], None).
 
-    softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of a sink, which takes its
-    part of the weight and has no value (gpt-oss).
+    softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of an attention sink, which
+    takes part in the softmax and has no value (gpt-oss).
 
-    G query heads share a key head. They are laid side by side along the query axis, so keys and values are read once
-    and never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask
-    is required: "no mask" has no safe meaning there.
+    G query heads share a key head. They are concatenated along the query axis, so keys and values are read once and
+    never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask is
+    required, because "no mask" would be ambiguous.
     """
     if isinstance(attention_mask, Band):
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
@@ -121,9 +121,9 @@ def grouped_attention(
 
 
 def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
-    """`grouped_attention` under a `Band`, a block of queries after the other: [B, T, H, D].
+    """`grouped_attention` with a `Band`, one block of queries after another: [B, T, H, D].
 
-    Keeps no block's mask for the backward pass, which makes it again.
+    Does not keep the blocks' masks for the backward pass, which recomputes them.
     """
     length, parts = query.shape[2], []
     for begin, start in zip(range(0, length, band.BLOCK), band.starts, strict=True):
@@ -153,8 +153,8 @@ def _by_products(
 ) -> Tensor:
     """`scaled_dot_product_attention` without dropout; additive masks only.
 
-    Scores, masks and softmax are in float32, as in fused kernels, or in float64 where the input is. 16 bits are for
-    what is read from memory and for the weights of the values.
+    Scores, masks and softmax are in float32, as in fused kernels, or in float64 if the input is. Only the inputs and
+    the attention weights are in 16 bits.
     """
     scale = scale if scale is not None else query.shape[-1] ** -0.5
     scores = _scores(query, key)
@@ -172,7 +172,7 @@ def _capped(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with a soft cap or sinks, which no fused kernel has: [B, H, Q, D]. A mask is bool or additive.
+    """Attention with a soft cap or sinks, which no fused kernel supports: [B, H, Q, D]. A mask is bool or additive.
 
     Scores and softmax are in float32 or better, as in `_by_products`.
     """
@@ -199,13 +199,13 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
         return query @ key.mT
     if not query.is_cuda:
         return query.float() @ key.float().mT
-    # The product itself gives float32: keys that were converted first would be written and read once more.
+    # The product itself outputs float32: converting the keys first would write and read them once more.
     flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).mT, out_dtype=torch.float32)
     return flat.unflatten(0, query.shape[:2])
 
 
 def _contiguous_attention(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    """`grouped_attention` with its result in one piece, as transformers' layers take it."""
+    """`grouped_attention` with a contiguous result, as transformers' layers expect it."""
     return grouped_attention(*args, **options)[0].contiguous(), None
 
 
@@ -214,28 +214,27 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)  # so that the model's own
 
 
 def leave_out_cudnn() -> None:
-    """Turn cuDNN's attention off in this process, for every model in it: the target's own forward is a reference too.
+    """Turn cuDNN's attention off in this process, for every model: the target's own forward is a reference too.
 
-    PyTorch takes it first on Hopper and Blackwell. It prepares a plan for every length of text it meets, which takes
-    tens of milliseconds a decoded token, and was wrong or not a number for some masks (pytorch #169849, #193893,
-    #196678).
+    PyTorch prefers it on Hopper and Blackwell. It builds a plan for every new length of text, which takes tens of
+    milliseconds per decoded token, and it was wrong or NaN for some masks (pytorch #169849, #193893, #196678).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def stock_name(model: PreTrainedModel) -> str:
-    """The attention that transformers takes for `model` where nothing else is asked for. Gemma 2 has no sdpa there."""
+    """The attention that transformers uses for `model` by default. Gemma 2 has no sdpa in transformers."""
     return "sdpa" if model._supports_sdpa else "eager"
 
 
 @contextmanager
 def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator[None]:
-    """`model` with transformers' own attention `name`; it may share its layers with the runtime, which uses ours.
+    """Context manager: `model` uses transformers' attention `name`; None: that of `stock_name`.
 
-    None: `stock_name`'s.
+    The layers may be shared with the runtime, which uses ours.
     """
     ours = model.config._attn_implementation
-    if ours == ATTENTION:  # a model that cannot have ours has transformers' own already
+    if ours == ATTENTION:  # a model that does not support ours has transformers' own already
         model.set_attn_implementation(name or stock_name(model))
     try:
         yield
@@ -245,16 +244,16 @@ def stock_attention(model: PreTrainedModel, name: str | None = None) -> Iterator
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask [1, 1, Q, K] to add to scores, of which rows see which keys, bool [Q, K]."""
+    """An additive mask [1, 1, Q, K] for scores, from `visible`, bool [Q, K] with True = attend."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
 
 
 def packed_mask(documents: Tensor) -> Tensor:
-    """Which positions of a packed row see which: causal, and only inside one document.
+    """The attention mask of packed rows: causal, and only inside one document.
 
-    documents [B, T] numbers the document of each position, −1 is padding. Returns bool [B, 1, T, T], True =
-    attend. Padding sees padding, so that no softmax row is empty. For long rows see `Band.packed`.
+    documents [B, T]: the document number of each position, −1 for padding. Returns bool [B, 1, T, T], True = attend.
+    Padding sees padding, so that no softmax row is empty. For long rows see `Band.packed`.
     """
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()

@@ -1,4 +1,4 @@
-"""Models without weights, of all layers of a target or of some, and the anatomy of any of them."""
+"""Models without weights, with all or some layers of a target, and their anatomy."""
 
 import copy
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from draft_models.targets.stack import LayerStack, module_list
 from draft_models.targets.watching import observe
 from outrider.errors import UserError, reason
 
-_KNOWN: dict[str, Anatomy] = {}  # by what a config says
+_KNOWN: dict[str, Anatomy] = {}  # by the config's class and JSON
 
 
 def anatomy(config: PreTrainedConfig) -> Anatomy:
-    """The anatomy of the model that `config` describes. Raises `UserError` where it cannot be run layer by layer."""
+    """The anatomy of the model that `config` describes. Raises `UserError` if it cannot be run layer by layer."""
     said = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
     if said not in _KNOWN:
-        _KNOWN[said] = observe(empty_model(config).float())  # in 16 bits a scale would be seen rounded
+        _KNOWN[said] = observe(empty_model(config).float())  # 16 bits would round a scale
     return _KNOWN[said]
 
 
@@ -34,7 +34,7 @@ def anatomy_of(model: PreTrainedModel) -> Anatomy:
 
 
 def layer_stack(model: PreTrainedModel, rotary_dtype: torch.dtype | None = None) -> LayerStack:
-    """The layers of `model` (see `LayerStack`). Raises `UserError` where it cannot be run layer by layer."""
+    """The layers of `model` (see `LayerStack`). Raises `UserError` if it cannot be run layer by layer."""
     return LayerStack(model, anatomy_of(model), rotary_dtype)
 
 
@@ -51,10 +51,10 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """The causal LM of `config` with parameters on the meta device and real buffers (rope tables).
 
-    Raises `UserError` for a config that no model can be made of.
+    Raises `UserError` for a config that describes no model.
     """
     try:
-        with init_empty_weights(include_buffers=False), no_init_weights():  # there is nothing to draw on meta
+        with init_empty_weights(include_buffers=False), no_init_weights():  # nothing to initialise on meta
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), attn_implementation=ATTENTION, trust_remote_code=False
             )
@@ -70,14 +70,14 @@ def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedM
 
 
 def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int, object]) -> PreTrainedModel:
-    """A copy of `model` with the given ones of its layers only, in that order.
+    """A copy of `model` with only the given layers, in that order.
 
-    copied: what stands in the place of a part's copy, by the part's id (as in `copy.deepcopy`). It grows.
+    copied: the memo of `copy.deepcopy`: replacements of parts, by the part's id. It is extended.
     """
     parts, every = anatomy_of(model), decoder_layers(model)
     copied[id(every)] = nn.ModuleList()
     picked = copy.deepcopy(model, copied)
-    # A layer may be wanted twice. All go on looking at one config, by which transformers chooses their attention.
+    # A layer may occur twice. All layers keep sharing one config, by which transformers chooses their attention.
     chosen = [copy.deepcopy(every[index], dict(copied)) for index in layers]
     for place, layer in enumerate(chosen):
         number_layer(layer, place)
@@ -96,7 +96,7 @@ def settings_by_layer(config: PreTrainedConfig) -> dict[str, Sequence[object]]:
 
 
 def number_layer(layer: nn.Module, index: int) -> None:
-    """Make `layer` the one with this number: its keys and values go there in a cache."""
+    """Set the index of `layer`, at which a cache stores its keys and values."""
     for module in layer.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx = index  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""A tokenizer as what reads text sees it: of a target in any format, or in a SentencePiece file without a model."""
+"""A tokenizer for readers of text: of a target in any format, or in a SentencePiece file without a model."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ _EXPECTED = "a SentencePiece .model file, a GGUF file, or the directory or Hub n
 
 class Encoder(NamedTuple):
     """A tokenizer: texts → ids without special tokens, its pieces and their ids, the EOS id if it has one, a digest of
-    all that decides how it tokenises, and the BOS id if it has one."""
+    everything that determines its output, and the BOS id if it has one."""
 
     encode: Callable[[list[str]], Sequence[Sequence[int]]]
     pieces: dict[str, int]
@@ -29,12 +29,12 @@ class Encoder(NamedTuple):
 
 
 def open_encoder(source: str, revision: str | None = None) -> Encoder:
-    """A SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
+    """Open a SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
     if Path(source).is_file() and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     from data_prep.formats.door import tokenizer_alone
-    from draft_models.targets.fingerprint import tokenizer_digest  # torch, which processes for a file have no use for
+    from draft_models.targets.fingerprint import tokenizer_digest  # imports torch, not needed for a file
     from draft_models.targets.open_target import load_tokenizer
 
     try:
@@ -51,7 +51,7 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
 
 
 def _of_sentencepiece(source: str) -> Encoder:
-    """The tokenizer in that file. Raises `UserError`."""
+    """The tokenizer in the SentencePiece file `source`. Raises `UserError`."""
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor()

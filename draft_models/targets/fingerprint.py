@@ -1,4 +1,4 @@
-"""What a drafter belongs to: a target, known by its config, its tokenizer and digests of its tensors."""
+"""The identity of a drafter's target: config, tokenizer, and digests of its tensors."""
 
 import dataclasses
 import hashlib
@@ -29,7 +29,7 @@ NOT_DECIDING = {
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a drafter belongs to. All fields but `target` and `revision` must match to load it.
+    """The identity of a drafter's target. All fields except `target` and `revision` must match to load the drafter.
 
     weights: digest of a few rows of the first and the last layer. tokenizer, chat_template: digests. config: what
     config.json says that decides numbers. tensors: digests of a sample of every tensor, by part of the model (see
@@ -49,7 +49,7 @@ class Fingerprint:
     tensors: dict[str, str]
 
     def differences(self, other: "Fingerprint") -> list[str]:
-        """In words, every field in which the target `other` is not the drafter's; where it lies is none of them."""
+        """Descriptions of the fields, except the path, in which the target `other` differs from the drafter's."""
         plain = ("target", "revision", "config", "tensors")
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         found = [(k, mine[k], theirs[k]) for k in mine if k not in plain and mine[k] != theirs[k]]
@@ -62,7 +62,7 @@ class Fingerprint:
 
 
 def _sampled(files: TensorFiles, config: PreTrainedConfig) -> list[str]:
-    """The tensors outside the layers and of the first and the last one; all of a model without known layers."""
+    """The tensors outside the layers and of the first and the last layer; all tensors if the layers are unknown."""
     try:
         wanted = anatomy(config).prefixes((0, config.num_hidden_layers - 1))
     except UserError:
@@ -73,7 +73,7 @@ def _sampled(files: TensorFiles, config: PreTrainedConfig) -> list[str]:
 def fingerprint_target(
     files: TensorFiles, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, *, fetch: bool = True
 ) -> Fingerprint:
-    """The fingerprint of a target. It reads a few MB, and fetches what is not here yet, unless `fetch` is off."""
+    """The fingerprint of a target. Reads a few MB, and fetches missing files unless `fetch` is off."""
     names = _sampled(files, config)
     template = tokenizer.chat_template
     return Fingerprint(
@@ -91,10 +91,10 @@ def fingerprint_target(
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 over all that decides how plain text becomes ids: vocabulary, merges and rules, special tokens."""
+    """sha256 over everything that determines the ids of plain text: vocabulary, merges and rules, special tokens."""
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        backend.pop("truncation", None)  # left behind by the last call, not a property of the tokenizer
+        backend.pop("truncation", None)  # set by the last call, not a property of the tokenizer
         backend.pop("padding", None)
     else:
         backend = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]

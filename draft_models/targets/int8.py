@@ -1,8 +1,8 @@
-"""The int8 model of a target: the weight of every linear layer in whole numbers to ±127, one scale for each row.
+"""The int8 model of a target: the weight of every linear layer as integers up to ±127, with one scale per row.
 
-It is another target than the one it is made from. Decoding with `dtype=int8` takes it in every arm. Activations, norms,
-biases and embeddings stay floats. The scheme is the usual one of weight-only quantisation: symmetric, by output row, to
-the nearest (LLM.int8(), arXiv 2208.07339, section 2, has it by the name of vector-wise).
+It is a different target from the original. Decoding with `dtype=int8` uses it in every method. Activations, norms,
+biases and embeddings stay floats. The scheme is the usual one of weight-only quantisation: symmetric, per output row,
+round to nearest (called vector-wise in LLM.int8(), arXiv 2208.07339, section 2).
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from outrider.errors import UserError
 from outrider.settings import listed
 
-LARGEST = 127  # of the codes: −128 is left out, so that a weight and its opposite get opposite codes
-BLOCK = 2**24  # bytes of the floats that codes are widened to at a time: what the C library's heap keeps and reuses
+LARGEST = 127  # largest code: −128 is unused, so that a weight and its opposite get opposite codes
+BLOCK = 2**24  # bytes of codes converted to floats at a time: small enough for the C library's heap to reuse
 
 
 class Int8Linear(nn.Module):
     """A linear layer without gradient: output i is scale[i] · Σ_j codes[i, j] · x[j], plus bias[i].
 
-    codes: int8 [out, in]. scale: [out], of the floats it computes in. bias: [out] or None.
+    codes: int8 [out, in]. scale: [out], in the dtype it computes in. bias: [out] or None.
 
-    The scale is applied to the sum. A product of code and scale would be rounded to 16 bits once more, and the layer
-    would be that of other weights. The codes themselves are exact in bfloat16. Given `x` of another dtype it computes
-    in that, as `precise` does.
+    The scale is applied to the sum. A product of code and scale would be rounded to 16 bits again, which would change
+    the weights. The codes themselves are exact in bfloat16. For `x` of another dtype it computes in that dtype, as
+    `precise` does.
     """
 
     codes: Tensor
@@ -41,11 +41,11 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What the codes stand for [out, in], in floats."""
+        """The dequantised weight [out, in], in floats."""
         return self.codes.to(self.scale.dtype) * self.scale[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]. The codes are widened anew in every call, some rows of them at a time."""
+        """x [..., in] → [..., out]. The codes are converted to floats in every call, a block of rows at a time."""
         rows = max(1, BLOCK // (self.in_features * x.element_size()))
         parts = [F.linear(x, part.to(x.dtype)) for part in self.codes.split(rows)]
         summed = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -56,14 +56,14 @@ Linear = nn.Linear | Int8Linear  # a layer as a model is loaded with it
 
 
 def scaled(summed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """What a layer gives [..., out] whose codes gave `summed`, which is overwritten."""
+    """The output of a layer [..., out] from `summed`, the product with its codes, which is overwritten."""
     return summed.mul_(scale) if bias is None else torch.addcmul(bias, summed, scale)
 
 
 def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes int8 [out, in] and scale [out] in `dtype` of a finite weight [out, in].
 
-    The codes are the nearest ones for the scale as it is stored, so that its own rounding adds nothing to their error.
+    The codes are the nearest ones for the scale as stored, so that rounding of the scale adds nothing to their error.
     """
     weight = weight.detach().float()
     scale = (weight.abs().amax(1) / LARGEST).to(dtype)
@@ -73,12 +73,12 @@ def quantise_rows(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def quantise(model: nn.Module, dtype: torch.dtype, name: str) -> None:
-    """Make a frozen `model` its int8 model, which computes in `dtype`. name: the option and value that gave it.
+    """Convert a frozen `model` in place to its int8 model, which computes in `dtype`. name: its option and value.
 
-    The head is quantised like the other layers, also where it is the embedding: in a small model it is a fifth of what
-    a token reads. The embedding keeps its floats. Of it a token reads one row.
+    The head is quantised like the other layers, even if it is tied to the embedding: in a small model it is a fifth of
+    the bytes read per token. The embedding stays in floats, since a token reads only one row of it.
 
-    Raises `UserError` for weights that are none of a linear layer (see `require_linear`), or not finite.
+    Raises `UserError` for weights outside linear layers (see `require_linear`), or not finite.
     """
     require_linear(model, name)
     made: dict[int, Int8Linear] = {}
@@ -89,7 +89,7 @@ def quantise(model: nn.Module, dtype: torch.dtype, name: str) -> None:
                     made[id(child)] = _quantised(child, dtype, f"{name}: {path}.{child_name}")
                 setattr(parent, child_name, made[id(child)])
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # the buffers stay: rotary frequencies are float32 in any model
+        parameter.data = parameter.data.to(dtype)  # not buffers: rotary frequencies are float32 in any model
 
 
 def _quantised(linear: nn.Linear, dtype: torch.dtype, name: str) -> Int8Linear:
@@ -117,14 +117,14 @@ def require_linear(model: nn.Module, name: str) -> None:
 
 
 def int8_bytes(model: nn.Module, itemsize: int) -> int:
-    """Of the int8 model of `model`, which may be on meta, whose other weights take `itemsize` bytes a number."""
+    """The bytes of the int8 model of `model`, which may be on meta; other weights take `itemsize` bytes per number."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     codes = sum(linear.weight.numel() + itemsize * linear.out_features for linear in linears)
     return codes + itemsize * sum(parameter.numel() for parameter in _floats(model, linears))
 
 
 def _floats(model: nn.Module, linears: Sequence[nn.Linear]) -> list[nn.Parameter]:
-    """The parameters that stay floats; an embedding that is the head as well is one of them."""
+    """The parameters that stay floats; this includes an embedding tied to the head."""
     kept = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
     gone = {id(linear.weight) for linear in linears} - kept.keys()
     return [parameter for parameter in model.parameters() if id(parameter) not in gone]

@@ -1,4 +1,4 @@
-"""Reading all layers of a target, or only named ones, and no other weight."""
+"""Loading of all layers of a target, or of given ones, without reading any other weight."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError, reason
 from outrider.settings import listed
 
-OLD_HEAD = "embed_out.weight"  # of GPT-NeoX's checkpoints, which transformers calls like all others now
+OLD_HEAD = "embed_out.weight"  # in GPT-NeoX's checkpoints; transformers now names it as in other models
 
 
 def load_layers(
@@ -30,8 +30,8 @@ def load_layers(
 ) -> PreTrainedModel:
     """The target with only `layers`: layer i of the result holds the weights of target layer `layers[i]`.
 
-    Reads embedding, those layers, final norm and (if untied) head, and nothing else; `files.bytes_read`
-    proves it. Frozen, in eval mode, with this toolkit's attention. Raises `UserError` where they do not fit the config.
+    Reads only the embedding, those layers, the final norm and (if untied) the head, as `files.bytes_read` proves.
+    Frozen, in eval mode, with this toolkit's attention. Raises `UserError` if the weights do not fit the config.
     """
     model = empty_layers(config, layers)
     parts = anatomy_of(model)
@@ -42,7 +42,7 @@ def load_layers(
         source_of = {name: OLD_HEAD if source == head else source for name, source in source_of.items()}
     outside = {name for name in files.file_of if _layer_of(name, parts.layers) is None}
     missing = set(source_of.values()) - set(files.file_of)
-    alone = missing == {head} and outside <= set(source_of.values())  # saved without it: it is the embedding
+    alone = missing == {head} and outside <= set(source_of.values())  # saved without a head: it is the embedding
     if config.tie_word_embeddings or alone:
         source_of = {name: source for name, source in source_of.items() if source != head}
     if missing - {head} or (missing and head in source_of.values()):
@@ -66,9 +66,9 @@ def _load_converted(
     layers: Sequence[int],
     dtype: torch.dtype,
 ) -> PreTrainedModel:
-    """`model` with weights that are stored under other names, or in other pieces: transformers puts them together.
+    """`model` with weights that are stored under other names or in other pieces; transformers converts them.
 
-    Experts of a mixture are stored one by one, and run as one; the names of old checkpoints lack a prefix.
+    Experts of a mixture are stored separately and run as one tensor; names in old checkpoints lack a prefix.
     """
     parts = anatomy_of(model)
     source_of = {}
@@ -112,7 +112,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _layer_of(name: str, layers: str) -> "re.Match[str] | None":
-    """Where in the `name` of a tensor the index of its layer stands; None outside of `layers`."""
+    """The match of the layer index in the `name` of a tensor; None outside of `layers`."""
     return re.search(rf"(^|\.){layers.rpartition('.')[2]}\.(?P<index>\d+)\.", name)
 
 

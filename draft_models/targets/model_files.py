@@ -1,4 +1,4 @@
-"""What transformers reads of a model directory by itself; damage there gets a name in place of a traceback."""
+"""The files of a model directory that transformers reads itself; damage is named instead of giving a traceback."""
 
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -15,7 +15,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """The whole causal LM in `source` as transformers runs it. Raises `UserError`.
 
-    options: handed to `from_pretrained`. The index is read first: transformers would follow it out of the directory.
+    options: passed to `from_pretrained`. The index is checked first: transformers would follow it out of the directory.
     """
     where, revision = open_tensors(source, revision).place
     try:
@@ -23,12 +23,12 @@ def load_causal_lm(
             return AutoModelForCausalLM.from_pretrained(
                 where, revision=revision, trust_remote_code=False, use_safetensors=True, **options
             )
-    except Exception as error:  # whatever an architecture makes of a config and weights it does not expect
+    except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
         raise UserError(f"{role}={source}: cannot be loaded as a causal LM ({reason(error)})") from error
 
 
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:
-    """What generation_config.json says, None where there is none. Raises `UserError` for a damaged one."""
+    """The contents of generation_config.json; None if there is no such file. Raises `UserError` for a damaged one."""
     where, revision = as_safetensors(source, revision)
     file = located(where, revision, GENERATION_FILE)
     if file is None:

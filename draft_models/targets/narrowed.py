@@ -1,26 +1,26 @@
-"""A model over some of a target's tokens: what translates between the ids of both."""
+"""Draft vocabularies: the mapping between a model's ids and the target's."""
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-MARK = "draft_vocabulary"  # what its config.json calls them
+MARK = "draft_vocabulary"  # the key in config.json
 
 
 def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """logits [..., k] of `tokens` [k] → [..., vocabulary], so low elsewhere that the probability is 0.
+    """logits [..., k] of `tokens` [k] → [..., vocabulary], with other logits so low that their probability is 0.
 
-    They stay finite, as what is not finite counts as a broken drafter.
+    They stay finite, since non-finite logits indicate a broken drafter.
     """
     lowest = torch.finfo(logits.dtype).min / 2
     return logits.new_full((*logits.shape[:-1], vocabulary), lowest).index_copy_(-1, tokens, logits)
 
 
 class OwnTokens(nn.Module):
-    """The tokens of a model that is made of some of the target's, and which of them each of the target's ids is.
+    """A draft vocabulary: the part of the target's vocabulary that a model has, and the mapping between the ids.
 
-    tokens [k]: the target's ids, ascending, of the model's ids 0..k−1. Its id k stands for any other token of the
-    target's `vocabulary`. It is read, and never proposed.
+    tokens [k]: the target's ids, ascending, of the model's ids 0..k−1. Its id k represents every other token of the
+    target's `vocabulary`; it occurs as input and is never proposed.
     """
 
     tokens: Tensor
@@ -28,7 +28,7 @@ class OwnTokens(nn.Module):
 
     def __init__(self, tokens: Tensor, vocabulary: int):
         super().__init__()
-        place = tokens.new_full((vocabulary + 1,), len(tokens))  # the last for ids beyond: of padded embeddings
+        place = tokens.new_full((vocabulary + 1,), len(tokens))  # the last entry: for ids of padded embeddings
         place[tokens] = torch.arange(len(tokens), device=tokens.device)
         self.vocabulary = vocabulary
         self.register_buffer("tokens", tokens, persistent=False)
@@ -44,11 +44,11 @@ class OwnTokens(nn.Module):
 
 
 def own_tokens_of(model: nn.Module) -> OwnTokens | None:
-    """The tokens that `model` is made of, None where they are all of the target's."""
+    """The draft vocabulary of `model`; None if it has all of the target's tokens."""
     found = getattr(model, "own_tokens", None)
     return found if isinstance(found, OwnTokens) else None
 
 
 def is_narrowed(config: PreTrainedConfig) -> bool:
-    """Whether the model of `config` is of some of a target's tokens."""
+    """Whether the model of `config` has a draft vocabulary."""
     return getattr(config, MARK, None) is not None

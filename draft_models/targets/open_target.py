@@ -1,4 +1,4 @@
-"""A target, opened in one place: its config, tokenizer, files, fingerprint, and all of its layers or some."""
+"""Opening of a target: its config, tokenizer, files, fingerprint, and all or some of its layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ from outrider.errors import UserError, reason
 
 @dataclass(frozen=True)
 class OpenTarget:
-    """A target in `source`, a directory, Hub name or GGUF file. Its parts are looked at when asked for, and once.
+    """A target in `source`, a directory, Hub name or GGUF file. Its parts are opened on first use, and once.
 
-    Each part raises `UserError` where it is missing or unusable.
+    Each part raises `UserError` if it is missing or unusable.
     """
 
     source: str
@@ -50,25 +50,25 @@ class OpenTarget:
 
     @cached_property
     def vocabulary_digest(self) -> str:
-        """What its tokenizer's tokens and their ids are."""
+        """The digest of its tokenizer's tokens and their ids."""
         return vocabulary_digest(self.tokenizer.get_vocab())
 
     @property
     def vocabulary_size(self) -> int | None:
-        """How many ids it knows."""
+        """The number of ids in its vocabulary."""
         return self.config.vocab_size
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What a drafter for it is bound to. Fetches what is not here yet."""
+        """The fingerprint that a drafter for it is bound to. Fetches missing files."""
         return self.fingerprinted(fetch=True)
 
     def fingerprinted(self, *, fetch: bool) -> Fingerprint:
-        """The fingerprint; fetch: also of the tensors that are not on this machine yet."""
+        """The fingerprint; fetch: fetch and include tensors that are not on this machine yet."""
         return fingerprint_target(self.files, self.config, self.tokenizer, fetch=fetch)
 
     def require_int8(self) -> None:
-        """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known before its weights are."""
+        """Raise `UserError` unless it can be decoded with `dtype=int8`, as far as is known without its weights."""
         if was_quantised(self.source, self.revision):
             raise UserError(
                 f"target={self.source}: its weights are quantised as they are stored, and dtype=int8 would quantise "
@@ -84,9 +84,9 @@ class OpenTarget:
         device: torch.device | str = "cpu",
         int8: bool = False,
     ) -> PreTrainedModel:
-        """A model of the given layers, by default of all: made by `load_layers`, proven by `prove_layers`.
+        """A model of the given layers, by default all, loaded by `load_layers` and checked by `prove_layers`.
 
-        int8: of the int8 model, which computes in `dtype`; the weights are quantised as they are stored.
+        int8: the int8 model, which computes in `dtype`; the weights are quantised from their stored dtype.
         """
         chosen = range(self.config.num_hidden_layers) if layers is None else layers
         loaded = stored_dtype(self.config) if int8 else dtype
@@ -104,28 +104,28 @@ class OpenTarget:
         device: torch.device | str = "cpu",
         int8: bool = False,
     ) -> LayerStack:
-        """The same, ready to be run a range of layers at a time."""
+        """The same as a `LayerStack`, which can run a range of layers at a time."""
         return layer_stack(self.layers(layers, dtype=dtype, device=device, int8=int8))
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
-    """The target in `source`. Raises `UserError` unless its config is one that the runtime can be exact with.
+    """The target in `source`. Raises `UserError` unless the runtime can be exact with its config.
 
-    by_layers: off for a model that is only run as a whole, by transformers; its architecture may be any.
-    From here on this process has no attention of cuDNN's.
+    by_layers: off for a model of any architecture that is only run as a whole, by transformers.
+    This turns cuDNN's attention off in this process.
     """
     leave_out_cudnn()
     return OpenTarget(source, revision, (load_config if by_layers else read_config)(source, revision))
 
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
-    """The target's tokenizer; role: the option that names it. Raises `UserError` where there is none."""
+    """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable one."""
     place, revision = as_safetensors(source, revision)
     kind = PreTrainedTokenizerFast if is_as_written(place, revision) else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
-        tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are looked at only now
-    except Exception as error:  # whatever the Hub client or a tokenizer's own files raise
+        tokenizer.decode(tokenizer("a text")["input_ids"])  # some of its settings are only checked now
+    except Exception as error:  # any error of the Hub client or of a tokenizer's own files
         raise UserError(f"{role}={source}: no usable tokenizer ({reason(error)})") from error
     tokenizer.name_or_path = source
     return tokenizer
@@ -139,14 +139,14 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
         if device.index is not None and device.type == "cuda":
-            torch.cuda.set_device(device)  # where streams, events and graphs are made
+            torch.cuda.set_device(device)  # streams, events and graphs are created there
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device={name}: not usable here ({str(error).splitlines()[0]}); try device=auto") from None
     return device
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16, or float32 on a CPU without instructions for it, which takes several times as long in bfloat16."""
+    """bfloat16; or float32 on a CPU without bfloat16 instructions, which would be several times slower in bfloat16."""
     quick = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if quick else torch.float32
 
@@ -154,7 +154,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """The dtype called `name`; "auto" is float32 on a CPU and the checkpoint's own elsewhere.
 
-    "fast" is `fast_dtype` on a CPU, and elsewhere as "auto". Of "int8" it is what the int8 model computes in.
+    "fast" is `fast_dtype` on a CPU, and the same as "auto" elsewhere. For "int8": the dtype the int8 model computes in.
     """
     if name == "int8":
         return _int8_floats(device)
@@ -166,14 +166,14 @@ def pick_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> tor
 
 
 def stored_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """What the weights of a checkpoint are, by its config; float32 where that does not say it."""
+    """The dtype of a checkpoint's weights according to its config; float32 if the config does not state it."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
 def _int8_floats(device: torch.device) -> torch.dtype:
-    """bfloat16 where `device` computes in it natively, else float32; in float16 a sum over codes may overflow.
+    """bfloat16 if `device` supports it natively, else float32; in float16 a sum over codes may overflow.
 
-    Where there is no GPU to ask, as in a plan, it is one that does.
+    If there is no GPU to ask, as in a plan, native support is assumed.
     """
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32

@@ -1,4 +1,4 @@
-"""A target, or a drafter, proves itself: run as this toolkit runs it, it gives what its own forward does."""
+"""The check of a target or drafter at load: run by this toolkit, it must give the logits of its own forward."""
 
 import copy
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from draft_models.targets.whole_model import PlainLM
 from outrider.errors import UserError, reason
 from outrider.progress import counted
 
-# Allowed root mean square of a difference between logits, as a share of their standard deviation. In float32 rounding
-# stays below a tenth of it. A quirk that is ignored, a wrong position or the sight of a sibling goes far beyond. In 16
-# bits it is for gross mistakes only.
+# Allowed root mean square of a difference between logits, as a share of their standard deviation. In float32, rounding
+# stays below a tenth of it; an ignored quirk, a wrong position or a visible sibling exceeds it by far. In 16 bits it
+# catches gross errors only.
 EXACT, ROUNDED = 1e-4, 0.1
-LARGEST_COPY = 2 * 2**30  # bytes of a float32 copy that is worth its memory
-LONGEST_WINDOW = 4096  # that a text is made to go beyond
-FEW_TOKENS = 4096  # of the vocabulary that a copy of some layers has
-SHORT = 12  # tokens of a text that goes beyond nothing
+LARGEST_COPY = 2 * 2**30  # bytes of the largest float32 copy that is made
+LONGEST_WINDOW = 4096  # tokens of the largest window that a text is made to exceed
+FEW_TOKENS = 4096  # vocabulary size of a copy of some layers
+SHORT = 12  # tokens of a text that exceeds no window
 
 
 def prove_layers(model: PreTrainedModel, name: str) -> None:
     """Raise `UserError` unless a `LayerStack` of `model` agrees with the model's own forward (see `_difference`).
 
-    Weights of 16 bits are compared in float32. Where a copy of the whole is too large, one of some layers is compared
-    (see `_one_of_each_kind`), and the whole coarsely. name: the option and value that gave the model, for the message.
+    Weights of 16 bits are compared in float32. If a copy of the whole is too large, a copy of some layers is compared
+    (see `_one_of_each_kind`), and the whole coarsely. name: the model's option and value, for the message.
     """
     if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         _prove_layers(model, name, EXACT)
@@ -42,7 +42,7 @@ def prove_layers(model: PreTrainedModel, name: str) -> None:
 
 
 def _copied_bytes(model: PreTrainedModel) -> int:
-    """Of a float32 copy; the codes of an int8 model are buffers, and stay what they are."""
+    """The bytes of a float32 copy; the codes of an int8 model are buffers, and are not converted."""
     floats = 4 * sum(parameter.numel() for parameter in model.parameters())
     return floats + sum(buffer.nbytes for buffer in model.buffers())
 
@@ -54,9 +54,9 @@ def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
             with stock_attention(model, "eager"):
                 expected = _expected(model, length)
             difference, place = _difference(stack, expected, _ids(model, length))
-        except Exception as error:  # whatever the code of an architecture raises that was not made for this
+        except Exception as error:  # any error of an architecture whose code does not support this
             raise UserError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
-        if not difference <= allowed:  # a NaN is not
+        if not difference <= allowed:  # also true for NaN
             raise UserError(
                 f"{name}: run layer by layer its logits differ from its own forward's by {difference:.2g} of their "
                 f"spread at {place} (rounding: up to {allowed:.0e}), so it does something that is not known here. "
@@ -67,8 +67,8 @@ def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
 def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
     """A float32 copy of `model` with the first layer of every kind, in their order, and its first tokens.
 
-    Layers are of a kind where they are called alike, have the same entries in the config's lists, and consist of the
-    same modules with the same switches.
+    Layers are of the same kind if they are called in the same way, have the same entries in the config's lists, and
+    consist of the same modules with the same switches.
     """
     first: dict[tuple[LayerCall, str, str], int] = {}
     by_layer = settings_by_layer(model.config).values()
@@ -87,15 +87,15 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _switches(module: nn.Module) -> list[tuple[str, object]]:
-    """What is on, off, named or absent in a module."""
+    """The attributes of a module that are a bool, a string or None."""
     return sorted((name, value) for name, value in vars(module).items() if value is None or type(value) in (bool, str))
 
 
 def prove_rows(lm: PlainLM) -> None:
-    """Raise `UserError` unless `lm` (float32) gives a tree its paths' logits, and forgets what is not kept.
+    """Raise `UserError` unless `lm` (float32) gives each path of a tree its own logits, and forgets dropped rows.
 
-    A forward may apply a window whatever mask it is given. So a text goes beyond every number of tokens that the config
-    calls a window.
+    A forward may apply a window in addition to the given mask. So one text exceeds every number of tokens that the
+    config calls a window.
     """
     settings = lm.config.to_dict().items()
     windows = [value for name, value in settings if "window" in name and type(value) is int]
@@ -114,7 +114,7 @@ def prove_rows(lm: PlainLM) -> None:
 
 
 def require_all_kept(config: PreTrainedConfig) -> None:
-    """Raise `UserError` unless every layer of a model keeps every key and value: rejected rows must be taken back."""
+    """Raise `UserError` unless every layer of a model keeps every key and value: rejected rows are rolled back."""
     try:
         kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     except (KeyError, ValueError) as error:
@@ -125,7 +125,7 @@ def require_all_kept(config: PreTrainedConfig) -> None:
 
 
 def _lengths(config: PreTrainedConfig, windows: Sequence[int | None]) -> list[int]:
-    """Tokens of the prompts: a short one, and one beyond all `windows` that are not too long to go beyond."""
+    """Lengths of the prompts: a short one, and one that exceeds all `windows` up to `LONGEST_WINDOW`."""
     beyond = [window + SHORT for window in windows if window is not None and 0 < window <= LONGEST_WINDOW]
     longest = context_limit(config) - 4
     return sorted({min(length, longest) for length in (SHORT, max([SHORT, *beyond]))})
@@ -140,7 +140,7 @@ def _ids(model: PreTrainedModel, length: int) -> Tensor:
 
 @torch.inference_mode()
 def _expected(model: PreTrainedModel, length: int) -> Tensor:
-    """The own forward's logits of prompt, root, dropped, kept and follower, each after its path as plain text."""
+    """Logits of the model's own forward at prompt, root, dropped, kept and follower, each after its path as text."""
     ids = _ids(model, length)
     *prompt, root, dropped, kept, follower = range(length + 4)
     paths = [[*prompt, root, dropped], [*prompt, root, kept, follower]]
@@ -150,10 +150,10 @@ def _expected(model: PreTrainedModel, length: int) -> Tensor:
 
 @torch.inference_mode()
 def _difference(target: Target, expected: Tensor, ids: Tensor) -> tuple[float, str]:
-    """How far the logits that `target.rows` gives are from the `expected` ones at the worst token, and where.
+    """The largest difference of the logits of `target.rows` from the `expected` ones over all tokens, and its place.
 
-    A root with two children is fed at once after the prompt. Then one child is dropped, and a token is fed after the
-    other:
+    A root and its two children are fed in one pass after the prompt. Then one child is dropped, and a token is fed
+    after the other:
 
         prompt ─ root ┬ dropped
                       └ kept ─ follower

@@ -1,4 +1,4 @@
-"""A cache of transformers' for the rows of one text."""
+"""A transformers `Cache` for the rows of one text."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 
 class RowCache(Cache):
-    """Keys and values of one sequence, as transformers' models expect them, of which any rows may be kept."""
+    """Keys and values of one sequence, as transformers' models expect them; any subset of rows can be kept."""
 
     def __init__(self, capacity: int):
-        class Layer(_RowLayer):  # transformers makes one for every layer that it meets
+        class Layer(_RowLayer):  # transformers creates one for every layer of the model
             def __init__(self) -> None:
                 super().__init__(capacity)
 

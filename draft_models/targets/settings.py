@@ -1,4 +1,4 @@
-"""Options that commands share which open a target; light, so that a mistake shows before torch is imported."""
+"""Options shared by commands that open a target; light, so that a mistake is reported before torch is imported."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ DrafterFolder = Annotated[str, Place("the directory of a drafter")]
 TableFolder = Annotated[str, Place("the directory of an n-gram table (data_prep/build_trigrams.py)")]
 # see `save_tiny_models`
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
-HEAD_FOLDER = "calibration"  # of a calibration head, in the directory of a drafter that other engines read too
+HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,10 @@ class RehearsedConfig(RunConfig, ABC):
 
     @abstractmethod
     def small(self, models: Path) -> Self:
-        """The same command where it costs nothing, on what `save_tiny_models` has left in the folder `models`."""
+        """The same command at almost no cost, on the models that `save_tiny_models` wrote to the folder `models`."""
 
     def cut(self, **limits: int) -> Self:
-        """The same with the fields named, where they are not null, at most as large as their limits."""
+        """The same with each named field, unless it is null, reduced to at most its limit."""
         given = {name: getattr(self, name) for name in limits}
         return replace(self, **{name: min(value, limits[name]) for name, value in given.items() if value is not None})
 

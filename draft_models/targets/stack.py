@@ -17,7 +17,7 @@ from draft_models.targets.target import LayerCache, Mask, Masks, Rotary
 
 
 class AtOnce(Protocol):
-    """A faster way through a range of layers, which `LayerStack.run` asks first."""
+    """A faster implementation of a range of layers, which `LayerStack.run` tries first."""
 
     def run(
         self,
@@ -28,7 +28,7 @@ class AtOnce(Protocol):
         mask: Mask,
         cache: LayerCache | None,
     ) -> Tensor | None:
-        """Layers start … stop − 1 on hidden [B, Q, d]; None where it does not run such a pass."""
+        """Layers start … stop − 1 on hidden [B, Q, d]; None if it does not support such a pass."""
 
 
 def call_layer(
@@ -53,7 +53,7 @@ def call_layer(
 
 
 def normed_product(norm: Any, head: Any, hidden: Tensor) -> Tensor:
-    """head(norm(hidden)); in one step where the head can do that `after` a norm of this kind, and does."""
+    """head(norm(hidden)), fused into one step if the head supports it (`after`)."""
     if not (hasattr(head, "after") and hasattr(norm, "divides_by_rms")):
         return head(norm(hidden))
     done = head.after(norm.weight, norm.eps, hidden)
@@ -71,10 +71,10 @@ def module_list(model: PreTrainedModel, name: str) -> nn.ModuleList:
 class LayerStack(nn.Module):
     """The layers of a causal LM, called a range at a time on hidden states: a `Target`, and `Layers`.
 
-    Rotary tables are computed once (`reserve`) and indexed. The values are those of computing them in every pass.
-    They are kept in `rotary_dtype`, by default the model's, as the model itself would use them. Where positions are
-    learned, `embed` adds them. A target may have several tables (gemma3: one for its sliding layers), or none.
-    A drafter may be made of some of the target's tokens (see `OwnTokens`): what comes in and goes out are the target's.
+    Rotary tables are computed once (`reserve`) and indexed, with the values that every pass would compute. They are
+    kept in `rotary_dtype`, by default the model's, as the model itself uses them. Learned positions are added by
+    `embed`. A target may have several tables (gemma3: one for its sliding layers), or none. A drafter may have a draft
+    vocabulary (see `OwnTokens`); its inputs and outputs are the target's ids all the same.
     """
 
     def __init__(self, model: PreTrainedModel, parts: Anatomy, rotary_dtype: torch.dtype | None = None):
@@ -99,12 +99,12 @@ class LayerStack(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are."""
+        """The dtype of the weights."""
         return self.embed_tokens.weight.dtype
 
     @property
@@ -119,16 +119,16 @@ class LayerStack(nn.Module):
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """cos and sin [P, D] of every rotary table, at the positions that are reserved."""
+        """cos and sin [P, D] of every rotary table, at the reserved positions."""
         return tuple((getattr(self, f"cos{i}"), getattr(self, f"sin{i}")) for i in range(len(self._rotary)))
 
     def reserve(self, positions: int) -> None:
-        """Make `rotary` ready for positions 0..positions−1."""
+        """Extend the rotary tables to positions 0..positions−1."""
         if positions <= self._reserved:
             return
         self._reserved = positions
         like = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
-        # No text goes beyond the limit, only the places of padding do.
+        # Only padding exceeds the limit; texts never do.
         every = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
         for number, (module, table) in enumerate(zip(self._rotary, self.anatomy.tables, strict=True)):
             cos, sin = module(like, position_ids=every, **dict(table.options))
@@ -136,7 +136,7 @@ class LayerStack(nn.Module):
             setattr(self, f"sin{number}", sin[0])
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The first layer's input [B, Q, d] for tokens at positions [B, Q], unused where they are rotary."""
+        """The first layer's input [B, Q, d] for tokens at positions [B, Q], which only learned positions use."""
         if self.own_tokens is not None:
             tokens = self.own_tokens.inward(tokens)
         hidden = self.embed_tokens(tokens)
@@ -145,12 +145,12 @@ class LayerStack(nn.Module):
         if self.embed_positions is not None:
             if type(self.embed_positions) is nn.Embedding:
                 hidden = hidden + self.embed_positions(positions)
-            else:  # OPT's would count positions from a mask, but for those it is given
+            else:  # OPT's module would count positions from a mask unless they are given
                 hidden = hidden + self.embed_positions(None, position_ids=positions)
         return hidden if self.input_norm is None else self.input_norm(hidden)
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """What layers are told of rows at positions [B, Q], which must have been reserved."""
+        """The rotary tables at positions [B, Q], which must have been reserved."""
         return Rotary(positions, tuple((cos[positions], sin[positions]) for cos, sin in self.tables))
 
     def run(
@@ -185,8 +185,8 @@ class LayerStack(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """`run`, and the hidden states [B, Q, d] at the boundaries `taps`, ascending, all from start to stop.
 
-        Boundary b is what layer b is given: 0 the embedding, i the output of layer i − 1, as many as there are layers
-        what the final norm is given.
+        Boundary b is the input of layer b: 0 the embedding, i the output of layer i − 1, and the number of layers the
+        input of the final norm.
         """
         tapped = []
         for boundary in taps:
@@ -210,7 +210,7 @@ class LayerStack(nn.Module):
     def rows(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache, *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """See `Target.rows`. A text from its beginning needs no mask where there is no window."""
+        """See `Target.rows`. A text from its beginning needs no mask unless a window cuts it."""
         keys = torch.cat([torch.arange(visible.shape[1] - len(tokens), device=tokens.device), positions])
         masks: dict[int | None, Mask] = {}
         for window in set(self.windows):
@@ -223,9 +223,9 @@ class LayerStack(nn.Module):
         return hidden[0], self.logits(hidden[:, -1:] if last_only else hidden)[0]
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [..., K] of its `own_tokens` alone, of the hidden states after the last layer.
+        """Next-token logits [..., K] over its own vocabulary, from the hidden states after the last layer.
 
-        K = V where it is made of all tokens.
+        K = V without a draft vocabulary.
         """
         logits = self.anatomy.logits(normed_product(self.norm, self.head, hidden))
         return logits if self.own_tokens is None else logits[..., : len(self.own_tokens.tokens)]
@@ -235,7 +235,7 @@ class LayerStack(nn.Module):
         return self._outward(self.anatomy.logits(normed_product(self.norm, self.head, hidden)))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
-        """The same from what its norm gave."""
+        """The same from the output of the final norm."""
         return self._outward(self.anatomy.logits(self.head(hidden)))
 
     def _outward(self, logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What decoding, drafting, measuring and training may ask of a target: a frozen causal LM.
+"""The interface of a target, a frozen causal LM, for decoding, drafting, measuring and training.
 
-It proves at load that it gives here what its own forward gives (`draft_models.targets.proof`).
+At load it is checked against its own forward (`draft_models.targets.proof`).
 """
 
 from collections.abc import Mapping, Sequence, Sized
@@ -22,7 +22,7 @@ Masks = Mapping[int | None, Mask]  # by window size of the layers
 
 
 class Rotary(NamedTuple):
-    """Where rows stand: positions [B, Q], and cos and sin [B, Q, D] at them of every rotary table of the target."""
+    """Positions of rows [B, Q], and cos and sin [B, Q, D] of every rotary table of the target at these positions."""
 
     positions: Tensor
     tables: tuple[tuple[Tensor, Tensor], ...]
@@ -33,13 +33,13 @@ class Rotary(NamedTuple):
 
 
 class LayerCache(Protocol):
-    """What a layer needs of a cache: take the new keys and values, give back all of them."""
+    """The cache interface that a layer needs: store the new keys and values, return all of them."""
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, /) -> tuple[Tensor, Tensor]: ...
 
 
 class Runnable(Protocol):
-    """What runs on a device. layered: itself, where it is a target whose layers can be run a range at a time."""
+    """A model on a device. layered: itself, if it is a target whose layers can be run a range at a time."""
 
     @property
     def device(self) -> torch.device: ...
@@ -54,8 +54,8 @@ class Runnable(Protocol):
 class Target(Runnable, Protocol):
     """A frozen causal LM that runs the rows of a tree, as a target or as a small LM that drafts.
 
-    layered: None where it runs as a whole only. predicted: the ids [K], ascending, of the tokens that it has logits of;
-    None: all of its vocabulary.
+    layered: None if it only runs as a whole. predicted: the ids [K], ascending, of the tokens that it has logits for;
+    None: its whole vocabulary.
     """
 
     @property
@@ -71,19 +71,19 @@ class Target(Runnable, Protocol):
     def rows(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: "RowCache", *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Feed tokens [n] at positions [n] after what `cache` holds; visible bool [n, cached + n].
+        """Feed tokens [n] at positions [n] after the contents of `cache`; visible bool [n, cached + n].
 
-        Returns the last hidden states [n, d], and next-token logits [n, V], or with `last_only` those of the last row
-        alone, [1, V].
+        Returns the last hidden states [n, d], and next-token logits [n, V], or with `last_only` only those of the last
+        row, [1, V].
         """
         ...
 
 
 class Layers(Runnable, Protocol):
-    """Layers that run on hidden states: a `LayerStack`, or those of a head beside it, which is no target.
+    """Layers that run on hidden states: a `LayerStack`, or those of a draft head, which is not a target.
 
     windows: how many positions each layer sees; None: all. tables: cos and sin [P, D] of every rotary table, at the
-    positions that are reserved.
+    reserved positions.
     """
 
     @property
@@ -96,16 +96,16 @@ class Layers(Runnable, Protocol):
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]: ...
 
     def reserve(self, positions: int) -> None:
-        """Make `rotary` ready for positions 0..positions−1."""
+        """Prepare `rotary` for positions 0..positions−1."""
         ...
 
     def rotary(self, positions: Tensor) -> Rotary:
-        """What layers are told of rows at positions [B, Q], which must have been reserved."""
+        """The rotary tables at positions [B, Q], which must have been reserved."""
         ...
 
 
 def require_layers(target: Target) -> "LayerStack":
-    """`target`, for a drafter that lives on its layers. Raises `UserError` where it runs as a whole only."""
+    """`target`, for a drafter that needs its layers. Raises `UserError` if it only runs as a whole."""
     if target.layered is None:
         raise UserError("this drafter needs a target that is run layer by layer; this one runs as a whole only")
     return target.layered

@@ -18,8 +18,8 @@ from outrider.errors import UserError
 from outrider.progress import counted
 
 BASE_PREFIX = "model."
-_PIECES, _PIECE = 32, 512  # a tensor's sample: so many pieces of so many bytes, 4 MB of a model of 7 B parameters
-_BLOCK = 2**22  # bytes of a tensor held at once where all of it is hashed
+_PIECES, _PIECE = 32, 512  # a tensor's sample: pieces, and bytes per piece; 4 MB for a model of 7 B parameters
+_BLOCK = 2**22  # bytes of a tensor held at once when all of it is hashed
 _NUMBERED = re.compile(r".+?\.\d+(?=\.)")
 
 
@@ -27,7 +27,7 @@ _NUMBERED = re.compile(r".+?\.\d+(?=\.)")
 class TensorFiles:
     """The tensors of a checkpoint by name. Files are located, and on the Hub fetched, only on `read`.
 
-    Names are those of the causal LM, also where the checkpoint was saved without the head and its "model." prefix.
+    Names are those of the causal LM, even if the checkpoint was saved without the head and the "model." prefix.
     """
 
     source: str
@@ -45,10 +45,10 @@ class TensorFiles:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
-        """Exactly the tensors in `names`, in `dtype` where one is given; `bytes_read` grows by their stored size.
+        """Read exactly the tensors in `names`, in `dtype` if it is given; adds their stored size to `bytes_read`.
 
-        Without `dtype` each is of its stored type, and integers always are. device: where each goes as soon as it is
-        read. Raises `UserError`.
+        Without `dtype`, tensors keep their stored type; integer tensors always do. device: each tensor is moved there
+        as soon as it is read. Raises `UserError`.
         """
         tensors, wanted = {}, list(names)
         for name, stored in counted(self.stored(wanted), f"reading {self.source}", "tensors", len(wanted)):
@@ -65,12 +65,12 @@ class TensorFiles:
         return tensor
 
     def stored(self, names: Iterable[str]) -> Iterator[tuple[str, SafeTensor]]:
-        """(name, what is stored under it) of `names`, file by file; nothing is read but headers. Raises `UserError`."""
+        """(name, stored tensor) of each of `names`, file by file; reads headers only. Raises `UserError`."""
         for file, wanted in self._by_file(names).items():
             yield from self._of(file, wanted).items()
 
     def numbered_layers(self) -> int:
-        """How many layers the names speak of at most: numbers after one prefix, as "model.layers.3."."""
+        """The number of layers in the names: the most distinct numbers after one prefix, as in "model.layers.3."."""
         found: dict[str, set[str]] = {}
         for name in self.file_of:
             prefix, _, number = part_of(name).rpartition(".")
@@ -81,14 +81,14 @@ class TensorFiles:
     def digests(self, names: Iterable[str], *, whole: bool = False, fetch: bool = True) -> dict[str, str]:
         """A short hash of each part (`part_of`) of the model: name, type, shape and bytes of its tensors as stored.
 
-        Of a tensor `_PIECES` pieces are read, spread evenly over it. A change is seen unless it lies wholly between two
-        pieces, within the 32nd part of one tensor.
-        whole: read every byte instead, and see any change. fetch: fetch files that are not here yet; otherwise leave
-        out parts that are not all here. `bytes_hashed` grows by what was read. Raises `UserError`.
+        `_PIECES` pieces of each tensor are read, evenly spread. A change is detected unless it lies wholly between two
+        pieces, within a 32nd of one tensor.
+        whole: read every byte instead, and detect any change. fetch: fetch missing files; otherwise omit parts that are
+        not completely on this machine. Adds the bytes read to `bytes_hashed`. Raises `UserError`.
         """
         hashes: dict[str, bytes] = {}
         incomplete: set[str] = set()
-        with ThreadPoolExecutor() as pool:  # reading and hashing let go of the interpreter
+        with ThreadPoolExecutor() as pool:  # reading and hashing release the GIL
             for file, wanted in self._by_file(names).items():
                 if not fetch and self._path(file, fetch) is None:
                     incomplete |= {part_of(name) for name in wanted}
@@ -147,15 +147,15 @@ class TensorFiles:
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to: its layer ("model.layers.3"), or its module outside of them."""
+    """The part of a model that a tensor belongs to: its layer ("model.layers.3"), or its module if outside layers."""
     numbered = _NUMBERED.match(name)
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
 def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
-    """The tensor index of a model in any format, a local directory or a Hub repository; reads no weights.
+    """The tensor index of a model in any format, in a local directory or a Hub repository; reads no weights.
 
-    Raises `UserError`, also for an index that is damaged, or that names a file outside the directory.
+    Raises `UserError`, also for an index that is damaged or names a file outside the directory.
     """
     place = as_safetensors(source, revision)
     index = located(*place, SAFETENSORS.index)
@@ -178,14 +178,14 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
 
 
 def find_file(source: str, file: str, revision: str | None) -> str | None:
-    """Where a file of a model in any format lies here, fetched if need be; None where there is none."""
+    """The local path of a file of a model in any format, fetched if necessary; None if there is no such file."""
     return located(*as_safetensors(source, revision), file)
 
 
 def _hash(name: str, stored: SafeTensor, whole: bool) -> tuple[bytes, int]:
-    """sha256 of one tensor, or of its sample, and how many bytes of it were read.
+    """sha256 of one tensor, or of its sample, and the number of bytes read.
 
-    sha256 is the fastest of the standard library where the processor knows it, and half as fast as others elsewhere.
+    On CPUs with SHA instructions sha256 is the standard library's fastest hash; elsewhere it is half as fast as others.
     """
     digest, read = hashlib.sha256(f"{name} {stored.type_name} {stored.shape} ".encode()), 0
     for piece in stored.pieces(_places(stored.nbytes, whole)):
@@ -195,7 +195,7 @@ def _hash(name: str, stored: SafeTensor, whole: bool) -> tuple[bytes, int]:
 
 
 def _places(size: int, whole: bool) -> Iterator[tuple[int, int]]:
-    """(first byte, how many) of what is to be read of a tensor of `size` bytes."""
+    """(first byte, number of bytes) of the pieces to read of a tensor of `size` bytes."""
     if whole or size <= _PIECES * _PIECE:
         yield from ((at, min(_BLOCK, size - at)) for at in range(0, size, _BLOCK))
     else:

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""What lies between the products of a decoder layer, for passes of few rows on a GPU: one launch in the place of many.
+"""Fused kernels for the operations between a decoder layer's matrix products, for passes of few rows on a GPU.
 
-Such a pass reads each weight once. The products take as long as that reading. What is between them moves next to
-nothing, but by PyTorch it is some twenty launches a layer, each of which costs a microsecond or two. Rounding is that
-of the operations in the place of which these stand: what was rounded to the model's dtype still is.
+Such a pass reads each weight once, and its products are bound by that. The operations between them move little data,
+but in PyTorch they take some twenty launches per layer, each of which costs a microsecond or two. Rounding is the same
+as in the operations that these kernels replace: values that were rounded to the model's dtype still are.
 
 Importing this needs Triton, which comes with PyTorch's builds for CUDA.
 """
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS = 64  # that a program of `attend` takes at a time
-PROGRAMS = 264  # that keep a GPU of some hundred processors busy: keys are split among so many, if there are as many
+KEYS = 64  # keys that a program of `attend` processes at a time
+PROGRAMS = 264  # programs that occupy a GPU of some hundred SMs: keys are split among at most as many
 _SMALLEST = 16  # rows, columns and depth of a matrix product on tensor cores
 
 
@@ -43,7 +43,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_and_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + added, the `norm` of that), x and added [..., d]."""
+    """(x + added, `norm` of the sum), x and added [..., d]."""
     summed, normed = torch.empty_like(x), torch.empty_like(x)
     _launch_norm(x, added, weight, summed, normed, eps, adds=True)
     return summed, normed
@@ -115,11 +115,11 @@ def place(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Queries [1, H, Q, D], normalised and rotated; keys, as well, and values go to their slots of a cache.
+    """Return queries [1, H, Q, D], normalised and rotated; write keys, likewise, and values to their slots of a cache.
 
-    heads [1, Q, H + 2·G, D]: of queries, keys and values side by side, from one product. rotary: cos and sin [1, Q, D].
-    scales [H + G, D]: weights of the norms of each head, None where there are none. slots [Q]; keys, values
-    [1, G, capacity, D], whose last axis is contiguous.
+    heads [1, Q, H + 2·G, D]: queries, keys and values, concatenated, from one product. rotary: cos and sin [1, Q, D].
+    scales [H + G, D]: weights of the norms of each head; None without norms. slots [Q]; keys, values
+    [1, G, capacity, D], contiguous in the last axis.
     """
     _, queries, every, width = heads.shape
     key_heads = keys.shape[1]
@@ -226,10 +226,10 @@ def _join_kernel(
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of few rows over many keys, which are split among programs and joined: [1, Q, H, D].
+    """Attention of few rows over many keys, which are split among programs whose results are joined: [1, Q, H, D].
 
-    query [1, H, Q, D] contiguous; keys, values [1, G, K, D] whose last axis is contiguous; mask [1, 1, Q, K], additive.
-    Scores and sums are in float32; the weights of the values have the dtype of these.
+    query [1, H, Q, D] contiguous; keys, values [1, G, K, D], contiguous in the last axis; mask [1, 1, Q, K], additive.
+    Scores and sums are in float32; the attention weights have the dtype of the values.
     """
     _, heads, queries, width = query.shape
     key_heads, count = keys.shape[1], keys.shape[2]
@@ -257,7 +257,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
 
 
 def try_all(device: torch.device | str) -> None:
-    """Run every kernel once. Raises whatever Triton raises where it cannot build them for `device`."""
+    """Run every kernel once. Raises any error of Triton if it cannot build them for `device`."""
     x = torch.ones(1, 1, 32, device=device)
     summed, _ = add_and_norm(norm(x, x[0, 0], 0.0), gate(torch.cat([x, x], -1)), x[0, 0], 0.0)
     heads, cache = (

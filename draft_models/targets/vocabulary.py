@@ -1,4 +1,4 @@
-"""A vocabulary, known by a digest."""
+"""The digest of a vocabulary."""
 
 import hashlib
 import json
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 
 def vocabulary_digest(pieces: Mapping[str, int]) -> str:
-    """sha256 over which id is which piece: all that decides whether a table's ids mean the same to a tokenizer.
+    """sha256 over the pieces by id: equal if and only if a table's ids mean the same to a tokenizer.
 
-    pieces: `tokenizer.get_vocab()`; a SentencePiece model and the Hugging Face tokenizer made of it agree.
+    pieces: `tokenizer.get_vocab()`; a SentencePiece model and the Hugging Face tokenizer made from it agree.
     """
     items = sorted((index, piece) for piece, index in pieces.items())
     return hashlib.sha256(json.dumps(items).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""How a causal LM is put together, found out by watching its own forward call stand-ins for its decoder layers.
+"""Introspection: the structure of a causal LM, found by tracing its forward over probes in place of decoder layers.
 
-A forward of transformers embeds the text, calls its decoder layers one after the other, and norms what comes out.
-Here the layers are replaced by stand-ins that note what they are given. That shows, without a list of names, where the
-parts are, which keywords a layer takes, which rotary table and which mask it gets. It takes no weights: parameters may
-be on the meta device.
+A transformers forward embeds the text, calls the decoder layers in order, and applies a final norm. Here the layers are
+replaced by probes that record their arguments. The trace shows, without a list of names, where the parts are, which
+keywords a layer takes, and which rotary table and mask it gets. No weights are needed: parameters may be on the meta
+device.
 """
 
 import inspect
@@ -21,19 +21,19 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from draft_models.targets.anatomy import Anatomy, LayerCall, LogitRule, Table
 from outrider.errors import UserError, reason
 
-ROWS = 7  # of the text that is watched
-WINDOW = 3  # tokens a sliding window is made to have while masks are watched
+ROWS = 7  # tokens of the traced text
+WINDOW = 3  # size of a sliding window while masks are traced
 
 
 class _StandIn(nn.Module):
-    """Takes a layer's place: notes what it is called with, and returns its input."""
+    """Replaces a layer: records its arguments, and returns its input."""
 
     def __init__(self, layer: nn.Module, notes: list[dict[str, object]]):
         super().__init__()
-        self._layer = [layer]  # in a list, so that its parameters are none of this module's
+        self._layer = [layer]  # in a list, so that its parameters do not become this module's
         self._notes = notes
 
-    def __getattr__(self, name: str) -> Any:  # a model may look at its layers before it calls them
+    def __getattr__(self, name: str) -> Any:  # a model may read attributes of its layers before it calls them
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -56,7 +56,7 @@ _Called = tuple[str, nn.Module, tuple[object, ...], dict[str, object], object]  
 
 @dataclass
 class _Watched:
-    """What one forward did: the calls in order around the layers, and every layer's arguments."""
+    """The trace of one forward: the calls before and after the layers, in order, and every layer's arguments."""
 
     before: list[_Called]
     after: list[_Called]
@@ -64,7 +64,7 @@ class _Watched:
 
 
 def find_layers(model: PreTrainedModel) -> str:
-    """The name of the module list that holds the decoder layers. Raises `ValueError` where there is none."""
+    """The name of the module list of the decoder layers. Raises `ValueError` if there is none."""
     count = model.config.num_hidden_layers
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -73,7 +73,7 @@ def find_layers(model: PreTrainedModel) -> str:
 
 
 def watch(model: PreTrainedModel, **options: object) -> _Watched:
-    """The forward of the part that holds the layers, on made-up embeddings; `options` replace arguments."""
+    """Trace the forward of the module that holds the layers, on random embeddings; `options` replace arguments."""
     layers_name = find_layers(model)
     base_name, _, attribute = layers_name.rpartition(".")
     base = model.get_submodule(base_name)
@@ -100,7 +100,7 @@ def watch(model: PreTrainedModel, **options: object) -> _Watched:
 
 @contextmanager
 def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, object]]) -> Iterator[None]:
-    """Stand-ins in the place of the layers, which note in `notes` what they are called with."""
+    """Replace the layers by probes that record their arguments in `notes`."""
     base, _, attribute = find_layers(model).rpartition(".")
     parent = model.get_submodule(base)
     layers = getattr(parent, attribute)
@@ -112,7 +112,7 @@ def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, object]]) -> Ite
 
 
 def _arguments(model: PreTrainedModel) -> dict[str, object]:
-    """What a forward is called with: embeddings of ones, and all else that leaves nothing to its own choice."""
+    """The arguments of the traced forward: embeddings of ones, and values for everything it would choose itself."""
     device, dtype = _place(model)
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
@@ -126,14 +126,14 @@ def _arguments(model: PreTrainedModel) -> dict[str, object]:
 
 
 def _place(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Where and in what a forward of `model` can run: on a CPU where its parameters are on the meta device."""
+    """The device and dtype in which a forward of `model` can run: the CPU if its parameters are on the meta device."""
     first = next(model.parameters())
     return torch.device("cpu") if first.is_meta else first.device, first.dtype
 
 
 @contextmanager
 def _filled(base: nn.Module, embed: nn.Module) -> Iterator[None]:
-    """Parameters on the meta device, all but the token embedding's, are zeros for as long as the context lasts."""
+    """Context manager: parameters on the meta device, except the token embedding's, are replaced by zeros."""
     kept = []
     for module in base.modules():
         for name, parameter in module._parameters.items():
@@ -149,12 +149,12 @@ def _filled(base: nn.Module, embed: nn.Module) -> Iterator[None]:
 
 
 def observe(model: PreTrainedModel) -> Anatomy:
-    """The anatomy of `model`. Raises `UserError` where its forward does more than `LayerStack` can do."""
+    """The anatomy of `model`. Raises `UserError` if its forward does more than `LayerStack` can do."""
     try:
         return _observe(model)
     except UserError:
         raise
-    except Exception as error:  # whatever the code of an architecture raises that was not made for this
+    except Exception as error:  # any error of an architecture whose code does not support this
         kind = model.config.model_type
         raise UserError(f"architecture {kind!r} cannot be run layer by layer ({reason(error)})") from None
 
@@ -205,7 +205,7 @@ def _observe(model: PreTrainedModel) -> Anatomy:
 
 
 def _tables(seen: _Watched) -> list[tuple[Table, object]]:
-    """Every call of a rotary module before the layers, with what came out."""
+    """Every call of a rotary module before the layers, with its output."""
     found: list[tuple[Table, object]] = []
     for name, module, args, kwargs, output in seen.before:
         if isinstance(output, tuple) and len(output) == 2 and all(isinstance(part, Tensor) for part in output):
@@ -217,7 +217,7 @@ def _tables(seen: _Watched) -> list[tuple[Table, object]]:
 
 
 def _call(given: Mapping[str, object], tables: Sequence[tuple[Table, object]], slides: bool) -> LayerCall:
-    """How a layer is called, from what it was given. Raises `ValueError` for what is not understood."""
+    """The `LayerCall` of a layer, from its traced arguments. Raises `ValueError` for an unknown argument."""
     keywords: dict[str, str] = {}
     table = 0
     for name, value in given.items():
@@ -240,7 +240,7 @@ def _call(given: Mapping[str, object], tables: Sequence[tuple[Table, object]], s
 
 
 def _slides(model: PreTrainedModel, count: int) -> list[bool]:
-    """Which layers get a mask with a sliding window, as the model itself makes it of the config."""
+    """Whether each layer gets a mask with a sliding window, as the model itself creates it from the config."""
     config = model.config
     window = getattr(config, "sliding_window", None)
     if window is None:
@@ -269,7 +269,7 @@ def _visible(mask: Tensor) -> Tensor:
 
 
 class _KnownHead(nn.Module):
-    """In the place of a head: gives the same logits for every row."""
+    """Replaces a head: returns the same logits for every row."""
 
     def __init__(self, logits: Tensor):
         super().__init__()
@@ -281,7 +281,7 @@ class _KnownHead(nn.Module):
 
 
 def _logit_rule(model: PreTrainedModel, head: str) -> LogitRule:
-    """What the model makes of its head's logits, by giving it known ones. Raises `ValueError` for other than a rule."""
+    """The model's transformation of its head's logits, found by known ones. Raises `ValueError` for an unknown one."""
     device, dtype = _place(model)
     given = torch.linspace(-40, 40, model.config.get_text_config().vocab_size, device=device, dtype=dtype)
     parent_name, _, attribute = head.rpartition(".")

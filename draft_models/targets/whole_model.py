@@ -1,6 +1,6 @@
 """A causal LM of any architecture in transformers, run by its own forward over the rows of a draft tree.
 
-Whether it can be is found out by trying (`proof.prove_rows`), not by its name.
+Whether this is possible is decided by a test run (`proof.prove_rows`), not by its name.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from draft_models.targets.row_cache import RowCache
 
 
 class PlainLM(nn.Module):
-    """`model` as a `Target` that runs as a whole."""
+    """`model` as a `Target` that only runs as a whole."""
 
     layered = None
     predicted = None
@@ -27,12 +27,12 @@ class PlainLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are."""
+        """The dtype of the weights."""
         return self.model.dtype
 
     def cache(self, capacity: int) -> RowCache:
@@ -42,7 +42,7 @@ class PlainLM(nn.Module):
     def rows(
         self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache, *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """See `Target.rows`: hidden states are after the model's final norm where transformers reports them so."""
+        """See `Target.rows`. Hidden states are after the model's final norm if transformers reports them so."""
         out = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],

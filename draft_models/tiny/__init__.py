@@ -1,1 +1,1 @@
-"""Random models so small that a command can be rehearsed with them."""
+"""Tiny random models for rehearsing a command."""

@@ -1,4 +1,4 @@
-"""Random models so small that a command can be rehearsed with them, made without a network."""
+"""Tiny random models for rehearsing a command, created without a network."""
 
 import copy
 import shutil
@@ -52,19 +52,19 @@ _SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
 }  # fmt: skip
-_OTHER_SIZES = {  # that some architectures have besides
+_OTHER_SIZES = {  # further sizes of some architectures
     "head_dim": 16, "sliding_window": WINDOW, "max_window_layers": 2, "num_experts": 4, "num_local_experts": 4,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
 }  # fmt: skip
 
 
 def save_tiny_models(folder: Path, architecture: str, like: PreTrainedConfig | None = None) -> str:
-    """Random models in `folder`, always the same ones: `TARGET`, and what can draft for it. Returns their architecture.
+    """Write random models, always the same, to `folder`: `TARGET` and its drafters. Returns their architecture.
 
-    like: the config of a model whose architecture they have, if it can be made tiny and run by layers.
+    like: the config of a model whose architecture is used if it can be made tiny and run layer by layer.
 
     `TARGET` and `SMALL_LM` are ordinary Hugging Face directories with one tokenizer, `EARLY_EXIT` is an early-exit
-    drafter's, `EAGLE3` an EAGLE-3 head's, `TABLE` an n-gram table's. Those three that draft by hidden states have
+    drafter's, `EAGLE3` an EAGLE-3 head's, `TABLE` an n-gram table's. The three drafters that have hidden states have
     calibration heads.
     """
     transformers_logging.disable_progress_bar()
@@ -72,20 +72,20 @@ def save_tiny_models(folder: Path, architecture: str, like: PreTrainedConfig | N
         try:
             _save_tiny_models(folder, like.model_type, shrunk(like))
             return str(like.model_type)
-        except Exception as error:  # whatever an architecture makes of sizes that its authors never saw
+        except Exception as error:  # any error of an architecture for sizes that its authors did not expect
             print(f"debug architecture={like.model_type} cannot be made tiny: {reason(error)}", flush=True)
     _save_tiny_models(folder, architecture, None)
     return architecture
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy at tiny size; what else it says of the model's architecture stays."""
+    """A copy of `config` with tiny sizes; its other fields are unchanged."""
     small = copy.deepcopy(config)
     for name, value in {**_SIZES, **_OTHER_SIZES, **TINY_ARCHITECTURES.get(config.model_type, {})}.items():
         if getattr(small, name, None) is not None:
             setattr(small, name, value)
     for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # of every layer: each kind once
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:  # by layer: each kind once
             kinds = list(dict.fromkeys(value))
             setattr(small, name, (kinds * small.num_hidden_layers)[: small.num_hidden_layers])
     small.dtype = torch.float32
@@ -125,9 +125,9 @@ def save_tiny_model(
     template: str | None = None,
     config: PreTrainedConfig | None = None,
 ) -> None:
-    """A causal LM of 4 layers with random weights and a byte-level tokenizer, as a Hugging Face directory.
+    """Write a causal LM of 4 layers with random weights and a byte-level tokenizer as a Hugging Face directory.
 
-    context: tokens that it can hold. template: the tokenizer's chat template. config: a tiny one to take.
+    context: its context length. template: the tokenizer's chat template. config: a tiny config to use instead.
     """
     settings = {**_SIZES, "max_position_embeddings": context, "tie_word_embeddings": False}
     with torch.random.fork_rng(devices=[]):
@@ -144,7 +144,7 @@ def save_tiny_model(
 
 
 def tiny_head(target: PreTrainedConfig) -> Eagle3:
-    """A random EAGLE-3 head of one layer that shares the target's embedding and has logits of the bytes only."""
+    """A random EAGLE-3 head of one layer that shares the target's embedding and has logits for the bytes only."""
     width = target.hidden_size
     reading = Reading(
         taps=(1, 2, 3), target_hidden=width, hidden=width, intermediate=96, layers=1, heads=4, key_heads=2,
@@ -160,7 +160,7 @@ def tiny_head(target: PreTrainedConfig) -> Eagle3:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, no merges, plus <s>, </s> and <pad>."""
+    """A tokenizer with one token per byte, no merges, and <s>, </s> and <pad>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,1 +1,1 @@
-"""Talking to a target in a terminal, with a drafter before it."""
+"""A terminal chat with a target, accelerated by a drafter."""

@@ -1,4 +1,4 @@
-"""Talk to a target in the terminal, with a drafter before it, and see what the drafter had of every answer.
+"""Chat with a target in the terminal, accelerated by a drafter, and see the drafter's share of every answer.
 
 outrider chat target=runs/demo/target checkpoint=runs/demo/eesd
 """
@@ -11,14 +11,14 @@ from inference.settings.chat import ChatConfig
 
 @entry("chat", ChatConfig, waits=True)
 def main(config: ChatConfig) -> None:
-    # Imported once the config is known to be good: torch and transformers take seconds.
+    # Imported after the config is checked, as torch and transformers take seconds to import.
     import outrider
     from inference.chat.loop import Chat
     from inference.chat.screen import open_screen
     from inference.drafters.ngram.ngram_memory import save_all
 
     if sys.stdin.isatty():
-        import readline  # noqa: F401  # `input` then knows the arrow keys
+        import readline  # noqa: F401  # enables line editing in `input`
     methods = iter(config.methods.items())
     name, method = next(methods, (None, None))
     model = outrider.load(
@@ -31,7 +31,7 @@ def main(config: ChatConfig) -> None:
         Chat(model, config, screen, input).run()
     finally:
         screen.close()
-        save_all()  # what any of the methods that were chosen in between has kept
+        save_all()  # the state learnt by all methods used in the chat
 
 
 if __name__ == "__main__":

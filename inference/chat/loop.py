@@ -1,4 +1,4 @@
-"""The conversation: what is typed, what the target answers, and what the drafter had of it."""
+"""The chat loop: user input, the target's answers, and the drafter's share of them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,28 +13,28 @@ from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 
 HELP = "/off and /on: without and with the drafter; /method NAME: another way to draft; /reset: forget; /quit"
-_UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+_UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 
 
 class Speaker(Protocol):
-    """What a chat needs of a model (see `outrider.Model`)."""
+    """The part of `outrider.Model` that a chat uses."""
 
     name: str
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The target's."""
+        """The target's tokenizer."""
 
     @property
     def rounds(self) -> Callable[..., Iterator[Round]]:
-        """Makes an answer, round by round."""
+        """Generates an answer, round by round."""
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> Self:
-        """The same with another drafter before it."""
+        """The same target with another drafter."""
 
 
 class Answer:
-    """One answer as it comes: its text, and its figures.
+    """A streamed answer: its text and its figures.
 
     The prefill decides the first token, so neither τ nor the speed counts it.
     """
@@ -46,7 +46,7 @@ class Answer:
         self._passes, self._began, self._ended = -1, 0.0, 0.0
 
     def take(self, r: Round) -> Iterator[tuple[str, str]]:
-        """What a round adds to the text, each part with whose it is."""
+        """The parts that a round adds to the text, each with its origin: drafter or target."""
         self._passes += 1
         self._ended = self._clock()
         if self._passes == 0:
@@ -59,13 +59,13 @@ class Answer:
                 self.text = text
 
     def rest(self) -> str:
-        """What was held back for the rest of a character that never came."""
+        """The text held back because its last character was incomplete."""
         text = self._decode(self.tokens)
         held, self.text = text[len(self.text) :], text
         return held
 
     def figures(self) -> str:
-        """Tokens, τ and tokens a second, for people."""
+        """Tokens, τ and tokens per second as text."""
         decoded, seconds = len(self.tokens) - 1, self._ended - self._began
         if not self._passes or seconds <= 0:
             return f"{len(self.tokens)} tokens"
@@ -73,7 +73,7 @@ class Answer:
 
 
 class Chat:
-    """A conversation and how it is decoded. `read` hands over a line, or raises EOFError when there is none."""
+    """A conversation and its decoding settings. `read` returns a line, or raises EOFError at the end of input."""
 
     def __init__(
         self, model: Speaker, config: ChatConfig, screen: Screen, read: Callable[[str], str],
@@ -85,7 +85,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Start a new conversation."""
         self.messages = [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
 
     def run(self) -> None:
@@ -103,7 +103,7 @@ class Chat:
                     self._answer(line)
             except EOFError:
                 return
-            except KeyboardInterrupt:  # at the prompt, or between two lines of this
+            except KeyboardInterrupt:  # at the prompt, or outside `_answer`'s handler
                 self.screen.note("\n/quit leaves")
 
     def _obey(self, command: str = "", name: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Where a chat is shown: a terminal with colours and a status line, or plain text."""
+"""The output of a chat: a terminal with colours and a status line, or plain text."""
 
 import os
 import shutil
@@ -6,30 +6,30 @@ import unicodedata
 from collections.abc import Mapping
 from typing import TextIO
 
-DRAFTED, OWN = "drafted", "own"  # whose a token is: the drafter's, accepted by the target, or the target's
+DRAFTED, OWN = "drafted", "own"  # the origin of a token: drafted and accepted, or the target's own
 _COLOURS = {DRAFTED: "\x1b[32m", OWN: "\x1b[34m"}
 _RESET, _DIM = "\x1b[0m", "\x1b[2m"
 
 
 class Screen:
-    """Plain text: what is said, and one line of figures after every answer."""
+    """Plain text: the answers, each followed by a line of figures."""
 
     def __init__(self, out: TextIO):
         self._out = out
 
     def say(self, text: str, whose: str) -> None:
-        """A part of an answer."""
+        """Write a part of an answer; whose: `DRAFTED` or `OWN`."""
         self._write(harmless(text))
 
     def status(self, text: str) -> None:
-        """How the answer goes so far."""
+        """Show the status line; plain text has none."""
 
     def note(self, text: str) -> None:
-        """A line that is no part of the conversation."""
+        """Write a line that is not part of the conversation."""
         self._write(f"{text}\n")
 
     def close(self) -> None:
-        """Nothing comes after this."""
+        """End the output."""
 
     def _write(self, text: str) -> None:
         self._out.write(text)
@@ -37,7 +37,7 @@ class Screen:
 
 
 class Terminal(Screen):
-    """Tokens in the colour of whoever said them; the last row of the terminal is kept for the status."""
+    """Tokens coloured by origin; the last row of the terminal is reserved for the status line."""
 
     def __init__(self, out: TextIO):
         super().__init__(out)
@@ -48,9 +48,9 @@ class Terminal(Screen):
 
     def status(self, text: str) -> None:
         size = shutil.get_terminal_size()
-        if size.lines != self._rows:  # at first, and when the window has changed
+        if size.lines != self._rows:  # on the first call, and after the window was resized
             self._rows = size.lines
-            self._write(f"\n\x1b[A\x1b7\x1b[1;{size.lines - 1}r\x1b8")  # what scrolls are the rows above the last
+            self._write(f"\n\x1b[A\x1b7\x1b[1;{size.lines - 1}r\x1b8")  # scroll only the rows above the last
         self._write(f"\x1b7\x1b[{size.lines};1H\x1b[2K{_DIM}{text[: size.columns - 1]}{_RESET}\x1b8")
 
     def note(self, text: str) -> None:
@@ -62,12 +62,12 @@ class Terminal(Screen):
 
 
 def open_screen(out: TextIO, environment: Mapping[str, str] = os.environ) -> Screen:
-    """A `Terminal` where `out` is one and nothing asks for plain text (NO_COLOR, TERM=dumb)."""
+    """A `Terminal` if `out` is one and plain text is not requested (NO_COLOR, TERM=dumb), else a `Screen`."""
     plain = not out.isatty() or environment.get("NO_COLOR") or environment.get("TERM") == "dumb"
     return Screen(out) if plain else Terminal(out)
 
 
 def harmless(text: str) -> str:
-    """`text` without the characters by which a model could command the terminal; line ends and tabs stay."""
+    """`text` with control characters replaced, which could control the terminal; line ends and tabs stay."""
     kept = "\n\t"
     return "".join(c if c in kept or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)

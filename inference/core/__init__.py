@@ -1,1 +1,1 @@
-"""Decoding: the loop, the sequence inside a target, trees, verification, sampling. It needs torch alone."""
+"""Decoding: the loop, a target's session, trees, verification, sampling. The only dependency is torch."""

@@ -1,4 +1,4 @@
-"""How tokens are chosen from the target's logits, one at a time or along a draft: greedily, or by sampling."""
+"""Token selection from the target's logits, one at a time or along a draft: greedy or sampled."""
 
 import random
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from inference.core.verify import Matching, NodeRule, RandomChance, Rejection, v
 
 
 class Chooser:
-    """Chooses the next token after the text, and verifies drafts, for one generation.
+    """Selects the next token after the text, and verifies drafts, for one generation.
 
     sampler: logits → probabilities; None: plain greedy.
-    generator: its coins, where the sampler samples.
-    naive: verify sampled candidates as if they were chosen, by sampling from p (MCNS) instead of rejection.
-    plain: the likeliest token is chosen, by the logits alone.
+    generator: the source of random numbers; required if the sampler samples.
+    naive: verify sampled candidates by sampling from p and matching (MCNS) instead of rejection sampling.
+    plain: tokens are the argmax of unprocessed logits.
 
-    The text is kept only for processors that read it. Where the target's logits are not finite numbers, what is chosen
-    is no token of the vocabulary.
+    The text is kept only for processors that read it. For non-finite target logits the chosen id is outside the
+    vocabulary.
     """
 
     def __init__(self, sampler: Sampler | None = None, generator: random.Random | None = None, *, naive: bool = False):
@@ -55,8 +55,8 @@ class Chooser:
     def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
         """Verify a draft under the last token of the text, given the target's logits [n + 1, V] (root first).
 
-        Returns the draft's tokens as a list, the accepted nodes, and the token that follows them, as a tensor
-        [1] and as a number. Greedy: one transfer from the device.
+        Returns the draft's tokens as a list, the accepted nodes, and the token after them as a tensor [1] and as an
+        int. Greedy: one transfer from the device.
         """
         contexts = branches(self.text, tree.tokens, tree.parents) if self.reads_context else None
         if self.greedy:
@@ -78,12 +78,12 @@ class Chooser:
         return tokens, nodes, following, bonus
 
     def probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
-        """The law [n, V] of the token after each row, for target and drafter alike."""
+        """The distribution [n, V] of the token after each row, for target and drafter alike."""
         assert self.sampler is not None
         return self.sampler.probabilities(logits, contexts)
 
     def draft_probabilities(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:
-        """`probabilities` for a drafter's logits; where those are NaN q is uniform: something to draw from."""
+        """`probabilities` for a drafter's logits; rows of NaN become uniform, so that tokens can be drawn."""
         return self.probabilities(logits, contexts).nan_to_num_(1 / logits.shape[-1])
 
     def _scores(self, logits: Tensor, contexts: Sequence[Tensor] | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Preallocated keys and values of consecutive layers, for one sequence."""
+"""A preallocated KV cache of consecutive layers, for one sequence."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from torch import Tensor
 class KVCache:
     """Keys and values of layers `layers` in one buffer [layers, 2, heads, capacity, head_dim], allocated on first use.
 
-    Layers of another shape than the first one have buffers of their own.
+    Layers whose shape differs from the first one's have separate buffers.
 
-    Speaks the part of transformers' `Cache` protocol that attention modules use (`update`). `length` counts
-    the positions that are in; a pass writes its positions behind them, then `advance` makes them count. Inside
-    `at` a pass writes to the slots it is given instead, and sees a fixed number of them. clean: for such passes,
-    which see slots behind the text and mask them; there all is zero between rounds. fixed: those slots [q], and how
-    many positions are seen, while such a pass runs.
+    Implements the part of transformers' `Cache` protocol that attention modules use (`update`). `length` is the number
+    of valid positions; a pass writes its positions after them, and `advance` makes these valid. Inside `at` a pass
+    writes to given slots instead, and sees a fixed number of positions. clean: for such passes, which also read masked
+    slots after the text; these are zero between rounds. fixed: the slots [q] and the number of positions seen, while
+    such a pass runs.
     """
 
     def __init__(self, layers: range, capacity: int, *, clean: bool = False):
@@ -30,7 +30,7 @@ class KVCache:
         self.fixed: tuple[Tensor, int] | None = None
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write key, value [1, heads, q, head_dim] behind `length`; returns views of all length + q positions."""
+        """Write key, value [1, heads, q, head_dim] after `length`; returns views of all length + q positions."""
         keys, values = self.views(key, value, layer_idx)
         if self.fixed is not None:
             slots, seen = self.fixed
@@ -43,16 +43,16 @@ class KVCache:
         return keys[:, :, :stop], values[:, :, :stop]
 
     def views(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, heads, capacity, head_dim] of a layer, for one that writes by itself where `fixed` says.
+        """Keys and values [1, heads, capacity, head_dim] of a layer, for kernels that write to the `fixed` slots.
 
-        key, value: as for `update`, but only their shapes count.
+        key, value: as for `update`; only their shapes matter.
         """
         return self._views.get(layer_idx) or self._allocate(key, value, layer_idx)
 
     def whole(self, heads: int, head_dim: int, like: Tensor) -> Tensor | None:
-        """The one buffer of all layers, for a pass that writes to it by itself; None where it has not all of them.
+        """The buffer of all layers, for kernels that write to it; None if some layers have separate buffers.
 
-        like: of the dtype and device of keys and values.
+        like: a tensor with the dtype and device of keys and values.
         """
         if len(self._views) < len(self.layers):
             shape = like.new_empty(1, heads, 0, head_dim)
@@ -62,9 +62,9 @@ class KVCache:
         return self._buffer if fits else None
 
     def _allocate(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Room for a layer: for all in one buffer, where its keys and values are of the shape that the first one's are.
+        """Allocate a layer: in the common buffer if its keys and values have the first layer's shape.
 
-        Zeros, as what a mask hides must still be a number.
+        Filled with zeros, as masked values must be finite.
         """
         shape = (key.shape[1], self.capacity, key.shape[3])
         if self._buffer is None:
@@ -84,7 +84,7 @@ class KVCache:
 
     @contextmanager
     def at(self, slots: Tensor, seen: int) -> Iterator[None]:
-        """For the pass inside: `update` writes to `slots` [q] and returns views of the first `seen` positions."""
+        """Inside the context, `update` writes to `slots` [q] and returns views of the first `seen` positions."""
         self.fixed = slots, seen
         try:
             yield
@@ -92,13 +92,13 @@ class KVCache:
             self.fixed = None
 
     def advance(self, count: int) -> None:
-        """Count the `count` positions that the last pass wrote."""
+        """Make the `count` positions that the last pass wrote valid."""
         self.length += count
 
     def keep(self, base: int, rows: Sequence[int]) -> None:
-        """Keep the first `base` positions and, behind them in this order, positions base + r for r in `rows`.
+        """Keep the first `base` positions and, after them in this order, positions base + r for r in `rows`.
 
-        `rows` ascends, so a row only ever moves towards the front; those that are in place stay untouched.
+        `rows` ascends, so rows only move towards the front; rows already in place are not copied.
         """
         settled = next((place for place, row in enumerate(rows) if row != place), len(rows))
         if settled < len(rows) and self._buffer is not None:
@@ -112,12 +112,12 @@ class KVCache:
         self.length = stop
 
     def clear(self) -> None:
-        """Hold nothing, and no trace of what was held."""
+        """Empty the cache and zero its buffers."""
         self.length = 0
         for buffer in self._all():
             buffer.zero_()
 
     def content(self, positions: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Views of the first `positions` of every layer, (keys, values); None: of those that are in."""
+        """Views (keys, values) of the first `positions` of every layer; None: of all valid positions."""
         stop = self.length if positions is None else positions
         return [(keys[:, :, :stop], values[:, :, :stop]) for _, (keys, values) in sorted(self._views.items())]

@@ -1,4 +1,4 @@
-"""The two arms: plain autoregressive decoding and speculative decoding, on one cache, counted by one rule."""
+"""Plain autoregressive and speculative decoding over the same sessions, counted by the same rule."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +20,7 @@ from outrider.errors import UserError
 
 
 def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, ...]:
-    """`tokens` up to and including the first EOS, at most `budget` of them: the one rule for what is counted."""
+    """`tokens` up to and including the first EOS, at most `budget` of them: the counting rule of all methods."""
     for index, token in enumerate(tokens[:budget]):
         if token in eos:
             return tuple(tokens[: index + 1])
@@ -30,10 +30,10 @@ def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, 
 def until(
     rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
 ) -> Iterator[Round]:
-    """`rounds` up to and including the token with which the text ends; those after it were never decoded.
+    """`rounds` up to and including the token that ends the text; tokens after it are dropped.
 
-    first_end: of the last n tokens of a text, prompt included, how many there are when it ends, None where it does
-    not (see `StopStrings.first_end`).
+    first_end(text, n): how many of the last n tokens of `text` (which includes the prompt) to keep; None if the text
+    does not end (see `StopStrings.first_end`).
     """
     text = list(prompt)
     for r in rounds:
@@ -56,7 +56,7 @@ def autoregressive(
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
-    """Plain decoding, one token a pass. Yields a `Round` per pass. Raises `UserError` as `speculative` does.
+    """Plain decoding, one token per pass. Yields a `Round` per pass. Raises `UserError` as `speculative` does.
 
     chooser: how tokens are chosen from logits; None: greedily.
     runtime: how passes run; None: eagerly.
@@ -99,13 +99,13 @@ def speculative(
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
-    """Speculative decoding: the tokens, or under sampling their law, are `autoregressive`'s whatever is drafted.
+    """Speculative decoding: tokens, or their distribution under sampling, equal `autoregressive`'s for any drafter.
 
-    drafter: a fresh one.
-    chooser: how tokens are chosen from logits; None: greedily.
+    drafter: a new one for each generation.
+    chooser: the token selector; None: greedy.
     runtime: how passes run; None: eagerly.
 
-    Raises `UserError` for an impossible length, and where the target's logits are not finite numbers.
+    Raises `UserError` for an impossible length, and if the target's logits are not finite.
     """
     session = _new_session(runtime, target, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
     with closing(session):
@@ -121,7 +121,7 @@ def decode_rounds(
     eos: Collection[int],
     clock: Clock,
 ) -> Iterator[Round]:
-    """The loop: draft a tree under the last token, run the target once over it, verify, commit. Prefill first."""
+    """The loop: prefill; then draft a tree under the last token, run the target over it, verify, commit."""
     watch = Stopwatch(clock)
     session.taps, session.successors = drafter.taps, drafter.successors
     logits = session.prefill(prompt)
@@ -153,10 +153,11 @@ def decode_rounds(
 def _verify(
     session: Session, chooser: Chooser, root: Tensor, tree: DraftTree, logits: Tensor
 ) -> tuple[list[int], list[int], Tensor, int]:
-    """`Chooser.verify`. Raises `UserError` where the target's logits are not finite numbers."""
+    """`Chooser.verify`. Raises `UserError` if the target's logits are not finite."""
     proposed, nodes, following, bonus = chooser.verify(tree, logits)
     if not nodes and len(tree) and not _is_token(bonus, session):
-        # To the target a drafted token may be no number, and then all rows beside it are none: 0 · NaN is NaN.
+        # A drafted token can make the target produce NaN, which attention spreads to every row (0 · NaN = NaN).
+        # Verify the root alone.
         alone = session.finish([0])
         _, nodes, following, bonus = chooser.verify(DraftTree(root[:0], (), ()), alone)
     _require_token(bonus, session, session.base + len(nodes))
@@ -168,7 +169,7 @@ def _is_token(token: int, session: Session) -> bool:
 
 
 def _require_token(token: int, session: Session, position: int) -> int:
-    """`token`, chosen by the target's logits at `position`. Raises `UserError` where they are not finite numbers."""
+    """`token`, chosen from the target's logits at `position`. Raises `UserError` if these are not finite."""
     if not _is_token(token, session):
         dtype = str(session.dtype).removeprefix("torch.")
         raise UserError(
@@ -191,6 +192,6 @@ def _new_session(
             f"prompt of {len(prompt)} tokens + max_new_tokens={max_new_tokens} exceeds the target's context "
             f"of {limit}; shorten one of them"
         )
-    # A tree needs more cache slots than positions: near the end of the context the slots go beyond it.
+    # A tree needs more cache slots than positions, so near the end of the context its slots exceed it.
     context = len(prompt) + max_new_tokens
     return (runtime or Eager()).session(target, split, context + spare + 1, context)

@@ -1,4 +1,4 @@
-"""What the decoding loop asks of a drafter."""
+"""The interface between the decoding loop and drafters."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -21,34 +21,34 @@ TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # na
 class Sizes(Protocol):
     """Chooses how many nodes to submit, round by round.
 
-    most: the largest choice there is. A draft is its tokens' parents (−1: the root), int64 [n], before children, and
-    path probabilities, float64 [n], which fall. totals: see `Structure.totals`.
+    most: the largest choice. A draft is given as parents (−1: the root), int64 [n], parents before children, and path
+    probabilities, float64 [n], descending. totals: see `Structure.totals`.
     """
 
     most: int
     totals: Counter[str]
 
     def room(self) -> int:
-        """How many nodes to look for in this round."""
+        """The number of nodes to search for in this round."""
         ...
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
-        """How many of the draft's nodes to submit, the first ones."""
+        """The number of nodes to submit: the first ones of the draft."""
         ...
 
     def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
-        """What was submitted, and the nodes of it that were accepted."""
+        """Learn from a submitted draft and its accepted nodes."""
         ...
 
 
 class Drafter(ABC):
-    """Drafts a tree a round and is told what came of it; of one generation.
+    """Drafts one tree per round and receives its outcome, for one generation.
 
-    split: how many of the target's first layers it shares. The session is split there.
-    taps: the boundaries of the target's layers at which it reads hidden states (see `Session.tapped`).
-    successors: how many likeliest tokens after every row it reads (see `Session.recycled`).
-    max_rows: how many rows a round may add to the caches, besides the root.
-    sizes: chooses how many nodes it submits, where it shapes its drafts itself and their size is "auto".
+    split: the number of the target's first layers that it shares. The session is split there.
+    taps: the boundaries of the target's layers at which it reads aux hidden states (see `Session.tapped`).
+    successors: the number of top-k continuations of every row that it reads (see `Session.recycled`).
+    max_rows: the most rows that a round adds to the caches, not counting the root.
+    sizes: chooses how many nodes to submit, if the drafter shapes its drafts itself and their size is "auto".
     """
 
     split: int = 0
@@ -66,26 +66,26 @@ class Drafter(ABC):
     def begin(self, session: Session, chooser: "Chooser", watch: Stopwatch) -> None:
         """Called once, with the prompt fed to the session's first half and not yet committed.
 
-        chooser: says how tokens are chosen, for drafts that are drawn likewise; watch: to be told of the drafter's
-        forward passes, as `watch.part("draft")`.
+        chooser: the token selector, for drafts that are sampled in the same way; watch: times the drafter's forward
+        passes, as `watch.part("draft")`.
         """
 
     @abstractmethod
     def draft(self, root: Tensor, limit: int) -> DraftTree:
-        """A draft under `root` [1], the last token of the text: paths have at most `limit` nodes; at 0 it is empty."""
+        """A draft under `root` [1], the last token of the text, with at most `limit` nodes on a path; empty for 0."""
 
     @abstractmethod
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        """The round ends: of `tree` the path `nodes` was accepted; the root and its tokens are `tokens`.
+        """End the round: the path `nodes` of `tree` was accepted; `tokens` are the root and the path's tokens.
 
         Called before the session's own commit.
         """
 
 
 class DraftModel(Protocol):
-    """An autoregressive drafter: gives next-token distributions after any node of the round's tree.
+    """An autoregressive draft model: gives next-token distributions after any node of the round's tree.
 
-    `inference.drafters.shaped.Shaped` makes a `Drafter` of it.
+    `inference.drafters.shaped.Shaped` turns it into a `Drafter`.
     """
 
     split: int  # see `Drafter`
@@ -93,12 +93,12 @@ class DraftModel(Protocol):
 
     @property
     def predicted(self) -> Tensor | None:
-        """The ids [K], ascending, of the tokens that it has logits of; None: all of the target's."""
+        """The draft vocabulary: ids [K], ascending; None: the target's whole vocabulary."""
         ...
 
     @property
     def hidden(self) -> Tensor:
-        """The drafter's last hidden states [n, d] of the rows that were just extended."""
+        """The draft model's last hidden states [n, d] of the rows just extended."""
         ...
 
     @property
@@ -113,14 +113,14 @@ class DraftModel(Protocol):
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Feed rows (tokens [n], parents as in `Session.feed`); returns next-token logits [n, K] after each.
 
-        `hidden` and the logits hold until the next call.
+        `hidden` and the logits are valid until the next call.
         """
         ...
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """The round ends with the path `tokens` committed, root first; called before the session's own commit.
+        """End the round with the path `tokens` committed, root first; called before the session's own commit.
 
-        rows: the row of each, in the session where the model shares or taps it, else as the model was fed them, with −1
-        (or a row it never had) for a token it was not fed.
+        rows: each token's row in the session if the model shares its layers or reads its hidden states, else its index
+        in the order of feeding. A token that the model was not fed has −1 (or a row that never existed).
         """
         ...

@@ -1,4 +1,4 @@
-"""One text continued: its tokens, round by round, and the time they took."""
+"""One generation: its tokens, round by round, and their times."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from inference.core.stopwatch import Clock, Round
 
 @dataclass(frozen=True)
 class Generation:
-    """One prompt continued by one arm. `rounds` leaves the prefill out; seconds are wall clock."""
+    """One prompt continued by one method. `rounds` excludes the prefill; seconds are wall clock."""
 
     tokens: tuple[int, ...]
     prefill_seconds: float
@@ -19,7 +19,7 @@ class Generation:
 
 
 def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
-    """Run a decoding generator to its end, timing prefill and decoding apart."""
+    """Run a decoding generator to its end, timing prefill and decoding separately."""
     started = clock()
     first = next(rounds)
     prefilled = clock()

@@ -1,8 +1,8 @@
-"""What a decode loop asks of logits, and of the rows of a round, besides passes.
+"""Operations on logits and rows between the passes of a decode loop.
 
-Between two passes of a target the caches are cold: a small operation of PyTorch's takes five times what it takes alone.
-So an engine may have faster functions under the same names. One returns None for what it does not handle, and PyTorch
-does it. They are looked for on first use: importing this module loads no engine.
+Between target passes the hardware caches are cold, and a small PyTorch operation takes five times as long as alone. So
+an engine may provide faster functions of the same names. Such a function returns None for cases that it does not
+handle; PyTorch handles those. They are loaded on first use: importing this module loads no engine.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from outrider.errors import warn
 
-ENGINES = {"cpu": "inference.engines.cpu.choices"}  # by type of device, the module that has faster functions
+ENGINES = {"cpu": "inference.engines.cpu.choices"}  # by device type: the module of faster functions
 
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """`scores.max(-1)` of [n, V]: the largest of each row and its first place, or a NaN and its place."""
+    """`scores.max(-1)` of [n, V]: the largest of each row and its first index, or NaN and its index."""
     found: tuple[Tensor, Tensor] | None = _faster("largest", scores.device)(scores)
     if found is None:
         values, places = scores.max(-1)
@@ -28,7 +28,7 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The token [n] with the largest of each row of logits [n, V]; −1 where that is NaN or infinite."""
+    """The argmax token [n] of each row of logits [n, V]; −1 if the maximum is NaN or infinite."""
     found: Tensor | None = _faster("likeliest", logits.device)(logits)
     if found is None:
         values, tokens = logits.max(-1)
@@ -41,9 +41,9 @@ def likeliest_children(
     logits: Tensor, weights: Sequence[float], count: int, sharpness: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """The `count` largest of weights [n] · softmax(sharpness · logits [n, V]), descending: values, rows, columns, each
-    [count] or, where there are not so many, fewer.
+    [count], or fewer if n · V is smaller.
 
-    Values are in float32, and 0 beyond those above 0. None where no engine does it in one step.
+    Values are in float32; if fewer than `count` are above 0, the others are 0. None if no engine does it in one step.
     """
     found: tuple[Tensor, Tensor, Tensor] | None = _faster("likeliest_children", logits.device)(
         logits, weights, count, sharpness
@@ -54,8 +54,8 @@ def likeliest_children(
 def ancestor_mask(
     ancestors: Sequence[int], past: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """An additive mask [1, 1, n, past + columns]: row i sees the first `past` columns and, of those after them, the
-    ones whose bit is set in ancestors[i]. None where no engine makes it in one step."""
+    """The additive ancestor mask [1, 1, n, past + columns]: row i sees the first `past` columns and those later ones
+    whose bit is set in ancestors[i]. None if no engine builds it in one step."""
     found: Tensor | None = _faster("ancestor_mask", device)(ancestors, past, columns, dtype)
     return found
 
@@ -66,7 +66,7 @@ def _faster(name: str, device: torch.device) -> Callable[..., Any]:
 
 @cache
 def _engine_function(device_type: str, name: str) -> Callable[..., Any]:
-    """An engine's function, or one that returns None where there is no engine, or where it cannot be loaded."""
+    """An engine's function; without an engine, or if it cannot be loaded, a function that returns None."""
     if device_type in ENGINES:
         try:
             return getattr(import_module(ENGINES[device_type]), name)

@@ -1,4 +1,4 @@
-"""Which rows a pass computes, where they stand and what they see."""
+"""The rows of a pass: their positions, ancestors and attention masks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from inference.core.tree import chain_parents
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows start..stop−1 of a round, as a pass computes them; a negative start reaches into the committed ones.
+    """Rows start..stop−1 of a round, as one pass computes them; a negative start includes committed positions.
 
-    base: committed positions before row 0. depths, lineages: of the round's rows 0..stop−1; row j's bit is set in the
-    lineage of j and of all below it. A row sees every committed position and its own lineage. is_chain: every row is
-    the parent of the next, so what is seen is a triangle.
+    base: committed positions before row 0. depths, lineages: depths and ancestor masks of the round's rows 0..stop−1.
+    Bit j of lineages[i] is set if row j is row i or an ancestor of it: row i sees these rows and every committed
+    position. is_chain: every row is the parent of the next, so the mask is causal.
     """
 
     base: int
@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def span(self) -> slice | None:
-        """The positions where they are consecutive."""
+        """The positions as a slice if they are consecutive, else None."""
         consecutive = self.is_chain or self.stop <= 1
         return slice(self.base + self.start, self.base + self.stop) if consecutive else None
 
@@ -45,8 +45,8 @@ class Layout:
     def masks(self, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
         """Additive masks [1, 1, stop − start, base + stop] by window size.
 
-        None where attention needs no mask: one query, or causal attention over an empty cache; a `Band` for a long
-        text that begins there.
+        None if attention needs no mask: one query, or causal attention over an empty cache; a `Band` for a sliding
+        window over a long text from position 0.
         """
         past, keys = self.base + self.start, self.base + self.stop
         trivial = self.is_chain and (keys - past == 1 or past == 0)
@@ -83,12 +83,12 @@ class Layout:
 
 
 class Rows:
-    """The rows of a round while it grows: parents, depths and lineages."""
+    """The growing rows of a round: parents, depths and ancestor masks."""
 
     def __init__(self, parents: Sequence[int] = ()) -> None:
         self.parents: list[int] = []
         self.depths: list[int] = []
-        self.lineages: list[int] = []  # bits: a round asks for several masks, and tensor steps cost more
+        self.lineages: list[int] = []  # bits: a round builds several masks, and tensor operations cost more
         self.is_chain = True
         self.add(parents)
 
@@ -96,7 +96,7 @@ class Rows:
         return len(self.parents)
 
     def add(self, parents: Sequence[int]) -> None:
-        """Rows under `parents` (−1: no parent in this round)."""
+        """Add a row under each of `parents` (−1: no parent in this round)."""
         self.is_chain = self.is_chain and tuple(parents) == chain_parents(len(self), len(parents))
         for parent in parents:
             self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
@@ -104,19 +104,19 @@ class Rows:
             self.parents.append(parent)
 
     def select(self, chosen: Sequence[int]) -> "Rows":
-        """The rows `chosen` (ascending, with all their ancestors) as a round of their own."""
+        """The rows `chosen` (ascending, with all their ancestors), renumbered as a separate round."""
         place = {row: index for index, row in enumerate(chosen)}
         return Rows([place.get(self.parents[row], -1) for row in chosen])
 
     def layout(self, base: int, start: int, stop: int) -> Layout:
-        """Rows start..stop−1 behind `base` committed positions."""
+        """Rows start..stop−1 after `base` committed positions."""
         whole = stop == len(self)
         depths, lineages = (self.depths, self.lineages) if whole else (self.depths[:stop], self.lineages[:stop])
         return Layout(base, start, stop, depths, lineages, self.is_chain)
 
 
 def unpack(lineages: Sequence[int], columns: int) -> np.ndarray:
-    """bool [rows, columns]: bit j of lineage i. `columns` may leave out only bits that are not set."""
+    """bool [rows, columns]: bit j of lineages[i]. Bits from `columns` on must be 0."""
     width = -(-columns // 8)
     packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in lineages), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(len(lineages), width), axis=1, count=columns, bitorder="little")

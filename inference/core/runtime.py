@@ -1,4 +1,4 @@
-"""How passes run: one by one as they come, or in fixed shapes that a CUDA graph replays."""
+"""Runtimes, which run passes: eagerly, or in fixed shapes replayed as CUDA graphs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from inference.core.target_session import eager_session
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel, one of `kernels_on` the device, that was fastest where `width` rows see `keys` cache positions.
+    """The kernel, one of `kernels_on` the device, that was fastest when `width` rows see `keys` cache positions.
 
-    heads, key_heads, head_dim: of the attention that this holds for.
+    heads, key_heads, head_dim: of the attention to which this applies.
     """
 
     heads: int
@@ -25,18 +25,18 @@ class KernelChoice:
 
 
 class Runtime(Protocol):
-    """Makes the sessions that generations run in. captures: how many graphs it has made so far, each of which took
-    time that is none of decoding's."""
+    """Makes the sessions of generations. captures: CUDA graphs captured so far; capture time is excluded from decode
+    time."""
 
     name: str
     captures: int
 
     def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
-        """The attention kernels to `prepare` for, where there is a choice: measured on texts of up to `positions`."""
+        """The attention kernels for `prepare`, if there is a choice: measured on texts of up to `positions` tokens."""
         ...
 
     def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
-        """Before the first session: texts will have up to `positions` tokens, and `kernels` are to be used."""
+        """Called before the first session: texts have up to `positions` tokens; `kernels` are used."""
         ...
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
@@ -45,7 +45,7 @@ class Runtime(Protocol):
 
 
 class Eager:
-    """Every pass as it comes: the reference, and the way on a CPU."""
+    """Runs every pass eagerly: the reference, and the runtime on a CPU."""
 
     name = "eager"
     captures = 0
@@ -54,7 +54,7 @@ class Eager:
         return ()
 
     def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
-        """Sessions are made as large as each text needs, and know one kernel."""
+        """Nothing to do: each session is allocated for its text, and there is only one kernel."""
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
         return eager_session(target, split, capacity, context)

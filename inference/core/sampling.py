@@ -1,8 +1,8 @@
-"""From logits to probabilities: once, and the same for target and drafter; and from those to tokens.
+"""From logits to probabilities, with one code path for target and drafter, and from probabilities to tokens.
 
-transformers' own processors in transformers' own order: what reads the text (repetition penalty, processors of the
-user), then the warpers (temperature, top-k, top-p, min-p). In a tree every row has a text of its own: the committed
-tokens and its branch.
+transformers' own processors run in transformers' own order: first those that read the text (repetition penalty, the
+user's processors), then the warpers (temperature, top-k, top-p, min-p). In a tree every row has its own text: the
+committed tokens and its branch.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from transformers import (
 
 from inference.settings.sampling import SamplingConfig
 
-# Exactly these types, no subclasses: they never look at the text, so all rows go through them together.
+# Exactly these types, no subclasses: they never read the text, so they process all rows in one call.
 _IGNORE_CONTEXT = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -45,11 +45,11 @@ _IGNORE_CONTEXT = (
 class Sampler:
     """`config` and the user's `processors`, ready to apply.
 
-    own: what the target's generation config asks for (see `loading.generation_config`), before what `config` does.
+    own: the processors of the target's generation config (see `loading.generation_config`); they run before `config`'s.
 
-    As in `generate`, a processor of the user replaces the one of its type among those. The others come before the
-    warpers, and greedy decoding has no warpers. A processor must be a function of its arguments: one that remembers
-    earlier calls would mix branches.
+    As in `generate`, a user's processor replaces the built-in one of the same type. Other user's processors run before
+    the warpers; greedy decoding has no warpers. A processor must be a pure function of its arguments: one that keeps
+    state between calls would mix branches.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Sampler:
         if config.repetition_penalty not in (None, 1):
             ours.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
         steps: list[LogitsProcessor] = [next((p for p in processors if type(p) is type(mine)), mine) for mine in ours]
-        # All of transformers' own treat rows alike, but for one that in older versions sees the first row only.
+        # All of transformers' own treat rows alike, except for one that in older versions sees the first row only.
         alike = [step for step in ours if type(step) is not EncoderRepetitionPenaltyLogitsProcessor]
         self._batched = [step for step in steps if step in alike]
         steps += [p for p in processors if p not in steps]
@@ -74,7 +74,7 @@ class Sampler:
     def scores(self, logits: Tensor, contexts: Sequence[Tensor] | None = None) -> Tensor:
         """Processed logits [n, V] in float32.
 
-        contexts: for each row of logits [n, V] all tokens before it (int64, on the same device), see `branches`;
+        contexts: for each row of logits [n, V], all tokens before it (int64, on the same device), see `branches`;
         needed only if `reads_context`.
         """
         scores = logits.float()
@@ -99,9 +99,9 @@ class Sampler:
         return scores.softmax(-1)
 
     def _by_context(self, step: LogitsProcessor, scores: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-        """Apply a processor row by row, as plain decoding would; ours treats rows alike and goes depth by depth.
+        """Apply a processor row by row, as plain decoding would; built-in ones take all rows of one depth at once.
 
-        It gets copies of the rows: transformers lets a processor write to its input.
+        It gets copies of the rows, because transformers lets a processor write to its input.
         """
         together = step in self._batched
         groups: dict[int, list[int]] = {}
@@ -114,9 +114,9 @@ class Sampler:
 
 
 def successors(logits: Tensor, count: int) -> Tensor:
-    """The `count` likeliest tokens after each row of logits [..., V], then the probability of each.
+    """The `count` likeliest tokens after each row of logits [..., V], followed by their probabilities.
 
-    float32 [..., 2k], k being the smaller of count and V: one tensor to fetch. Ids below 2^24 are exact in it.
+    float32 [..., 2k] with k = min(count, V): one tensor to transfer. float32 represents ids below 2^24 exactly.
     """
     scores = logits.float()
     values, tokens = largest(scores, min(count, logits.shape[-1]))
@@ -124,7 +124,7 @@ def successors(logits: Tensor, count: int) -> Tensor:
 
 
 def largest(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor]:
-    """`scores.topk(count)` of [..., V]. They lie in the `count` chunks of the largest maxima: one look at all of V."""
+    """`scores.topk(count)` of [..., V] in one pass over V: the results are in the `count` chunks of largest maxima."""
     size = scores.shape[-1]
     whole = size - size % chunk
     if count * chunk * 4 > size:
@@ -142,7 +142,7 @@ def largest(scores: Tensor, count: int, chunk: int = 64) -> tuple[Tensor, Tensor
 
 
 def branches(text: Tensor, tokens: Tensor, parents: Sequence[int]) -> list[Tensor]:
-    """The text before each row of a verified tree: `text` [length], and for each node `text` and the path to it.
+    """The text up to each row of a verified tree: `text` [length] for the root, `text` and the path for each node.
 
     tokens, parents [n]: the draft tree under the last token of `text`. Returns n + 1 tensors, the root's first.
     """
@@ -156,18 +156,18 @@ def invert(weights: Tensor, uniforms: Tensor | float) -> Tensor:
     """Draw from each row of weights [m, V] ≥ 0 by its inverse distribution function.
 
     uniforms: float64 [m, k] in [0, 1), or one number for a single draw from each row.
-    Returns tokens [m, k]: the first one at which the row's running sum exceeds that share of its total, −1 only where a
-    row has no weight at all. Example: weights (1, 3) and uniform 0.5 give token 1, as 1 is not more than 2 but 4 is.
+    Returns tokens [m, k]: the first one at which the row's running sum exceeds that share of its total; −1 only if all
+    weights of a row are 0. Example: weights (1, 3) and uniform 0.5 give token 1, as 1 is not more than 2 but 4 is.
 
-    The sums are in float64. A token's share is off by some V · 2⁻⁵³ of the total at most. There is no transfer from a
-    GPU.
+    The sums are in float64. The error of a token's share is at most about V · 2⁻⁵³ of the total. There is no transfer
+    from a GPU.
     """
     sums = _running_sums(weights)
     found = torch.searchsorted(sums, sums[:, -1:] * uniforms, right=True).clamp_(max=weights.shape[-1] - 1)
     hit = weights.gather(-1, found) > 0
     if weights.device.type == "cpu" and bool(hit.all()):
         return found
-    # Sums taken in parallel, as on CUDA, may step up by a rounding error where the weight is 0, or step down.
+    # Parallel sums, as on CUDA, may rise by a rounding error where the weight is 0, or fall.
     heaviest = weights.argmax(-1, keepdim=True)
     return torch.where(hit, found, torch.where(weights.gather(-1, heaviest) > 0, heaviest, -1))
 

@@ -1,4 +1,4 @@
-"""A text inside a target, as the decode loop and drafters see it: rows in, logits and hidden states out."""
+"""The session of one text in a target, for the decode loop and drafters: rows in, logits and hidden states out."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class View(Protocol):
-    """What a pass knows of its rows, on the device."""
+    """A pass's view of its rows, on the device."""
 
     @property
     def positions(self) -> Tensor:
@@ -24,7 +24,7 @@ class View(Protocol):
 
     @property
     def rotary(self) -> Rotary:
-        """What layers are told of the positions."""
+        """The rotary tables at these positions."""
         ...
 
     def masks(self) -> Masks:
@@ -32,20 +32,20 @@ class View(Protocol):
         ...
 
     def last(self, hidden: Tensor, count: int) -> Tensor:
-        """The last `count` rows of hidden [1, n, d], to spare the head the others; all, where shapes are fixed."""
+        """The last `count` rows of hidden [1, n, d], to skip the head for the others; all rows if shapes are fixed."""
         ...
 
 
-Pass = Callable[[Tensor, View], tuple[Tensor, ...]]  # of the rows' input; the outputs have a row for each of them too
+Pass = Callable[[Tensor, View], tuple[Tensor, ...]]  # from the rows' input to outputs, each with a row per input row
 
 
 class Session(Protocol):
-    """Runs a target over one text, round by round. A class of sessions inherits what is the same in all of them.
+    """Runs a target over one text, round by round. Session classes inherit the shared methods.
 
-    A *node* is a proposed token of a `DraftTree`, numbered as the structure lists them. A *row* is a token that ran in
-    this round, numbered in the order of running: row 0 is the root, which is the last committed token. A *slot* is a
-    place in a cache: row r stands in slot base + r, while its *position*, which attention is told, is base + its depth.
-    A drafter that shares the first half runs what it extends, here the root and node 1; `run_tree` runs the rest:
+    A *node* is a proposed token of a `DraftTree`, numbered in the structure's order. A *row* is a token that ran in
+    this round, numbered in running order: row 0 is the root, the last committed token. A *slot* is a cache index: row r
+    is in slot base + r, while its *position* for attention is base + its depth. A drafter that shares the first half
+    runs the nodes that it extends, here the root and node 1; `run_tree` runs the others:
 
         text … "the"   the draft     node  row  slot      position
                        (the)          –     0   base      base
@@ -58,13 +58,13 @@ class Session(Protocol):
 
     `base` counts the committed positions before row 0; all caches hold exactly those between rounds. `target_hidden`
     [1, d] is the hidden state after the last layer at the last committed position. `capacity` counts the slots of the
-    caches, `context` the positions the text may reach. `taps` are boundaries (see `LayerStack.run_tapped`) at which a
-    drafter wants the hidden states of every pass. `successors` is how many of the likeliest tokens after every row a
-    drafter wants (see `recycled`).
+    caches, `context` the positions the text may reach. `taps` are layer boundaries (see `LayerStack.run_tapped`) at
+    which a drafter reads the aux hidden states of every pass. `successors` is the number of top-k continuations of
+    every row that a drafter reads (see `recycled`).
 
-    Of a round: `round` and `fed` are its rows and their tokens, `finished` the rows that `finish` ran last, `tree_rows`
-    those of the nodes of the tree that ran last, and `beside_logits` what `finish` gave besides: at `taps`
-    [1, n, taps · d], and `successors` [1, n, 2k], if wanted.
+    Of a round: `round` and `fed` are its rows and their tokens, `finished` the rows of the last `finish`, `tree_rows`
+    the rows of the last tree's nodes, and `beside_logits` the other outputs of `finish`, if requested: the aux hidden
+    states at `taps` [1, n, taps · d] and `successors` [1, n, 2k].
     """
 
     device: torch.device
@@ -83,67 +83,67 @@ class Session(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the target knows."""
+        """The size of the target's vocabulary."""
         ...
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """Add rows: tokens [n] whose parents are row numbers (−1: no parent in this round).
 
-        Returns their hidden states between the two halves of the target's layers [1, n, d], where it is split.
+        Returns their hidden states [1, n, d] at the split between the two halves of the target's layers, if any.
         """
         ...
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         """Run the target over `rows` (ascending, with all their ancestors; None: every row).
 
-        Returns next-token logits of each of them [n, V], or of the last one [1, V]; they hold until the next call.
+        Returns next-token logits of each row [n, V], or of the last one [1, V]; they are valid until the next call.
         Rows left out cannot be committed. May be called again, for other rows.
         """
         ...
 
     def commit(self, rows: Sequence[int]) -> None:
-        """End the round: the tokens of `rows`, an ascending path from row 0, are part of the text; drop the others."""
+        """End the round: `rows`, an ascending path from row 0, become part of the text; the other rows are dropped."""
         ...
 
     def layered(self) -> "TargetSession":
-        """Itself, for drafters that use layers of the target. Raises `TypeError` where there are none to use."""
+        """Itself, for drafters that use layers of the target. Raises `TypeError` if the target exposes no layers."""
         raise TypeError(f"{type(self).__name__}: there are no layers of a target")
 
     def beside(self, model: Target) -> "Session":
-        """A session of the same size for a drafter's own model, run by `extend`. Raises `TypeError` where none runs."""
+        """A session of the same size for a drafter's own model, run by `extend`. Raises `TypeError` if unsupported."""
         raise TypeError(f"{type(self).__name__}: no model runs beside it")
 
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
         """Add rows and run them through the whole model: hidden states [n, d], the last rows' logits [wanted, K].
 
-        These are of its own tokens (see `Target.predicted`). They hold until the next call.
+        The logits are over the draft vocabulary (see `Target.predicted`). Both are valid until the next call.
         """
         raise TypeError(f"{type(self).__name__}: it runs no model")
 
     def content(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """Keys and values [1, heads, positions, head_dim] of every layer. Raises `TypeError` where there are none."""
+        """Keys and values [1, heads, positions, head_dim] of every layer. Raises `TypeError` without a KV cache."""
         raise TypeError(f"{type(self).__name__}: it has no caches")
 
     @property
     def step(self) -> Callable[[Tensor], Tensor] | None:
-        """A round of plain greedy decoding in one graph, where there is one.
+        """A round of plain greedy decoding as one graph; None without graphs.
 
-        It commits a token [1] and returns the `likeliest` one after it [1], which holds until the next call;
-        `target_hidden`, which is for those who draft, is undefined afterwards.
+        It commits a token [1] and returns the argmax after it [1], valid until the next call. `target_hidden` is
+        undefined afterwards.
         """
         return None
 
     def close(self) -> None:
-        """The generation is over: what it worked in may serve another one."""
+        """End the generation: its buffers may be reused."""
         return
 
     def start_round(self) -> None:
-        """No row is fed yet."""
+        """Start a round without rows."""
         self.round, self.fed, self.finished, self.beside_logits = Rows(), [], (), []
 
     @property
     def rows(self) -> int:
-        """How many rows this round has."""
+        """The number of rows in this round."""
         return len(self.round)
 
     @property
@@ -152,14 +152,14 @@ class Session(Protocol):
         return torch.cat(self.fed)
 
     def prefill(self, prompt: Sequence[int]) -> Tensor:
-        """Run the prompt; returns the logits after it [1, V]. The round is left open, for a drafter to read."""
+        """Run the prompt; returns the logits after it [1, V]. The round stays open so that a drafter can read it."""
         self.feed(torch.tensor(prompt, device=self.device), chain_parents(0, len(prompt)))
         return self.finish(last_only=True)
 
     def run_tree(self, root: Tensor, tree: DraftTree) -> Tensor:
-        """The target's next-token logits after the root [1] and after each node [n + 1, V]; `path` knows their rows.
+        """The target's next-token logits [n + 1, V] after the root [1] and after each node; `path` gives their rows.
 
-        Feeds what this round has not fed yet: all of it, or, where a drafter shares the first half, the leaves.
+        Feeds the tokens that this round has not fed yet: all, or the leaves if the drafter shares the first half.
         """
         shared = self.rows > 0
         rows = list(tree.rows) if shared else [-1] * len(tree)
@@ -182,24 +182,24 @@ class Session(Protocol):
         return logits
 
     def path(self, nodes: Sequence[int]) -> list[int]:
-        """The rows of the root and of `nodes` of the tree that ran last."""
+        """The rows of the root and of `nodes` of the last tree."""
         return [0, *(self.tree_rows[node] for node in nodes)]
 
     def tapped(self, rows: Sequence[int]) -> Tensor:
-        """The hidden states of `rows` at the boundaries `taps`, side by side [1, n, taps · d]; a copy.
+        """The aux hidden states of `rows` at the boundaries `taps`, concatenated [1, n, taps · d]; a copy.
 
-        rows: some of those that `finish` ran last.
+        rows: a subset of the rows of the last `finish`.
         """
         return self.beside_logits[0][:, self.places_of(rows)]
 
     def recycled(self) -> tuple[Sequence[int], Tensor]:
-        """The rows [n] that `finish` ran last, and `sampling.successors` of each, float32 [n, 2k].
+        """The rows [n] of the last `finish`, and `sampling.successors` of each, float32 [n, 2k].
 
-        Holds until the next pass. It needs the logits of every row.
+        Valid until the next pass. That `finish` must have computed the logits of every row.
         """
         return self.finished, self.beside_logits[-1][0]
 
     def places_of(self, rows: Sequence[int]) -> list[int]:
-        """Where `rows` stand among those that `finish` ran last."""
+        """The indices of `rows` among the rows of the last `finish`."""
         place = {row: index for index, row in enumerate(self.finished)}
         return [place[row] for row in rows]

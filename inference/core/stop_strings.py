@@ -1,4 +1,4 @@
-"""Where a text ends at a stop string: transformers' own rule, asked of every token of a round at once."""
+"""The end of a text at a stop string: transformers' own rule, applied to all tokens of a round at once."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ class StopStrings:
     """Finds the token with which the first of `stops` is complete, as `generate(stop_strings=stops)` does.
 
     The rule (`StopStringCriteria`) is a function of the last `span` tokens, prompt and new text alike. Their pieces,
-    joined, must hold a stop string whose end lies in the last piece. What a tokenizer's `decode` makes of a longer text
-    is no part of it: it may clean up spaces, for example. Raises `UserError` for stops that no token can end.
+    joined, must contain a stop string that ends in the last piece. The rule does not use the tokenizer's `decode` of
+    the whole text, which may clean up spaces, for example. Raises `UserError` for stops that no token can end.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerBase):
@@ -27,14 +27,14 @@ class StopStrings:
             ) from None
         self._span = self._rule.maximum_token_len
         before = self._rule.max_valid_positions * self._rule.num_stop_strings
-        overlaps = self._rule.embedding_vec[:, before:-1]  # [tokens, …]: by how much each can be the end of a stop
+        overlaps = self._rule.embedding_vec[:, before:-1]  # [tokens, …]: how much of a stop's end each token can be
         self._may_end = frozenset((overlaps > 0).any(1).nonzero().flatten().tolist())
 
     def first_end(self, text: Sequence[int], new: int) -> int | None:
-        """How many of the last `new` tokens of `text` there are when the text first ends; None: it goes on.
+        """The number of the last `new` tokens of `text` up to its first end; None: the text continues.
 
-        text: the prompt's tokens and all new ones. Except for the first few tokens of a text, the rule is asked once,
-        about all tokens that can be a stop's end. Most often there is none.
+        text: the prompt's tokens and all new ones. Except for the first few tokens of a text, the rule is called once,
+        for all tokens that can end a stop. Most often there is no such token.
         """
         before = len(text) - new
         counts = [count for count in range(1, new + 1) if text[before + count - 1] in self._may_end]
@@ -48,6 +48,6 @@ class StopStrings:
         return counts[ended.index(True)] if True in ended else None
 
     def _ends(self, windows: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether a text ends with each of `windows`, all of one length."""
+        """Whether a text ends with each of `windows`, which have one length."""
         found: list[bool] = self._rule(torch.tensor(windows), None).tolist()
         return found

@@ -1,4 +1,4 @@
-"""A round: what it committed, and where its time goes."""
+"""A round: the tokens it committed and its time by part."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass of the target committed. The first round of a generation is the prefill.
+    """The tokens committed by one pass of the target. The first round of a generation is the prefill.
 
     tokens: committed ids, never beyond the first EOS or the budget.
     drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
-    depth: the draft's, so how many could have.
+    depth: the draft's depth, which is the largest possible `accepted`.
 
-    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: everything else
-    that the drafter does. verify: the target's pass and its transfer; in plain decoding the pass alone.
+    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: the drafter's
+    other work. verify: the target's pass and its transfer; in plain decoding the pass alone.
     """
 
     tokens: tuple[int, ...]
@@ -33,26 +33,26 @@ class Round:
 
 
 class Stopwatch:
-    """Seconds since the last `restart`, and those of named parts. Of a part within a part the inner one gets all."""
+    """Seconds since the last `restart`, and by named part. The time of a nested part counts for the inner one only."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
         self.restart()
 
     def restart(self) -> None:
-        """A round begins."""
+        """Begin a round."""
         self._started = self._clock()
-        self._within = 0.0  # seconds of the parts inside the one that runs now
+        self._within = 0.0  # seconds of the parts nested in the running one
         self.parts: dict[str, float] = {}
 
     @property
     def seconds(self) -> float:
-        """Since the round began."""
+        """Seconds since the round began."""
         return self._clock() - self._started
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is done in here counts for `name`."""
+        """Count the time spent inside the context for `name`."""
         before, self._within = self._within, 0.0
         started = self._clock()
         yield
@@ -62,6 +62,6 @@ class Stopwatch:
 
 
 def synchronized_clock() -> float:
-    """`time.perf_counter` after the CUDA device has finished what it was given."""
+    """`time.perf_counter` after all queued work of the CUDA device has finished."""
     torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Sessions of a target: in two halves of its layers, or as a whole."""
+"""Sessions of a target: split into two halves of its layers, or whole."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def eager_session(target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
-    """A session whose passes run as they come.
+    """A session whose passes run eagerly.
 
-    split: as of `TargetSession`; for a target that runs as a whole it means nothing.
+    split: as in `TargetSession`; ignored for a target that runs as a whole.
     """
     if target.layered is None:
         return WholeSession(target, capacity, context)
@@ -31,12 +31,11 @@ def eager_session(target: Target, split: int | None, capacity: int, context: int
 class TargetSession(Session):
     """Runs a model over one text in two halves, layers [0, split) and [split, L).
 
-    A drafter that lives on the target's first layers feeds rows through the first half while it drafts;
-    `finish` then runs only the second half over all rows, so no layer ever computes a row twice. Any other
-    drafter uses split = 0, where the first half is the embedding. With split None, for a drafter's own model, all
-    layers are in the first half.
+    A drafter that shares the target's first layers feeds rows through the first half while it drafts; `finish` then
+    runs only the second half over all rows, so no layer computes a row twice. Any other drafter uses split = 0, where
+    the first half is the embedding. With split None, for a drafter's own model, all layers are in the first half.
 
-    Tapped boundaries need split = 0. `context` is by default as large as `capacity`.
+    Aux hidden states (`taps`) need split = 0. `context` defaults to `capacity`.
     """
 
     def __init__(self, layers: Layers, split: int | None, capacity: int, context: int | None = None):
@@ -59,7 +58,7 @@ class TargetSession(Session):
 
     @property
     def stack(self) -> "LayerStack":
-        """What the halves run; a session of a head's own layers has none."""
+        """The layered target that the halves run; a session of a head's own layers has none."""
         found = self.layers.layered
         assert found is not None
         return found
@@ -71,7 +70,7 @@ class TargetSession(Session):
         return eager_session(model, None, self.capacity, self.context)
 
     def layers_beside(self, layers: Layers) -> "TargetSession":
-        """A session of the same size for layers of a drafter's own, run through by `run_rows`."""
+        """A session of the same size for a drafter's own layers, run by `run_rows`."""
         return TargetSession(layers, None, self.capacity, self.context)
 
     @property
@@ -133,22 +132,22 @@ class TargetSession(Session):
         return logits[0, -wanted:]
 
     def run_rows(self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
-        """Add rows as `feed` does and run a pass over x [1, n, …] of them, where all layers are in the first half.
+        """Add rows as `feed` does and run a pass over their input x [1, n, …]; all layers must be in the first half.
 
-        For a drafter's own model, in a session beside the target's. name: as in `run_beside`.
+        For a drafter's own model, in a separate session from the target's. name: as in `run_beside`.
         """
         return self._run(name, pass_, x, self._add(parents), self.first)
 
     def run_beside(self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache) -> tuple[Tensor, ...]:
         """A pass of a drafter's own layers over x [1, n, …], of rows start, start + 1, …, where start may be negative.
 
-        name: of this pass, always the same one. Its keys and values go after what `cache` has. Its outputs hold until
-        the next call.
+        name: the pass's name, which is the same in every call. Its keys and values are appended to `cache`. Its outputs
+        are valid until the next call.
         """
         return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache)
 
     def cache_beside(self, owner: object, layers: range) -> KVCache:
-        """An empty cache for layers of a drafter's own, which `owner` has."""
+        """An empty cache for a drafter's own layers, which belong to `owner`."""
         return KVCache(layers, self.capacity)
 
     def content(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -169,7 +168,7 @@ class TargetSession(Session):
         return self._layout(start, self.rows)
 
     def _layout(self, start: int, stop: int) -> Layout:
-        """Of rows start..stop−1 of this round; that of the last pass where they are the same."""
+        """The layout of rows start..stop−1 of this round; reuses the last pass's if it is of the same rows."""
         last = None if self._view is None else self._view.layout
         if last is not None and (last.start, last.stop) == (start, stop) and last.base == self.base:
             return last
@@ -180,8 +179,8 @@ class TargetSession(Session):
         self._hidden.append(hidden)
 
     def _run(self, name: str, pass_: Pass, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tensor, ...]:
-        """Run a pass over the rows of `layout`, whose keys and values go behind what `cache` has."""
-        # An exit layer runs over the rows that were just fed to the first half, as a rule.
+        """Run a pass over the rows of `layout`, whose keys and values are appended to `cache`."""
+        # An exit layer usually runs over the rows that were just fed to the first half.
         if self._view is None or self._view.layout is not layout:
             self._view = _EagerView(self, layout)
         outputs = pass_(x, self._view)
@@ -196,7 +195,7 @@ class TargetSession(Session):
 
 
 class _EagerView:
-    """Positions, rotary tables and masks of a layout, made when asked for."""
+    """Positions, rotary tables and masks of a layout, built on first use."""
 
     def __init__(self, session: TargetSession, layout: Layout):
         self.layout = layout
@@ -214,7 +213,7 @@ class _EagerView:
             span, positions = self.layout.span, self.positions
             if span is None:
                 self._rotary = self._layers.rotary(positions)
-            else:  # views of the tables: a round of a chain asks for nothing else
+            else:  # views of the tables: a chain needs nothing else
                 views = ((cos[None, span], sin[None, span]) for cos, sin in self._layers.tables)
                 self._rotary = Rotary(positions, tuple(views))
         return self._rotary
@@ -229,10 +228,10 @@ class _EagerView:
 
 
 class WholeSession(Session):
-    """Runs a model by its own forward. Rows that are fed are only noted, and `finish` runs all of them.
+    """Runs a model by its own forward. `feed` only records rows, and `finish` runs all of them.
 
-    So nothing of the target is there while drafting. Drafters that need no layers of the target see what they see of
-    any session: tokens, and `target_hidden`.
+    So nothing of the target is computed while drafting. Drafters that need no layers of the target read the same as
+    from any session: tokens and `target_hidden`.
     """
 
     def __init__(self, lm: Target, capacity: int, context: int | None = None):
@@ -256,7 +255,7 @@ class WholeSession(Session):
         return eager_session(model, None, self.capacity, self.context)
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Note rows (see `Session.feed`); there are no hidden states between two halves."""
+        """Record rows (see `Session.feed`); returns their tokens, as there are no hidden states between two halves."""
         self.round.add(parents)
         self.fed.append(tokens)
         return tokens[None]
@@ -277,10 +276,10 @@ class WholeSession(Session):
         return logits
 
     def _run(self, rows: Rows, tokens: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits of the last ones of `rows`, whose tokens these are (see `Target.rows`)."""
+        """Hidden states and logits of the last rows of `rows`, whose tokens are `tokens` (see `Target.rows`)."""
         hidden, logits = [], []
         before = len(rows) - len(tokens)
-        for start in range(0, len(tokens), Band.BLOCK):  # a mask of all of a long text would be its square
+        for start in range(0, len(tokens), Band.BLOCK):  # a mask of a whole long text would be quadratic in its length
             block = tokens[start : start + Band.BLOCK]
             part = slice(before + start, before + start + len(block))
             inside = torch.from_numpy(unpack(rows.lineages[part], part.stop)).to(tokens.device)
@@ -295,7 +294,7 @@ class WholeSession(Session):
         return self.cache.content()
 
     def commit(self, rows: Sequence[int]) -> None:
-        if not self.finished:  # the text that a drafter begins with, of which nobody has asked the logits
+        if not self.finished:  # the text that a drafter starts with, whose logits nobody has requested
             self.finish(last_only=True)
         places = self.places_of(rows)
         self.cache.keep(self.base, places)

@@ -17,12 +17,12 @@ class DraftTree:
     tokens [n] int64.
     parents: index of each node's parent, `ROOT` for a child of the root. A chain is the tree with parents (−1, 0, 1,
     …).
-    rows: under which row number the source was fed each node, −1 where it never was.
-    path_probs [n]: p̂, the product of q along each node's path, where the structure computed it.
+    rows: each node's row number in the draft model, −1 for nodes that it was not fed.
+    path_probs [n]: p̂, the product of q along each node's path, if the structure computed it.
     q: for sampled drafts, the distribution [V] that the children of a node (or `ROOT`) were drawn from, in order of
     their index. It is empty for a deterministic draft, whose candidates are point masses.
-    draws: of draws with replacement, the child that each draw of a node hit, in order. Equal draws are one node, listed
-    again. Example: a root that drew the tokens 7, 9, 7 has the children 0 and 1, and the draws (0, 1, 0).
+    draws: for draws with replacement, the child that each draw at a node hit, in order. Equal draws are one node, which
+    is listed again. Example: a root that drew the tokens 7, 9, 7 has the children 0 and 1, and the draws (0, 1, 0).
     """
 
     tokens: Tensor
@@ -43,8 +43,8 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class OptimalTree(DraftTree):
-    """An OPT-Tree. Known on the host: masses, Σ p̂ over the nodes of every level that was drafted; and steps, q of each
-    node after its parent."""
+    """An OPT-Tree. On the host it has masses, Σ p̂ over the nodes of each drafted level, and steps, the q of each node
+    given its parent."""
 
     masses: tuple[float, ...] = ()
     steps: tuple[float, ...] = ()
@@ -56,7 +56,7 @@ class OptimalTree(DraftTree):
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """The depths of the root, which is 0, and of every node, n + 1 of them. A node stands after its parent."""
+    """The n + 1 depths of the root, which is 0, and of every node. Parents come before children."""
     found = [0]
     for parent in parents:
         found.append(found[parent + 1] + 1)

@@ -1,20 +1,20 @@
-"""Verification rules: pure functions from a draft and the target's opinion to what is accepted.
+"""Verification rules: pure functions from a draft and the target's distributions to the accepted nodes.
 
 Under sampling all rules are one recursion. Take a node whose target distribution is p, with candidates x_1, x_2, …
 drawn from q_1, q_2, …. Start from r = p. Accept x_i with probability min(1, r(x_i) / q_i(x_i)), else set
-r ← norm(max(r − q_i, 0)). If all are rejected, emit a sample from r. The emitted token has law p exactly, whatever the
-q_i are. Example: p = (0.5, 0.5), q = (1, 0), one candidate. It is accepted with probability 0.5; else r = (0, 1), and
+r ← norm(max(r − q_i, 0)). If all are rejected, emit a sample from r. The emitted token is distributed exactly as p, for
+any q_i. Example: p = (0.5, 0.5), q = (1, 0), one candidate. It is accepted with probability 0.5; else r = (0, 1), and
 the other token is emitted.
 
-The rules differ in what they take q_i to be:
+The rules differ in their choice of q_i:
 
 - with replacement: q_i = q, the candidates are independent draws (one candidate: Leviathan et al. 2023);
 - without replacement: q_1 = q, q_{i+1} = norm(q_i with x_i removed);
 - naive: q_i = the point mass on x_i, so r loses one token at a time. That is sampling from p and accepting the sample
   if it is among the candidates. It needs no q and is the rule for candidates that were chosen, not drawn.
 
-(MCSD §3.) The arrays are torch tensors in production. Rejection and matching use only what torch tensors and numpy
-arrays have in common. So tests run this code on arrays of fractions and sum over every random branch.
+(MCSD §3.) The arrays are torch tensors in production. Rejection and matching use only operations that torch tensors and
+numpy arrays share. So tests run this code on arrays of fractions and sum over every random branch.
 """
 
 import random
@@ -50,23 +50,23 @@ class RandomChance:
     """Decisions by the numbers of `generator`; the same on every device up to rounding of the probabilities."""
 
     def __init__(self, generator: random.Random):
-        self._random = generator  # Python's draws single numbers on the host ten times cheaper than a tensor op
+        self._random = generator  # Python's generator draws single numbers ten times faster than a tensor op
 
     def accept(self, probability: float) -> bool:
         return self._random.random() < probability
 
     def choose(self, weights: Tensor) -> int:
-        """By the inverse distribution function. One transfer."""
+        """Draw by the inverse distribution function. One transfer."""
         return int(invert(weights[None], self._random.random()))
 
 
 class NodeRule(Protocol):
-    """What happens at one node. A family is (parent, its children's tokens in draw order)."""
+    """The verification rule at one node. A family is (parent, its children's tokens in draw order)."""
 
     def acceptance(
         self, families: Sequence[tuple[int, Sequence[int]]], q: Mapping[int, Rows], p: Rows
     ) -> dict[int, list[float]]:
-        """By parent, for each child: the probability that it is accepted if those before it were not.
+        """By parent, for each child: the probability that it is accepted if its earlier siblings were rejected.
 
         q: the distribution [V] that each parent's children were drawn from; p [n + 1, V]: the target's, row 0
         at the root and row i + 1 at node i. Probabilities above 1 mean 1. One transfer from the device.
@@ -74,7 +74,7 @@ class NodeRule(Protocol):
         ...
 
     def residual(self, family: tuple[int, Sequence[int]], q: Mapping[int, Rows], p: Rows) -> Rows:
-        """The law [V], up to a factor, of the token to emit at the parent when all its children were rejected."""
+        """The unnormalised distribution [V] of the token to emit at the parent if all its children were rejected."""
         ...
 
 
@@ -83,8 +83,8 @@ class Rejection:
     """Candidates drawn from q, with or without replacement.
 
     A candidate with q_i(x_i) = 0 was not drawn from q_i (the support was exhausted, or it is repeated): it is never
-    accepted and leaves r alone, so the tree is narrower and the law the same. Repeated draws with replacement do count
-    (they are rejected and take their share of r), so a draft must keep them.
+    accepted and leaves r alone, so the tree is narrower and the distribution the same. Repeated draws with replacement
+    do count (they are rejected and take their share of r), so a draft must keep them.
     """
 
     replace: bool
@@ -118,13 +118,13 @@ class Rejection:
         return r[0]
 
     def _start(self, parents: Sequence[int], q: Mapping[int, Rows], p: Rows) -> tuple[Rows, Rows]:
-        """r and q_1 [m, V]; the latter is a copy to work in."""
+        """r and q_1 [m, V]; q_1 is a copy, to be modified in place."""
         if not all(parent in q for parent in parents):
             raise ValueError("this draft was not sampled: its candidates have no q; verify it with the naive rule")
         return _rows(p, parents), _module(p).stack([q[parent] for parent in parents])
 
     def _reject(self, r: Rows, q_i: Rows, drawn: Sequence[int]) -> tuple[Rows, Rows]:
-        """r and q_i [m, V] after the tokens `drawn` [m] were rejected. Works in q_i."""
+        """r and q_i [m, V] after the tokens `drawn` [m] were rejected. Modifies q_i in place."""
         rows = range(len(drawn))
         real = (q_i[rows, drawn] > 0)[:, None]
         r = _normalised((r - q_i * real).clip(min=0))
@@ -136,9 +136,9 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Matching:
-    """The naive rule, for any candidates however chosen. At every node of a deterministic tree it is sample-and-match.
+    """The naive rule, for candidates chosen in any way. At every node of a deterministic tree it is sample-and-match.
 
-    It works on one gathered number per candidate. Only the last row is touched as a whole.
+    It reads one gathered number per candidate. Only the last node's row is read as a whole.
     """
 
     def acceptance(
@@ -177,16 +177,16 @@ def verify_sampled(
     draws: Mapping[int, Sequence[int]] | None = None,
     at_once: bool | None = None,
 ) -> tuple[list[int], int]:
-    """Verification under sampling: apply `rule` from the root down, then to the children of what it accepted.
+    """Verification under sampling: apply `rule` at the root, then at each accepted node.
 
     tokens, parents [n]: the draft tree, siblings in draw order. q, p: as in `NodeRule.acceptance`, p being normalised.
-    Returns (accepted nodes in order, the next token). The emitted tokens have exactly the law of sampling from p one by
-    one.
+    Returns (accepted nodes in order, the next token). The emitted tokens are distributed exactly as when sampled from p
+    one by one.
 
     draws: for candidates drawn with replacement, the child that each draw of a parent hit (`DraftTree.draws`).
     at_once: find the acceptance probabilities of all nodes in one batch, so that a round takes two transfers from the
-    device. Otherwise only those of visited nodes are found, which is less work, but one transfer each. Default: at once
-    unless p is on the CPU.
+    device. Otherwise they are found for visited nodes only, which is less work, but one transfer per node. Default: at
+    once unless p is on the CPU.
     """
     children = {parent: list(nodes) for parent, nodes in (draws or {}).items()}
     if not children:
@@ -209,7 +209,7 @@ def verify_sampled(
     weights = p[last + 1]
     if last in families:
         rest = rule.residual((last, families[last]), q, p)
-        # Where p ≤ q up to rounding, rejecting has a probability of 1e-7 instead of 0 and may leave nothing to emit.
+        # If p ≤ q up to rounding, rejection has probability 1e-7 instead of 0 and may leave a residual of zero mass.
         weights = rest + (rest.sum() == 0) * weights
     return accepted, chance.choose(weights)
 
@@ -231,7 +231,7 @@ def verify_greedy(tokens: Sequence[int], parents: Sequence[int], choices: Sequen
 
 
 def _module(rows: object) -> ModuleType:
-    """Where the functions for such arrays live."""
+    """The module whose functions take such arrays."""
     return torch if isinstance(rows, Tensor) else np
 
 
@@ -249,6 +249,6 @@ def _ratio(r: Rows, q: Rows, drawn: Sequence[int]) -> Rows:
 
 
 def _normalised(rows: Rows) -> Rows:
-    """Rows [m, V] divided by their sums; rows of zeros stay so."""
+    """Rows [m, V] divided by their sums; rows of zeros stay zero."""
     mass = rows.sum(-1)[..., None]
     return rows / (mass + (mass == 0))

@@ -1,1 +1,1 @@
-"""What is wrong with a drafter: how it is read, what it was made for, where it agrees with the target."""
+"""Diagnosis of drafters: how a checkpoint is read, its training target, and its agreement with the target."""

@@ -1,4 +1,4 @@
-"""What a drafter of each kind would draft along a recorded text, at all its places in a few passes."""
+"""The logits of each kind of drafter at all places of a recorded text, computed in a few passes."""
 
 import torch
 from torch import Tensor
@@ -12,16 +12,16 @@ from draft_models.targets.target import Target
 from inference.doctor.patient import Recording
 from inference.doctor.recording import read
 
-STEPS = 2  # of a draft by a head: after true features, and after its own output for one
+STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs
 
 
 @torch.inference_mode()
 def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) -> Tensor:
-    """Logits [2, places, V] of a head: drafted first, and drafted second after a right token.
+    """Logits [2, places, V] of a head: of the first draft step, and of the second one after a correct token.
 
-    Entry t is the pair (feature t, token t + 1) and predicts token t + 2. In the second step an entry's feature is what
-    the first one gave for t, and its token t + 2; it sees the true entries up to t, and itself at position t + 1.
-    still: at position t, as where a training forgot to move it.
+    Entry t is the pair (feature t, token t + 1) and predicts token t + 2. In the second step an entry's feature is the
+    output of the first step for t, and its token is token t + 2. It attends to the true entries up to t and to itself,
+    at position t + 1. still: at position t instead, as in trainings that do not advance the position.
     """
     tokens, places = recording.tokens, torch.tensor(recording.places, device=recording.tokens.device)
     count = len(tokens) - 1
@@ -55,7 +55,7 @@ def draft_by_exit(drafter: EarlyExit, stack: LayerStack, recording: Recording) -
 
 @torch.inference_mode()
 def draft_by_lm(lm: Target, recording: Recording) -> Tensor:
-    """Logits [1, places, V'] of a small LM, of whatever vocabulary size."""
+    """Logits [1, places, V'] of a small LM; its vocabulary size V' may differ from the target's."""
     start = recording.places[0] - 1
     logits, _ = read(lm, recording.tokens.tolist(), start)
     return logits[None, [place - 1 - start for place in recording.places]]

@@ -1,4 +1,4 @@
-"""The doctor: drafters are read in every way that fits them, along texts of the target's own, and compared."""
+"""The doctor: scores all possible readings of each drafter on the target's own texts, and compares them."""
 
 import itertools
 from collections import Counter
@@ -66,13 +66,13 @@ def patient_of_lm(maker: Maker[Model], model: Model, where: str, target: OpenTar
     )
 
 
-ANSWER = 48  # tokens of an answer at most
-FEW, MANY = 240, 1200  # places that are judged, unasked and asked
-AT_LENGTH = 2  # texts of each length
-TEMPLATED = 4  # prompts that are rendered in other ways
+ANSWER = 48  # maximum tokens of an answer
+FEW, MANY = 240, 1200  # places to judge: by default, and if the doctor was requested
+AT_LENGTH = 2  # texts per length
+TEMPLATED = 4  # prompts to render with other templates
 SYSTEM = "You are a helpful assistant."
 Findings = dict[str, Any]
-# What can be examined of a kind's model, which is `prepare`d: of (maker, model, where it lies, target, stack).
+# By kind, the function that makes its `Patient` from (maker, `prepare`d model, the model's path, target, stack).
 PATIENTS: dict[str, Callable[..., Patient]] = {
     "early_exit": patient_of_exit,
     "small_lm": patient_of_lm,
@@ -82,7 +82,7 @@ PATIENTS: dict[str, Callable[..., Patient]] = {
 
 @dataclass(frozen=True)
 class Texts:
-    """Where recordings come from: prompts, and the target that answers them. new: tokens of an answer at most."""
+    """The source of recordings: the target, which answers prompts. new: maximum tokens of an answer."""
 
     config: EvaluateConfig
     subject: Subject
@@ -91,7 +91,7 @@ class Texts:
     new: int
 
     def recorded(self, prompts: Iterable[tuple[Sequence[int], str]]) -> Iterator[Recording]:
-        """Of (ids, category) of prompts, one at a time: what a target is inside takes room."""
+        """Recordings of prompts (ids, category), yielded one at a time as the hidden states take much memory."""
         for ids, category in prompts:
             answer = answer_of(self.models.stack, ids, self.new, self.subject.eos)
             found = record(self.models.stack, ids, answer, self.boundaries, category)
@@ -102,7 +102,7 @@ class Texts:
 def examine(
     config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
 ) -> dict[str, Findings]:
-    """What is found of each kind of drafter, JSON-able; nothing of those that are not examined.
+    """The findings on each kind of drafter, JSON-able; kinds that are not examined are left out.
 
     rendered: the ids of every prompt's first turn.
     """
@@ -132,7 +132,7 @@ def examine(
 
 
 def find_patients(config: EvaluateConfig, subject: Subject, models: Models) -> dict[str, Patient]:
-    """The drafters that are to be examined, by kind."""
+    """The drafters to examine, by kind."""
     found = {}
     for name, model in models.drafters.items():
         where, maker = config.where(KINDS[name]), config.maker(KINDS[name])
@@ -144,14 +144,14 @@ def find_patients(config: EvaluateConfig, subject: Subject, models: Models) -> d
 
 
 def boundaries_of(patients: Mapping[str, Patient]) -> tuple[int, ...]:
-    """Those of the target at which any way of any of them needs hidden states."""
+    """The layer boundaries at which any variant of any patient needs the target's hidden states."""
     return tuple(sorted({one for patient in patients.values() for one in patient.boundaries}))
 
 
 def judge(
     recordings: Iterable[Recording], patients: Mapping[str, Patient]
 ) -> tuple[dict[str, dict[str, Scores]], list[tuple[str, list[int]]]]:
-    """By kind and way the scores over all recordings, and of each recording its category and the target's tokens."""
+    """The scores over all recordings, by kind and variant, and the category and target tokens of each recording."""
     parts: dict[str, dict[str, list[Scores]]] = {name: {} for name in patients}
     said = []
     for number, recording in enumerate(recordings):
@@ -164,7 +164,7 @@ def judge(
 
 
 def compare(patient: Patient, scores: Mapping[str, Scores]) -> Findings:
-    """The table of a drafter's ways, the best of those that win, and whether its tokens are named rightly."""
+    """The scores of a drafter's variants, the best winner, and the agreement if relabelled (see `_other_names`)."""
     if not scores:
         return {"places": 0, "texts": 0, "ways": [], "better": None, "relabelled": None}
     declared = scores[patient.declared.name]
@@ -188,14 +188,14 @@ def _row(way: Way, scores: Scores) -> Findings:
 
 
 def _other_names(scores: Scores) -> float | None:
-    """The agreement if its tokens stood for others, where that is so much better that they seem to; else None.
+    """The agreement with relabelled tokens if it is so much better that the vocabulary map seems wrong; else None.
 
-    Any drafter that looks at its text tells something of the next token under any names, if little.
+    A smaller gain proves nothing: a drafter's outputs carry some information on the next token under any labels.
     """
     first = replace(scores, agree=scores.agree[:1])
     other = relabelled(first)
     [(_, commonest)] = Counter(scores.said.tolist()).most_common(1)
-    blind = commonest / len(scores.said)  # saying one token always agrees so often
+    blind = commonest / len(scores.said)  # the agreement of always predicting the most frequent token
     wins, _ = is_better(other, first)
     return other.agreement if wins and other.agreement > max(2 * first.agreement, blind + 0.2, 0.4) else None
 
@@ -203,7 +203,7 @@ def _other_names(scores: Scores) -> float | None:
 def _add_templates(
     findings: Mapping[str, Findings], texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]
 ) -> None:
-    """Agreement on the same questions, rendered in other ways; a way in which it is clearly better is marked."""
+    """Add the agreement on the same questions rendered with other templates; marks those that are clearly better."""
     usual: dict[str, Scores] = {}
     for way, prompts in renderings(texts, patients, chat).items():
         scores, _ = judge(texts.recorded((ids, "chat") for ids in prompts), patients)
@@ -216,7 +216,7 @@ def _add_templates(
 
 
 def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]) -> dict[str, list[list[int]]]:
-    """Of chat prompts the ids by what renders them, as evaluated first; those that are no others are left out."""
+    """The ids of chat prompts by rendering, the evaluated one first; renderings with equal ids are left out."""
     tokenizer, template = texts.subject.tokenizer, texts.subject.chat_template
     asked = [{"role": "user", "content": prompt.turns[0]} for prompt in chat]
     ways: dict[str, list[tuple[list[dict[str, str]], PreTrainedTokenizerBase, PromptTemplate]]] = {
@@ -234,7 +234,7 @@ def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Pro
     for name, given in ways.items():
         try:
             ids = [render_prompt(*one) for one in given]
-        except UserError:  # a template that knows no such message
+        except UserError:  # a template without support for such messages
             continue
         if ids and ids not in found.values():
             found[name] = ids
@@ -248,7 +248,7 @@ def _system(text: str) -> dict[str, str]:
 def _add_lengths(
     findings: Mapping[str, Findings], texts: Texts, patients: Mapping[str, Patient], prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Agreement on texts of given lengths; each begins with another prompt, and they are joined in turn."""
+    """Add the agreement on texts of given lengths: prompts concatenated in turn, each text starting with another."""
     for length in texts.config.doctor_lengths:
         joined = []
         for start in range(min(AT_LENGTH, len(prompts))):

@@ -1,4 +1,4 @@
-"""The ways to read an EAGLE-3 head that differ from its declared one in one thing, each a mistake that was made."""
+"""Variants of reading an EAGLE-3 head that change one thing of the declared reading, each for a known mistake."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -88,11 +88,11 @@ def _positions(stored: StoredHead, target: OpenTarget) -> Iterator[Fact]:
         yield Fact("positions", f"{what}: servers draft no further; this runtime does", True)
 
 
-OLD_THETA = 10000.0  # with which EAGLE trains, whatever its config says
+OLD_THETA = 10000.0  # EAGLE trains with this value, whatever its config says
 
 
 class Neighbour(NamedTuple):
-    """Another way to read a head: its name, what is changed, and what is wrong where it is the better one."""
+    """Another way to read a head: its name, the changed fields, and the head's fault if this way is better."""
 
     name: str
     changes: ReadingChanges
@@ -101,7 +101,7 @@ class Neighbour(NamedTuple):
 
 _TAPS = "its config.json counts the target's layers in another way, or names those of another target"
 _ROPE = "its training had another rotary embedding than its config.json describes"
-_SWITCHES = {  # fields of `Reading` that are on or off, and what is normed there
+_SWITCHES = {  # boolean fields of `Reading`: what each normalises, and when
     "norm_before_residual": ("residual stream of its first layer", "begins with the normed feature"),
     "norm_output": ("its own output", "is normed before it is fed back"),
     "tap_norms": ("taps", "are normed one by one"),
@@ -119,7 +119,7 @@ _STILL = (
 def patient_of_head(
     maker: Eagle3Maker, model: Eagle3 | Calibrated[Eagle3], where: str, target: OpenTarget, stack: Target
 ) -> Patient:
-    """An EAGLE-3 head that is prepared to decode on `stack`."""
+    """The `Patient` of an EAGLE-3 head that is prepared to draft for `stack`."""
     head: Eagle3 = bare(model)
     layered, own = require_layers(stack), head.shared_embedding
     embedding = own[0] if own else layered.embed_tokens.weight
@@ -127,7 +127,7 @@ def patient_of_head(
 
 
 def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor) -> Patient:
-    """The head `stored` on a target that decodes as `stack`. Its weights are read once for all ways.
+    """The `Patient` of the head `stored` for the target `stack`. Its weights are read once for all variants.
 
     embedding: the target's [V, H_t].
     """
@@ -151,7 +151,7 @@ def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedd
             if reading in seen:
                 continue
             head = make(reading)
-        except UserError:  # its tensors allow no such head
+        except UserError:  # the stored tensors do not fit such a head
             continue
         seen.append(reading)
         ways.append(Way(name, partial(draft_by_head, head), str(changes), meaning, reading.taps))
@@ -168,7 +168,7 @@ def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedd
 
 
 def neighbours(reading: Reading, tensors: Mapping[str, Tensor], target: OpenTarget) -> Iterator[Neighbour]:
-    """The other ways that are worth a look, also impossible ones and some that are the same."""
+    """The variants to try; some may be impossible, or equal to the declared reading."""
     layers = target.config.num_hidden_layers
     later, earlier = (tuple(tap + step for tap in reading.taps) for step in (1, -1))
     yield Neighbour(f"taps a layer later {list(later)}", ReadingChanges(taps=later), _TAPS)

@@ -1,4 +1,4 @@
-"""What of a drafter can be examined: the ways to read it, and what is known of it before anything runs."""
+"""A drafter as the doctor examines it: variants of reading it, and facts known without a pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 class Recording:
     """A prompt and the target's answer to it, read once by the target.
 
-    tokens: all of the text [n], on the target's device. places: the positions of the answer that are judged, of which
-    log_p [places, V] is the target's law and choices [places] its likeliest tokens. taps: its hidden states [1, n, d]
-    by boundary (see `LayerStack.run_tapped`). category: of the prompt.
+    tokens: the whole text [n], on the target's device. places: the judged positions of the answer. log_p [places, V]
+    and choices [places]: the target's log-probabilities and most likely tokens there. taps: the target's hidden states
+    [1, n, d] by layer boundary (see `LayerStack.run_tapped`). category: of the prompt.
     """
 
     tokens: Tensor
@@ -26,18 +26,18 @@ class Recording:
     category: str
 
 
-# Of a recording, the drafter's logits [steps, places, V] after the text before each place: step s has drafted s tokens
-# of it, which were right.
+# The drafter's logits [steps, places, V] on a recording, predicting each place: in step s the last s tokens before it
+# were drafted, correctly.
 Drafting = Callable[[Recording], Tensor]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to read a drafter.
+    """A variant of reading a drafter's checkpoint.
 
-    name: in what it differs from the declared one. option: what a user gives to have it; "": it cannot be had here.
-    meaning: what is wrong with the drafter if it is the better one. boundaries: of the target, at which it needs
-    hidden states.
+    name: how it differs from the declared one. option: the option that selects it; "": not available here.
+    meaning: what is wrong with the drafter if this variant is better. boundaries: the layer boundaries at which it
+    needs the target's hidden states.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Way:
 
 
 class Fact(NamedTuple):
-    """Something that shows without a pass. suspect: it explains a bad drafter."""
+    """A fact known without a pass. suspect: whether it may explain a bad drafter."""
 
     name: str
     said: str
@@ -56,7 +56,7 @@ class Fact(NamedTuple):
 
 
 def numbers(stored: object, run: torch.dtype) -> Fact:
-    """What its weights are stored as, a dtype or its name (None: that is not said), and what they run in."""
+    """The stored dtype of the weights (None: unknown), and the dtype they run in."""
     said, here = (str(one).removeprefix("torch.") for one in (stored or "a type not said", run))
     narrow = here == "float16" and said != here
     return Fact("numbers", f"stored in {said}, run in {here}" + ", whose range is smaller" * narrow, narrow)
@@ -66,8 +66,8 @@ def numbers(stored: object, run: torch.dtype) -> Fact:
 class Patient:
     """A drafter to examine.
 
-    declared: it, read as it says. others: ways that differ in one thing. known_tokens: the only ones that it predicts;
-    None: all. data: what its training recorded of its data; None: nothing. tokenizer: its own; None: it has none.
+    declared: as its config declares. others: variants with one difference. known_tokens: its draft vocabulary; None:
+    all tokens. data: the data settings in its training record; None: not recorded. tokenizer: its own, if it has one.
     """
 
     declared: Way
@@ -79,5 +79,5 @@ class Patient:
 
     @property
     def boundaries(self) -> set[int]:
-        """Of the target, at which its ways need hidden states."""
+        """Boundaries of the target's layers at which its variants need hidden states."""
         return {one for way in (self.declared, *self.others) for one in way.boundaries}

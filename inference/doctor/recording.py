@@ -1,4 +1,4 @@
-"""What a target says and is inside, recorded in one pass over a text, for all readings of a drafter to be judged by."""
+"""The target's distributions and hidden states on a text, recorded once to judge all readings of a drafter."""
 
 from collections.abc import Sequence
 
@@ -22,10 +22,10 @@ def record(
     boundaries: Sequence[int],
     category: str = "",
 ) -> Recording | None:
-    """One pass of the target over a text; None where no position of the answer can be judged.
+    """One pass of the target over a text; None if no position of the answer can be judged.
 
-    boundaries: of a target that runs layer by layer. The answer's first token is never drafted, so it is
-    none of the places.
+    boundaries: layer boundaries to record, for a target that runs layer by layer. The answer's first token is never
+    drafted, so it is not among the places.
     """
     text = [*prompt, *answer]
     places = tuple(range(max(len(prompt) + 1, FIRST), len(text)))
@@ -33,7 +33,7 @@ def record(
         return None
     logits, taps = read(target, text, len(prompt), boundaries)
     logits = logits[[place - 1 - len(prompt) for place in places]]
-    # What is computed for speed in 16 bits is a law in 32.
+    # Logits computed in half precision are normalised in float32.
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     tokens = torch.tensor(text, device=target.device)
     return Recording(tokens, places, log_p, log_p.argmax(-1), taps, category)
@@ -43,7 +43,7 @@ def record(
 def read(
     target: Target, text: Sequence[int], start: int, boundaries: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Logits after the tokens from position `start` on [n − start, V], and by boundary all hidden states [1, n, d]."""
+    """Logits [n − start, V] after the tokens from position `start` on, and all hidden states [1, n, d] by boundary."""
     session = Eager().session(target, 0, len(text))
     session.taps = tuple(boundaries)
     tokens, parts = torch.tensor(text, device=target.device), []

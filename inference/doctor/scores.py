@@ -1,4 +1,4 @@
-"""How well a way of reading a drafter agrees with the target, and whether another one is better by more than chance."""
+"""The agreement of a drafter's reading with the target, and tests whether another reading is significantly better."""
 
 import functools
 from collections import Counter, defaultdict
@@ -16,18 +16,18 @@ from inference.doctor.table import BLOCK, FEWEST
 
 FLIPS = 50_000
 DEALS = 5_000
-CHANCE = 1e-3  # probability that any way leads so far by chance, from which on none is called better
-UNSAID = -50.0  # the least that a log-probability counts for: tokens that a drafter does not know have none
-MARGIN = 0.02  # of agreement; a smaller lead is not worth another reading
+CHANCE = 1e-3  # significance level: with a larger p-value no reading is called better
+UNSAID = -50.0  # lower bound on log-probabilities, which are −∞ for tokens outside the draft vocabulary
+MARGIN = 0.02  # in agreement; a smaller lead does not justify another reading
 
 
 @dataclass(frozen=True)
 class Scores:
-    """At all judged places of all texts, [steps, places] each but the last two.
+    """Figures at all judged places of all texts, [steps, places] each but the last three, which are [places].
 
-    agree: whether the drafter's likeliest token is the target's. accepted: Σ min(p, q). log_q: of the target's
-    likeliest token. finite: whether all logits are. drafted, said [places]: the first step's likeliest token, and the
-    target's. blocks: by place, which observation it belongs to.
+    agree: whether the drafter's most likely token is the target's. accepted: Σ min(p, q). log_q: of the target's most
+    likely token. finite: whether all logits are finite. drafted, said: the most likely tokens of the first step and of
+    the target. blocks: the observation that each place belongs to.
     """
 
     agree: np.ndarray
@@ -40,17 +40,17 @@ class Scores:
 
     @property
     def means(self) -> dict[str, list[float]]:
-        """Over the places, by step."""
+        """The means over the places, by step."""
         return {name: getattr(self, name).mean(1).tolist() for name in ("agree", "accepted", "log_q", "finite")}
 
     @property
     def agreement(self) -> float:
-        """Over steps and places: by this ways are compared, as greedy decoding asks for no more."""
+        """The mean over steps and places: the criterion of comparisons, as only it matters in greedy decoding."""
         return float(self.agree.mean())
 
 
 def score(logits: Tensor, recording: Recording, text: int) -> Scores:
-    """Of logits [steps, places, V'] of a drafter on a recording, which is text number `text`."""
+    """The scores of a drafter's logits [steps, places, V'] on a recording, which is text number `text`."""
     size = recording.log_p.shape[-1]
     finite = logits.isfinite().all(-1)
     logits = torch.where(finite[..., None], logits, 0.0)
@@ -76,12 +76,12 @@ def join(parts: Sequence[Scores]) -> Scores:
 
 
 def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
-    """How probable a mean lead [places] at least as large is, if it were as likely the other way round in every block.
+    """The p-value of a mean lead [places]: the probability of one at least as large if every block's sign were random.
 
-    The sign-flip test of paired observations (Fisher 1935, §21). 1 where there are too few places for a verdict.
+    The sign-flip test of paired observations (Fisher 1935, §21). 1 if there are too few places for a verdict.
     """
     _, place = np.unique(blocks, return_inverse=True)
-    sums = np.bincount(place, weights=lead).astype(np.float32)  # of halves and ones, so exact
+    sums = np.bincount(place, weights=lead).astype(np.float32)  # exact, as the terms are halves and ones
     if len(lead) < FEWEST * BLOCK:
         return 1.0
     as_large = int((_signs(len(sums)) @ sums >= sums.sum()).sum())
@@ -90,24 +90,24 @@ def chance_of(lead: np.ndarray, blocks: np.ndarray) -> float:
 
 @functools.lru_cache(maxsize=2)
 def _signs(count: int) -> np.ndarray:
-    """Random signs [flips, count], always the same ones."""
+    """Random signs [flips, count] from a fixed seed."""
     signs: np.ndarray = np.random.default_rng(0).integers(2, size=(FLIPS, count), dtype=np.int8).astype(np.float32)
     return 2 * signs - 1
 
 
 def is_better(one: Scores, than: Scores, tried: int = 1) -> tuple[bool, float]:
-    """Whether `one`, of so many that were `tried`, agrees more by a margin and more than chance would.
+    """Whether `one` agrees more than `than` by `MARGIN` and significantly, and the p-value.
 
-    Also the probability that any of them would by chance (Bonferroni's bound).
+    tried: the number of readings compared, for Bonferroni's bound on the p-value.
     """
     chance = min(1.0, tried * chance_of((one.agree.astype(float) - than.agree).mean(0), one.blocks))
     return chance < CHANCE and one.agreement - than.agreement >= MARGIN, chance
 
 
 def is_apart(one: Scores, other: Scores) -> bool:
-    """Whether `one` agrees more than `other` on other texts: by a margin, and more than chance would.
+    """Whether `one` agrees more than `other`, which is on other texts, by `MARGIN` and significantly.
 
-    Blocks are dealt anew to the two sides (the permutation test of two samples).
+    Blocks are reassigned to the two sides at random (the two-sample permutation test).
     """
     means = [_by_block(scores.agree.mean(0), scores.blocks) for scores in (one, other)]
     lead = means[0].mean() - means[1].mean()
@@ -127,10 +127,10 @@ def _by_block(values: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 
 
 def relabelled(scores: Scores) -> Scores:
-    """Agreement of the first step if the drafter's tokens stood for others: which ones is learned on half of the blocks
-    and counted on the other half.
+    """The first step's agreement with the drafter's tokens relabelled: labels are learnt on half of the blocks and
+    tested on the other half, both ways.
 
-    A drafter whose map of the vocabulary is another one's agrees only so.
+    A drafter with a wrong vocabulary map agrees only after relabelling.
     """
     half = np.unique(scores.blocks, return_inverse=True)[1] % 2
     agree = np.zeros_like(scores.agree[:1])

@@ -1,4 +1,4 @@
-"""What the doctor found, for people: a table of readings, what else shows, and what to do."""
+"""The doctor's findings as text: a table of readings, other facts, and what to do."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,22 +7,22 @@ from typing import Any, TextIO
 from outrider.errors import UserError
 
 Findings = Mapping[str, Any]
-BLOCK = 8  # neighbouring places count as one observation, as they are alike
-FEWEST = 16  # observations that a verdict needs, or as many places as whole ones have
-PLAIN, GOOD, BAD, DOUBTFUL = 0, 32, 31, 33  # colours of a terminal
+BLOCK = 8  # neighbouring places that form one observation, as they are correlated
+FEWEST = 16  # observations that a verdict needs, or the number of places in as many full blocks
+PLAIN, GOOD, BAD, DOUBTFUL = 0, 32, 31, 33  # ANSI colours
 Line = tuple[str, int]
 STEPS = ("first", "second")  # of a head's draft
-LOW = 0.2  # agreement at the first token below which a drafter hardly pays, however it is read
+LOW = 0.2  # agreement at the first token below which a drafter hardly pays under any reading
 
 
 def coloured(lines: list[Line], stream: TextIO) -> str:
-    """The lines, in colours where `stream` is a terminal that wants them."""
+    """The lines as text, in colours if `stream` is a terminal and NO_COLOR is not set."""
     plain = not stream.isatty() or "NO_COLOR" in os.environ
     return "\n".join(text if plain or not colour else f"\033[{colour}m{text}\033[0m" for text, colour in lines)
 
 
 def table(kind: str, found: Findings) -> list[Line]:
-    """Of one drafter: a line a reading, the declared one first, then what else was found."""
+    """The findings on one drafter: a line per reading, the declared one first, then the other findings."""
     lines = [(f"doctor: {kind}, {found['places']} tokens of {found['texts']} answers of the target", PLAIN)]
     if found["ways"]:
         declared, *others = found["ways"]
@@ -64,7 +64,7 @@ def _shares(found: Findings) -> Iterator[Line]:
 
 
 def verdict(found: Findings) -> Iterator[Line]:
-    """What it comes to, in a line or two."""
+    """The conclusion, in a line or two."""
     if not found["ways"]:
         yield "  no token of an answer could be judged: give prompts that the target answers with more", DOUBTFUL
         return
@@ -82,7 +82,7 @@ def verdict(found: Findings) -> Iterator[Line]:
 
 
 def refuse(kind: str, where: str, found: Findings) -> None:
-    """Raise `UserError` where another reading that can be had here is the better one."""
+    """Raise `UserError` if another reading is better and an option selects it."""
     had = [row for row in found["ways"] if row["wins"] and row["option"]]
     if not had:
         return

@@ -1,4 +1,4 @@
-"""What a drafter's own record says of its training: for which target, on what data, and what of it was learned from."""
+"""Facts from a drafter's training record: its target, its data, and the share of the data that was supervised."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -14,7 +14,7 @@ from inference.doctor.patient import Fact
 from outrider.errors import UserError
 from outrider.settings import construct
 
-RECORDS = 32  # that are read again
+RECORDS = 32  # number of training records that are read
 NOT_KNOWN = Fact("learned from", "not known: no record of its data")
 UNSEEN = Fact(
     "not to be seen", "a loss mask that was not shifted with the labels, and too little or foreign training text"
@@ -22,13 +22,13 @@ UNSEEN = Fact(
 
 
 def recorded_settings(record: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings in the record that a training left; empty where it has none."""
+    """The settings in a training record; empty if it has none."""
     settings = record.get("settings")
     return settings if isinstance(settings, dict) else {}
 
 
 def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
-    """Whether the target is the one that a training had, as far as it left that on `record`."""
+    """Whether the target is the one of the training, as far as its `record` tells."""
     if not record:
         return Fact("made for", "not known: no record of its training")
     name = record.get("target", "a target not said")
@@ -42,9 +42,9 @@ def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
 
 
 def training_facts(data: object, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Iterator[Fact]:
-    """Of `data`, the settings that a training recorded (None: none).
+    """Facts about `data`, the recorded settings of the training data (None: not recorded).
 
-    template: by which this evaluation renders conversations; None: it has none.
+    template: the one that renders this evaluation's conversations; None: it has no conversations.
     """
     try:
         config: DataConfig = construct(DataConfig, data)
@@ -59,7 +59,7 @@ def training_facts(data: object, tokenizer: PreTrainedTokenizerBase, template: s
 
 
 def learned_from(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Fact:
-    """The share of the tokens of its first records that were supervised. Nothing is fetched for it."""
+    """The share of supervised tokens in the first records of the training data. Nothing is downloaded."""
     sources = {config.source} if config.source != "mix" else {part.source for _, _, part in config.parts()}
     if "hub" in sources:
         return Fact("learned from", "not looked at: its data lies on the Hub")

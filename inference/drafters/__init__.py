@@ -1,1 +1,1 @@
-"""Who drafts: an early exit, a small LM, the target without some layers, n-grams, the prompt itself."""
+"""Drafters: early exit, small LM, EAGLE-3 head, the target with skipped layers, n-grams, prompt lookup."""

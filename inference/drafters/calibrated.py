@@ -1,4 +1,4 @@
-"""A drafter with its calibration head, which some stop rules ask."""
+"""A drafter with its calibration head, which some stop rules use."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ Model = TypeVar("Model")
 
 @dataclass(frozen=True)
 class Calibrated(Generic[Model]):
-    """A drafter, of any kind that has hidden states, and its head; None: no method asks it."""
+    """A drafter of any kind with hidden states, and its calibration head; None: no method uses one."""
 
     drafter: Model
     head: CalibrationHead | None = None
 
 
 def bare(model: Model | Calibrated[Model]) -> Model:
-    """The drafter of `model`, which may be `Calibrated`."""
+    """The drafter without its head, if `model` is `Calibrated`."""
     return model.drafter if isinstance(model, Calibrated) else model
 
 
 def head_of(model: object) -> CalibrationHead | None:
-    """The head that `model` came with."""
+    """The head of `model`, if it is `Calibrated`."""
     return model.head if isinstance(model, Calibrated) else None
 
 
@@ -38,9 +38,9 @@ def head_asked(
     source: str, maker: Maker, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig],
     device: torch.device | str, **widths: int,
 ) -> CalibrationHead | None:  # fmt: skip
-    """The head of the drafter in `where`, which `maker` reads; None where no method with that `source` asks it.
+    """The head of the drafter in `where`, read by `maker`; None if no method with that `source` uses one.
 
-    widths: as of `load_calibration`, which says what is refused.
+    widths: as in `load_calibration`, which also documents the errors.
     """
     if not any(method.source == source and method.stop.needs_head for method in methods.values()):
         return None
@@ -49,7 +49,7 @@ def head_asked(
 
 
 def head_identity(source: str, where: str | None) -> str | None:
-    """A short hash of what the head beside the drafter in `where` says of itself; None where there is none."""
+    """A short hash of the metadata of the calibration head of the drafter in `where`; None without a head."""
     folder = None if where is None else KINDS[source].head_folder(where)
     described = None if folder is None else folder / META_FILE
     if described is None or not described.is_file():

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head drafts: a decoder layer on hidden states of the target and the tokens that follow them."""
+"""An EAGLE-3 head as the drafter: a decoder layer on aux hidden states of the target and the tokens after them."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -30,19 +30,19 @@ from inference.settings.method import MethodConfig
 
 
 class Eagle3Source:
-    """EAGLE-3's drafter (arXiv 2503.01840), in a session of its own beside the target's.
+    """EAGLE-3's draft model (arXiv 2503.01840), in its own session next to the target's.
 
-    An entry of its cache is a pair: the target's feature of a position, and the token at the next one. So there is one
-    less than there are tokens, and a token's entry stands at the position before it:
+    An entry of its cache is a pair: the target's feature at a position, and the token at the next position. So there is
+    one entry fewer than tokens, and a token's entry has the previous position:
 
         position   0    1    2    3 = base of the target's session
         token      a    b    c    root
-        pairs        (0,b) (1,c) (2,root)       entries 0, 1, 2; the last one's logits are of the first drafted token
+        pairs        (0,b) (1,c) (2,root)       entries 0, 1, 2; the last one's logits predict the first drafted token
 
-    A pair waits until both halves are known: the feature from the pass that verified a position, the token after it
-    at the latest as the next root. All that wait run in one pass at the start of a draft. A drafted token's feature is
-    what the head gave for its parent. Its entry is dropped when the round ends, and an accepted token runs again with
-    the target's feature.
+    A pair is pending until both halves are known. Its feature comes from the pass that verified its position; its token
+    is known at the latest as the next root. All pending pairs run in one pass at the start of a draft. A drafted
+    token's feature is the head's output for its parent. Its entry is dropped at the end of the round, and an accepted
+    token runs again with the target's feature.
     """
 
     split = 0
@@ -61,16 +61,16 @@ class Eagle3Source:
         if len(tokens) > 1:
             self._run_pairs(tokens[1:], taps[:, :-1])
             self.session.commit(range(len(tokens) - 1))
-        self._taps, self._tokens = taps[:, -1:], tokens[:0]  # of the pairs that wait; the last one lacks its token
+        self._taps, self._tokens = taps[:, -1:], tokens[:0]  # of the pending pairs; the last one has no token yet
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """As `DraftModel.extend`; the root comes first and alone, as every structure feeds it."""
+        """See `DraftModel.extend`; every structure feeds the root first, in a pass without other tokens."""
         if self.session.rows:
             return self._run_drafted(tokens, parents)
         return self._run_pairs(torch.cat([self._tokens, tokens]), self._taps)
 
     def _run_pairs(self, tokens: Tensor, taps: Tensor) -> Tensor:
-        """Pairs of tokens [n] and the target's taps [1, n, k · H_t]; returns logits [1, K] after the last one."""
+        """Run pairs of tokens [n] and aux hidden states [1, n, k · H_t]; returns logits [1, K] after the last pair."""
         head = self.head
 
         def pairs(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
@@ -81,11 +81,11 @@ class Eagle3Source:
         x = torch.cat([head.embed(tokens[None]), taps], dim=-1)
         out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)))
         self._pairs = len(tokens)
-        self.hidden = self._outputs = out[0, -1:].clone()  # of the root and what is drafted; a pass's own do not last
+        self.hidden = self._outputs = out[0, -1:].clone()  # of the root and drafted tokens; passes reuse `out`
         return logits[0, -1:]
 
     def _run_drafted(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Drafted tokens [n] under rows `parents` of the draft, whose outputs are their features: logits [n, K]."""
+        """Run drafted tokens [n] under the draft's rows `parents`, whose outputs are their features; logits [n, K]."""
         head = self.head
 
         def drafted(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class Eagle3Source:
 
         features = self._outputs[-1:] if list(parents) == [len(self._outputs) - 1] else self._outputs[list(parents)]
         x = torch.cat([head.embed(tokens), features], dim=-1)[None]
-        before = self._pairs - 1  # rows of the session that are none of the draft
+        before = self._pairs - 1  # rows of the session before the draft's row 0, the root
         out, logits = self.session.run_rows("drafted", drafted, x, [parent + before for parent in parents])
         self.hidden = out[0]
         self._outputs = torch.cat([self._outputs, self.hidden])
@@ -121,9 +121,9 @@ Model = Eagle3 | Calibrated[Eagle3]
 
 
 class Eagle3Maker(ShapedMaker[Model]):
-    """The model is an `Eagle3`, one that is `Calibrated` where a method asks its calibration head.
+    """The model is an `Eagle3`, or a `Calibrated` one if a method uses its calibration head.
 
-    changes: of the reading that a head's config declares.
+    changes: overrides of the reading that a head's config declares.
     """
 
     def __init__(self, changes: ReadingChanges = AS_DECLARED):
@@ -171,11 +171,11 @@ class Eagle3Maker(ShapedMaker[Model]):
         return stored_tokens(where, changes=self.changes)
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
-        """The target decodes in the caches of plain decoding."""
+        """Only the head's memory: the target's sessions use the caches of plain decoding."""
         reading = open_head(where, target, changes=self.changes).reading
         weights = sum(map(prod, head_shapes(reading).values()))
         cache = 2 * reading.layers * reading.key_heads * reading.head_dim * place.slots
-        taps = len(reading.taps) * reading.target_hidden  # that the target's pass gives, and the head's takes
+        taps = len(reading.taps) * reading.target_hidden  # outputs of the target's pass and inputs of the head's
         passes = WIDTHS[-1] * (2 * taps + 5 * reading.hidden + 2 * reading.draft_vocabulary)
         return {
             "EAGLE-3 head's weights": weights * place.itemsize,

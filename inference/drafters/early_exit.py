@@ -1,4 +1,4 @@
-"""An early exit drafts: a layer on the hidden states of the target's first layers (EESD)."""
+"""An early exit as the drafter: an exit layer on the hidden states of the target's first layers (EESD)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Unpack
@@ -22,11 +22,10 @@ from inference.settings.method import MethodConfig
 
 
 class EarlyExitSource:
-    """EESD's drafter: an exit layer on the hidden states of the target's first `split` layers (EESD eq. 1).
+    """EESD's draft model: an exit layer on the hidden states of the target's first `split` layers (EESD eq. 1).
 
-    The exit layer has a cache of its own. A row that was verified without having been extended (the last
-    token of a draft) has no entry there yet; its hidden state waits in `_pending` and goes in with the next
-    extension.
+    The exit layer has its own cache. A row that was verified without being extended (the last token of a draft) has no
+    entry there; its hidden state is kept in `_pending` and is run with the next extension.
     """
 
     def __init__(self, drafter: EarlyExit):
@@ -56,7 +55,7 @@ class EarlyExitSource:
         return logits[0]
 
     def _exit(self, hidden: Tensor, start: int, wanted: int) -> tuple[Tensor, Tensor]:
-        """The exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
+        """Run the exit layer on hidden states [1, n, d] of rows start, start + 1, …, where start may be negative.
 
         Returns its output [1, n, d] and the logits of the last `wanted` rows [1, wanted, K].
         """
@@ -124,7 +123,7 @@ class EarlyExitMaker(ShapedMaker[Calibrated[EarlyExit]]):
         return read_draft_tokens(where)
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
-        """It drafts in sessions of its own, with caches that begin at another layer."""
+        """Its sessions have their own target caches, which are split at another layer than plain decoding's."""
         meta = read_meta(where)
         drafter = empty_drafter(meta, target)
         own = cache_bytes(target, place, layers=meta.exit_depth)

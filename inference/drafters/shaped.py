@@ -1,4 +1,4 @@
-"""A model drafts, a structure shapes what it drafts."""
+"""Drafters that combine a draft model and a structure, the shape of its drafts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,10 +22,10 @@ from outrider.streams import Streams
 
 
 class Shaped(Drafter):
-    """A drafter made of a model and the structure of its drafts.
+    """A drafter that combines a draft model and a structure, the shape of its drafts.
 
-    allowance: says which rounds go without a draft; None: none does. What such rounds add to the text waits for the
-    model until it is asked again.
+    allowance: decides which rounds skip drafting; None: no round does. The model catches up with the tokens of skipped
+    rounds when it drafts again.
     """
 
     def __init__(self, model: DraftModel, structure: Structure, allowance: Allowance | None = None):
@@ -58,7 +58,7 @@ class Shaped(Drafter):
 
 
 class ShapedMaker(Maker[Model]):
-    """A kind whose `draft_model` a structure shapes."""
+    """The plugin of a kind whose drafts, by its `draft_model`, are shaped by a structure."""
 
     def make(
         self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
@@ -68,23 +68,23 @@ class ShapedMaker(Maker[Model]):
 
 
 def allowance_of(tuning: Tuning | None) -> Allowance | None:
-    """That of a method whose sizes follow measured costs; others draft in every round, as they were told."""
+    """The `Allowance` of a method with measured costs; None for others, which draft in every round."""
     return None if tuning is None else Allowance(tuning.costs)
 
 
 def rows_known(model: DraftModel, session: Session, tree: DraftTree, nodes: Sequence[int]) -> list[int]:
-    """The rows of the root and of `nodes` of `tree` as `DraftModel.commit` takes them."""
+    """The rows of the root and of `nodes` of `tree`, for `DraftModel.commit`."""
     if model.split or model.taps:
         return session.path(nodes)
     return [0, *(tree.rows[node] for node in nodes)]
 
 
 class TimedModel(WrappedSource):
-    """A model during a round: has its passes timed, and knows the text before each row it was fed.
+    """A draft model during a round: times its passes, and tracks the text up to each row it was fed.
 
-    by_place: a model that predicts few of the `vocabulary` tokens gives logits [n, K] of these, and the drafted tokens
-    that it is fed are places among them. Choosing among a sixth of the tokens takes a sixth of the time. `with_ids`
-    makes a draft of places one of tokens. Otherwise logits are [n, V], and low where it predicts none.
+    by_place: for a model with a draft vocabulary, logits are [n, K] over that vocabulary, and the drafted tokens that
+    it is fed are indices into it: choosing among a sixth of the tokens takes a sixth of the time. `with_ids` converts
+    such a draft to token ids. Otherwise logits are [n, V] over the target's `vocabulary`, very low for other tokens.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class TimedModel(WrappedSource):
         self.fed: list[int] = []  # rows of every pass
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        if self._ids is not None and self.fed:  # the root, which comes first, is the text's
+        if self._ids is not None and self.fed:  # the root, fed first, is a token id
             tokens = self._ids[tokens]
         if self._chooser.reads_context:
-            for place, parent in enumerate(parents):  # the root, without a parent, ends the text already
+            for place, parent in enumerate(parents):  # the root, without a parent, is the text's last token
                 before = self._contexts[parent] if parent >= 0 else self._chooser.text[:-1]
                 self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
         self.fed.append(len(tokens))
@@ -114,7 +114,7 @@ class TimedModel(WrappedSource):
             return logits if predicted is None or self._ids is not None else spread(logits, predicted, self._vocabulary)
 
     def with_ids(self, tree: DraftTree) -> DraftTree:
-        """`tree`, which was drafted with this, with the tokens' ids."""
+        """`tree`, which was drafted with this source, with token ids."""
         return tree if self._ids is None else replace(tree, tokens=self._ids[tree.tokens])
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:

@@ -1,7 +1,7 @@
-"""The target drafts for itself, without some of its layers (self-speculation, Zhang et al., arXiv 2309.08168).
+"""Self-speculation: the target without some of its layers is the drafter (Zhang et al., arXiv 2309.08168).
 
-What is left out are whole decoder layers, as every architecture has them. The paper leaves out attention and
-feed-forward parts one by one.
+Whole decoder layers are skipped, which works for every architecture. The paper skips attention and feed-forward parts
+separately.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from outrider.errors import UserError, require
 class SkipLayersSource:
     """The target without the layers `skip`; embedding, norm, head and cache are the target's.
 
-    A drafted token sees the keys and values that the whole target has of the text before the draft. Its own, and
-    those of the draft before it, come from the layers that are left. They stand where the target's pass over the draft
-    will write: that pass begins with an empty round, so nothing of the draft is left to commit.
+    A drafted token sees the whole target's keys and values of the text before the draft; those of the draft come from
+    the remaining layers. They are in the slots that the target's pass over the draft overwrites: that pass begins with
+    an empty round, so nothing of the draft is committed.
     """
 
     split = 0
@@ -58,13 +58,13 @@ class SkipLayersSource:
         return self.session.target_hidden
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """The session commits: it has the only cache."""
+        """Nothing to do: the session has the only cache and commits it."""
 
 
 def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
-    """The layers that a draft leaves out of `count`, ascending; None: every second one between the first and the last.
+    """The layers of `count` that drafts skip, ascending; None: every second one between the first and the last.
 
-    Raises `UserError` where one of them is not there, or all or none are left out.
+    Raises `UserError` if one of them does not exist, or if all or none are skipped.
     """
     if skip is None:
         require(count > 2, "skip", None, f"layers to leave out, as [1]: none is between the target's {count}")
@@ -77,7 +77,7 @@ def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
 
 
 class SkipLayersMaker(ShapedMaker[None]):
-    """There is no model but the target."""
+    """There is no model except the target."""
 
     def require_fits(self, method: MethodConfig, layers: int) -> None:
         skipped_layers(method.skip, layers)

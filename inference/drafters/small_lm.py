@@ -1,4 +1,4 @@
-"""A small causal LM drafts, beside the target."""
+"""A small causal LM as the drafter."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,11 @@ from outrider.errors import UserError
 
 
 class SmallLMSource:
-    """A small LM that shares nothing with the target but the vocabulary.
+    """A small LM that shares only the vocabulary with the target.
 
-    It runs in a session of its own, beside the target's. A row that was verified without having
-    been extended is unknown to it. Its token waits in `_pending` and goes in with the next extension, in front of the
-    root. Logits of all tokens are cut or padded with −∞ to the target's vocabulary size.
+    It runs in its own session, next to the target's. A row that was verified without being extended has no entry in
+    its cache. The row's token waits in `_pending` and runs with the next extension, before the root. Logits of all
+    tokens are cut or padded with −∞ to the target's vocabulary size.
     """
 
     split = 0
@@ -48,7 +48,7 @@ class SmallLMSource:
         self.predicted = lm.predicted
 
     def begin(self, session: Session) -> None:
-        """Raises `UserError` where the text may grow beyond the positions that the model has learned."""
+        """Raises `UserError` if the text may exceed the model's context."""
         limit = position_limit(self.lm.config)
         if limit is not None and session.context > limit:
             raise UserError(
@@ -81,7 +81,7 @@ class SmallLMSource:
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         waiting = len(self._pending)
-        extended = self.session.rows - waiting  # not positive: nothing was, and the pending ones go on waiting
+        extended = self.session.rows - waiting  # ≤ 0: no row was extended, and the pending tokens continue to wait
         known = [row for row in rows if 0 <= row < extended]
         unknown = torch.tensor(tokens[len(known) :], dtype=torch.long, device=self.lm.device)
         if extended > 0:
@@ -92,7 +92,7 @@ class SmallLMSource:
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
-    """logits [n, V'] with the vocabulary axis cut to `size`, or padded to it with −∞."""
+    """Logits [n, V'] with the vocabulary axis cut to `size`, or padded to it with −∞."""
     if logits.shape[-1] >= size:
         return logits[..., :size]
     return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
@@ -102,15 +102,15 @@ Model = SmallLM | Calibrated[SmallLM]
 
 
 def small_lm_of(model: Model) -> SmallLM:
-    """The LM itself."""
+    """The LM without its calibration head."""
     return model.drafter if isinstance(model, Calibrated) else model
 
 
 class SmallLMMaker(ShapedMaker[Model]):
-    """The model is a `SmallLM`, one that is `Calibrated` where a method asks its head."""
+    """The model is a `SmallLM`, or a `Calibrated` one if a method uses its calibration head."""
 
     def lies_in(self, folder: str) -> bool:
-        return not holds_head(folder)  # whose config may name a causal LM
+        return not holds_head(folder)  # an EAGLE-3 head's config may name a causal LM
 
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))
@@ -147,7 +147,7 @@ class SmallLMMaker(ShapedMaker[Model]):
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         config = read_config(where, role="small_lm")
-        fitted = copy.copy(config)  # logits of all tokens are written for as many as the target has
+        fitted = copy.copy(config)  # logits of all tokens are written at the target's vocabulary size
         fitted.vocab_size = config.vocab_size - 1 if is_narrowed(config) else target.vocab_size
         caches = cache_bytes(config, place) + pass_bytes(fitted, place)
         return {"small LM's weights": weight_bytes(config, place), "its caches": caches}

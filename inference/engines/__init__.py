@@ -1,1 +1,1 @@
-"""How passes run, and what is chosen for a device. An engine is loaded when something first decodes on it."""
+"""Engines, which run passes, and the choice of one for a device. An engine is loaded on its first use."""

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-ROWS = 8  # the row count the blocked layout is chosen for; it serves 1 to 32 rows nearly as well
+ROWS = 8  # the row count for which the blocked layout is chosen; it is nearly as good for 1 to 32 rows
 
 
 class PackedLinear(nn.Module):
     """A linear layer without gradient whose weight is in oneDNN's blocked layout.
 
-    PyTorch's plain path hands few-row products to a BLAS. Many a BLAS reads a [out, in] weight at well under memory
-    speed and gets slower with every row. The blocked layout reads it once, whatever the number of rows.
+    PyTorch's plain path hands few-row products to a BLAS. Many BLAS libraries read a [out, in] weight well below memory
+    bandwidth and get slower with every row. A weight in blocked layout is read once, for any number of rows.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -28,11 +28,11 @@ class PackedLinear(nn.Module):
         """x [..., in] → [..., out]."""
         return self._product(x, self.packed, self.bias, "none", [], "")
 
-    __call__ = forward  # as nothing hangs hooks on it, whose search takes as long as a small operation
+    __call__ = forward  # it has no hooks, and looking for them takes as long as a small operation
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch has layouts for weights of `dtype` on `device`, and a processor fast with them."""
+    """Whether this build of PyTorch has layouts for weights of `dtype` on `device` that are fast on the processor."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())

@@ -1,4 +1,4 @@
-"""Bytes that a model and its sessions take in decoding, from configs alone."""
+"""Memory of a model and its sessions in decoding, from configs alone."""
 
 from dataclasses import dataclass
 
@@ -12,35 +12,35 @@ from inference.engines.graphs.fixed_shapes import WIDTHS
 
 @dataclass(frozen=True)
 class Place:
-    """How models are held: `itemsize` bytes a value, texts of up to `positions` tokens."""
+    """The storage of models: `itemsize` bytes per value, texts of up to `positions` tokens."""
 
     itemsize: int
     positions: int
 
     @property
     def slots(self) -> int:
-        """Of a cache for passes of fixed shape (see `inference.engines.graphs.cuda_graphs.Arena`)."""
+        """The slots of a cache for fixed-shape passes (see `inference.engines.graphs.cuda_graphs.Arena`)."""
         widest = WIDTHS[-1]
         return -(-(self.positions + widest) // widest) * widest + widest
 
 
 def count(module: nn.Module) -> int:
-    """Its parameters, those it has under two names once."""
+    """The number of its parameters; shared ones count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def weight_bytes(config: PreTrainedConfig, place: Place) -> int:
-    """Of the weights of a model."""
+    """Bytes of a model's weights."""
     return count(empty_model(config)) * place.itemsize
 
 
 def cache_bytes(config: PreTrainedConfig, place: Place, layers: int | None = None) -> int:
-    """Of the keys and values of `layers` layers, by default all."""
+    """Bytes of the keys and values of `layers` layers, by default all."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     every = config.num_hidden_layers if layers is None else layers
     return 2 * every * key_heads(config) * width * place.slots * place.itemsize
 
 
 def pass_bytes(config: PreTrainedConfig, place: Place) -> int:
-    """Of what passes of fixed shape read and write outside of the model: hidden states and logits of the widest."""
+    """Bytes of the inputs and outputs of fixed-shape passes: hidden states and logits of the widest one."""
     return WIDTHS[-1] * (4 * config.hidden_size + config.vocab_size) * place.itemsize

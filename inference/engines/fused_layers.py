@@ -1,4 +1,4 @@
-"""Decoder layers for inference, in fewer and larger products."""
+"""Decoder layers for inference with fewer and larger products."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -16,7 +16,7 @@ from draft_models.targets.target import LayerCache
 from inference.core.cache import KVCache
 from inference.engines.cpu.at_once import LayersAtOnce
 
-# Whose arithmetic is known to be what is fused here. Layers of other architectures run as they are.
+# Architectures whose arithmetic is known to equal the fused layers'. Layers of others run unchanged.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 FUSED_LAYERS = {*(f"{family}DecoderLayer" for family in _FAMILIES), "OPTDecoderLayer"}
 SILU = (nn.SiLU, SiLUActivation)
@@ -37,13 +37,13 @@ class RMSNorm(nn.Module):
         self.register_buffer("floor", torch.full((), self.eps, device=norm.weight.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32 and x.device.type == "cpu":  # where PyTorch's own is nine small operations
+        if x.dtype == torch.float32 and x.device.type == "cpu":  # PyTorch's own is nine small operations here
             norm = torch.linalg.vector_norm(x, 2, -1, True)
             mean_square = torch.addcmul(self.floor, norm, norm, value=1 / x.shape[-1])
             return mean_square.rsqrt_().mul(x).mul_(self.weight)
         if x.dtype == torch.float32:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
-        return F.rms_norm(x, self.shape, None, self.eps) * self.weight  # in 16 bits a single step would round once
+        return F.rms_norm(x, self.shape, None, self.eps) * self.weight  # in 16 bits a single step would round only once
 
     __call__ = forward  # a module's own call looks for hooks, which none of these has: 1 to 2 µs of a token's time each
 
@@ -52,8 +52,8 @@ class FusedLayer(nn.Module):
     """A decoder layer of a supported architecture for inference: the same arithmetic in fewer steps.
 
     Queries, keys and values come from one product, gate and up from another; queries and keys are rotated together.
-    The layer it is made from stays usable: its weights become views of the joined ones. After one of its modules was
-    replaced, `bind` it again.
+    The original layer stays usable: its weights become views of the joined ones. After one of its modules is replaced,
+    call `bind` again.
     """
 
     signs: Tensor | None
@@ -69,7 +69,7 @@ class FusedLayer(nn.Module):
         self.rotated = self.heads + attention.k_proj.out_features // self.head_dim  # heads: the queries', the keys'
         self.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
         signs = head_scale = None
-        self.gated = hasattr(layer, "mlp")  # else it is an OPT's
+        self.gated = hasattr(layer, "mlp")  # else an OPT layer
         self.head_eps = 0.0
         if self.gated:
             self.attention_norm = RMSNorm(layer.input_layernorm)
@@ -92,7 +92,7 @@ class FusedLayer(nn.Module):
             head_scale = torch.stack([query] * self.heads + [key] * (self.rotated - self.heads))
         self.register_buffer("signs", signs, persistent=False)
         self.register_buffer("head_scale", head_scale, persistent=False)
-        self.at_once: LayersAtOnce | None = None  # itself alone, where it is no stack's
+        self.at_once: LayersAtOnce | None = None  # of this layer alone, if it is not in a stack
         self.bind()
 
     @property
@@ -101,7 +101,7 @@ class FusedLayer(nn.Module):
         return [self.qkv, self.out, self.up, self.down]
 
     def bind(self) -> None:
-        """Keep its modules where `forward` finds them at once: looking one up takes longer than a view of a tensor."""
+        """Cache its modules in attributes: a module look-up takes longer than a view of a tensor."""
         self._parts = (self.attention_norm, self.qkv, self.out, self.mlp_norm, self.up, self.activation, self.down)
 
     def forward(
@@ -112,7 +112,7 @@ class FusedLayer(nn.Module):
         past_key_values: LayerCache | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """As transformers' layers: hidden [B, Q, d] → [B, Q, d]."""
+        """Run the layer like transformers': hidden [B, Q, d] → [B, Q, d]."""
         if self.at_once is not None:
             done = self.at_once.run(hidden, 0, 1, position_embeddings, attention_mask, past_key_values)
             if done is not None:
@@ -128,7 +128,7 @@ class FusedLayer(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None,
         past_key_values: LayerCache | None,
     ) -> Tensor:
-        """`forward`, an operation after the other."""
+        """`forward` by separate operations."""
         batch, queries, _ = hidden.shape
         if self.gates_by_silu and isinstance(past_key_values, KVCache) and past_key_values.fixed is not None:
             kernels = triton_kernels(hidden.device)
@@ -155,7 +155,7 @@ class FusedLayer(nn.Module):
         self, kernels: ModuleType, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None,
         cache: KVCache,
     ) -> Tensor:  # fmt: skip
-        """`forward` of a pass of fixed shape on a GPU, by `draft_models.targets.triton_kernels`."""
+        """`forward` of a fixed-shape pass on a GPU, by `draft_models.targets.triton_kernels`."""
         assert cache.fixed is not None
         queries, (slots, seen) = hidden.shape[1], cache.fixed
         first, second = self.attention_norm, self.mlp_norm
@@ -171,7 +171,7 @@ class FusedLayer(nn.Module):
         return hidden + self.down(kernels.gate(self.up(normed)))
 
     def _rotate(self, heads: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """heads [B, Q, n, D], queries before keys, normalised (Qwen3) and at their positions (all but OPT)."""
+        """Heads [B, Q, n, D], queries before keys, normalised (Qwen3) and rotated to their positions (all but OPT)."""
         if self.head_scale is not None:
             heads = F.rms_norm(heads, (self.head_dim,), None, self.head_eps) * self.head_scale
         if self.signs is None or rotary is None:
@@ -181,7 +181,7 @@ class FusedLayer(nn.Module):
 
 
 def join(linears: Sequence[Linear]) -> Linear:
-    """The outputs of `linears`, all of one kind, by one layer; each of them goes on as a view of its part of it."""
+    """One linear layer for the outputs of `linears`, all of one type; their weights become views of its weight."""
     coded = [linear for linear in linears if isinstance(linear, Int8Linear)]
     return _join_int8(coded) if coded else _join_floats([one for one in linears if isinstance(one, nn.Linear)])
 
@@ -195,7 +195,7 @@ def _join_int8(linears: Sequence[Int8Linear]) -> Int8Linear:
 
 
 def _joined_bias(linears: Sequence[Linear], like: Tensor) -> Tensor | None:
-    """The biases side by side, zeros for a layer without; None where none has one. like: of their dtype and device."""
+    """The biases concatenated, zeros for a layer without one; None if all lack one. like: of their dtype and device."""
     if all(linear.bias is None for linear in linears):
         return None
     zeros = [like.new_zeros(linear.out_features) for linear in linears]
@@ -216,10 +216,10 @@ def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
-    """Let the layers of `model` run at once where they can: a stack's together, others each for itself.
+    """Let the layers of `model` run at once if they can: a stack's together, others individually.
 
-    Returns who has them run at once now, the stack or the layer, and which these are; not who had before: the weights
-    of those may be laid out in another way by now.
+    Returns the new holders, a stack or a layer, each with the layers that it runs at once. Earlier holders are left
+    out, because their weights may have another layout by now.
     """
     fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
     together: list[tuple[Any, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
@@ -233,9 +233,9 @@ def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Fuse the decoder layers and RMSNorms that `model` holds itself, as a stack and an early exit do.
+    """Fuse the decoder layers and RMSNorms that `model` holds directly, as a stack and an early exit do.
 
-    The model that a stack was made from keeps its own layers.
+    The model from which a stack was made keeps its own layers.
     """
     for name, child in model.named_children():
         fused = nn.ModuleList(map(_fused, child)) if isinstance(child, nn.ModuleList) else _fused(child)

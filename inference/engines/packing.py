@@ -1,6 +1,6 @@
-"""Models laid out for decoding: layers fused, and linear ones as a CPU reads them fastest.
+"""Preparation of models for decoding: layers are fused, and linear ones get the layout that a CPU reads fastest.
 
-Which layout that is, is measured where the model is loaded.
+The fastest layout is measured when the model is loaded.
 """
 
 import copy
@@ -21,8 +21,8 @@ from inference.engines.cpu.recorded import settle
 from inference.engines.fused_layers import FusedLayer, fuse_layers, run_at_once
 
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
-FEWEST = 16  # layers that are timed in turn, if need be copies, unless fewer exceed the caches
-SMALL = 2**17  # bytes of a layer that is blocked without measuring: its time is that of the call, whatever the layout
+FEWEST = 16  # layers that are timed in turn, including copies if needed, unless fewer exceed the caches
+SMALL = 2**17  # smaller layers, in bytes, are blocked without measuring: call overhead dominates in any layout
 
 Choose = Callable[[Sequence[Linear]], str]
 
@@ -39,7 +39,7 @@ class WidenedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What the codes stand for [out, in]."""
+        """The dequantised weight [out, in]."""
         codes: Tensor = self.product.weight
         return codes * self.scale[:, None]
 
@@ -62,12 +62,12 @@ LAYOUTS: dict[str, Callable[[Linear], nn.Module]] = {
 
 
 def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> None:
-    """Replace `nn.Linear`s and `Int8Linear`s inside `module` by another layout of them, for inference.
+    """Replace `nn.Linear`s and `Int8Linear`s inside `module` by layers with another layout, for inference.
 
     choose: which of the `LAYOUTS`, of all layers of one shape. The module no longer holds the plain weights of
     those that are replaced; whatever else shares its submodules gets the new ones too.
     """
-    # Of a subclass the forward is another: a router of experts returns their choice.
+    # Subclasses have another forward: a router of experts returns their choice.
     linears: dict[int, Linear] = {
         id(child): child for child in module.modules() if type(child) is nn.Linear or isinstance(child, Int8Linear)
     }
@@ -86,7 +86,7 @@ def pack_linears(module: nn.Module, choose: Choose = lambda _: "blocked") -> Non
 
 
 def chosen_layout(linears: Sequence[Linear], device: torch.device, *, panels: bool = True) -> str:
-    """The `fastest_layout` of layers of one shape on `device`, or what is recorded of them (see `settle`)."""
+    """The `fastest_layout` of layers of one shape on `device`, or the recorded one (see `settle`)."""
     first = linears[0]
     dtype = _dtype_of(first)
     able = layouts_here(first, panels=panels) if can_pack(device, dtype) else ["plain"]
@@ -102,12 +102,12 @@ def layouts_here(linear: Linear, *, panels: bool) -> list[str]:
 
 
 def _dtype_of(linear: Linear) -> torch.dtype:
-    """Of what a layer computes."""
+    """The dtype in which a layer computes."""
     return linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
 
 
 def _bytes_of(linear: Linear) -> int:
-    """Of its weights, of codes too as if they were floats, as which they may be kept."""
+    """Bytes of its weights; codes count as floats, as they may be stored as such."""
     return linear.out_features * linear.in_features * _dtype_of(linear).itemsize
 
 
@@ -115,13 +115,13 @@ def _bytes_of(linear: Linear) -> int:
 def fastest_layout(
     linears: Sequence[Linear], clock: Callable[[], float] = time.perf_counter, *, panels: bool = True
 ) -> str:
-    """Which of `layouts_here` is fastest for layers of one shape, here and now, over passes of `TIMED_ROWS` rows.
+    """Measure which of `layouts_here` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
 
-    panels: whether that layout is tried too. It serves few rows, for which decoder layers have another way already.
+    panels: whether to try that layout too. It serves few rows, for which decoder layers have other kernels already.
 
-    They are timed in turn over as many of the layers as exceed the caches. Where there are fewer, copies help out, up
-    to `FEWEST` in all: the one head of a model that drafts is not in a cache either when its turn comes. The mean of
-    the logarithms decides. Takes some tenths of a second at most, and the memory of copies of those.
+    Layouts are timed in turn over as many of the layers as exceed the caches. If there are fewer, copies are added, up
+    to `FEWEST` in total: the only head of a draft model is not in a cache either when its turn comes. The mean of the
+    logarithms decides. It takes at most some tenths of a second, and the memory of copies of these layers.
     """
     first = linears[0]
     dtype, size = _dtype_of(first), _bytes_of(first)
@@ -150,13 +150,13 @@ def fastest_layout(
 
 
 def lay_out(model: nn.Module, device: torch.device) -> None:
-    """Make `model`, which is on `device`, ready to decode: its layers fused.
+    """Make `model`, which is on `device`, ready to decode by fusing its layers.
 
-    On a CPU they run at once, and weights are packed, where that is faster, or recorded (see `engines.cpu.recorded`).
+    On a CPU, layers run at once and weights are packed if that is faster or recorded (see `engines.cpu.recorded`).
     """
     fuse_layers(model)
     if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
-        model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last one is never proposed
+        model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last output is never proposed
     together = run_at_once(model)
     if device.type != "cpu":
         return
@@ -168,9 +168,9 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     pack_linears(model, lambda linears: layout(linears) if id(linears[0]) in of_layers else "plain")
     _bind(model)
     for holder, layers in together:
-        if holder.at_once.chosen(layers) == ONE_BY_ONE:  # its weights are given back
+        if holder.at_once.chosen(layers) == ONE_BY_ONE:  # its weights are freed
             holder.at_once = None
-    # Where layers give a row the same bits whatever is beside it, the head is to do so, too.
+    # If the layers compute a row bit for bit independently of other rows, the head must do so, too.
     if isinstance(model, LayerStack) and model.at_once is not None and fits_panels(model.head):
         model.head = PanelLinear(model.head)
     pack_linears(model, lambda linears: "plain" if id(linears[0]) in of_layers else layout(linears))
@@ -184,7 +184,7 @@ def _bind(model: nn.Module) -> None:
 
 
 def first_outputs(linear: nn.Linear, count: int) -> nn.Linear:
-    """A layer of the first `count` outputs of `linear`, whose weights are views of its own."""
+    """A layer of the first `count` outputs of `linear`, whose weights are views of `linear`'s."""
     cut = nn.Linear(linear.in_features, count, bias=linear.bias is not None, device="meta")
     for name, whole in linear.named_parameters():
         setattr(cut, name, nn.Parameter(whole.detach()[:count], requires_grad=False))

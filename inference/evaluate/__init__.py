@@ -1,1 +1,1 @@
-"""The evaluate-checkpoint command: arms and baselines, their results, the judgement of losslessness, the report."""
+"""The evaluate-checkpoint command: arms and baselines, their results, the check of losslessness, the report."""

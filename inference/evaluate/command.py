@@ -1,4 +1,4 @@
-"""evaluate-checkpoint: the prompts are read, then methods are compared on them, or replayed over recorded answers."""
+"""evaluate-checkpoint: reads the prompts, then compares methods on them or replays recorded answers."""
 
 from data_prep.text.prompts import read_prompts
 from data_prep.text.rehearsal import rehearsable
@@ -11,7 +11,7 @@ from inference.settings.evaluate import EvaluateConfig
 
 @rehearsable
 def evaluate(config: EvaluateConfig) -> None:
-    """What the command does (see `evaluate_checkpoint` and `evaluate_replay`). Raises `UserError`."""
+    """Run the command (see `evaluate_checkpoint` and `evaluate_replay`). Raises `UserError`."""
     if config.plan:
         print(plan_evaluation(config, find_target(config).config), flush=True)
         return

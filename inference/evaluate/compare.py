@@ -1,7 +1,7 @@
 """Evaluating a checkpoint: all arms over all prompts, spread over the processes of a launcher, and one report.
 
-Results are kept prompt by prompt (`prompt_results`) and the report is made of what was kept. So a run that was stopped
-goes on where it was, with as many processes as it then has.
+Results are stored prompt by prompt (`prompt_results`), and the report is made from the stored results. So a stopped run
+can be continued, with any number of processes.
 """
 
 import os
@@ -66,17 +66,17 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock
     """Compare the methods of `config` on `prompts` and write the report to `config.out_dir`.
 
     All processes of a launcher call this. Each measures its share of the prompts on its own device. With resume=true,
-    prompts that were measured before are left alone. With `minutes`, which `clock` (in seconds) measures, the time
-    decides how many of the prompts are taken. If any method emitted other tokens than the target, every process ends
-    with status 1 after the report is written.
+    prompts that were measured before are skipped. With `minutes`, the time by `clock` (in seconds) determines the
+    number of prompts measured. If any method emitted other tokens than the target, every process exits with status 1
+    after the report is written.
 
-    Raises `UserError` for bad input, and where another run is at work.
+    Raises `UserError` for bad input, and if another run is using the directory.
     """
     limit = TimeLimit(config.minutes, clock(), clock=clock)
     state = join_processes()
     use_threads(config.threads)
     out_dir = require_writable(config.out_dir)
-    config.wandb.is_on()  # what is missing for it shows now
+    config.wandb.is_on()  # raises now if something it needs is missing
     with only_run_of(state, out_dir, "results"):
         wrong = _evaluate(config, prompts, out_dir, state, limit)
     if wrong:
@@ -116,10 +116,10 @@ def _evaluate(
     todo, must = limit.to_do(len(prompts), done)
     share, taken = todo[state.process_index :: state.num_processes], 0
     known = None if earlier is None else construct(Prepared, earlier).products
-    waits = known is None and subject.device.type == "cpu" and not state.is_main_process  # for its kernels
+    waits = known is None and subject.device.type == "cpu" and not state.is_main_process  # for the main one's kernels
     models = load_models(config, subject, drafters, known) if share and not waits else None
     positions = longest_text(turns, new, context)
-    if earlier is None:  # then the main process has a share, and nobody is at work beside it any more
+    if earlier is None:  # then the main process has a share; it measures once the other processes wait
         state.wait_for_everyone()
         begun: Prepared | Exception | None = None
         if state.is_main_process:
@@ -127,7 +127,7 @@ def _evaluate(
             try:
                 doctor = see_doctor(config, subject, models, prompts, rendered)
                 begun = replace(prepare_methods(config, subject, models, rendered[0], positions), doctor=doctor)
-            except Exception as error:  # the others are to hear of it
+            except Exception as error:  # raised in all processes below
                 begun = error
 
         def begin() -> Any:
@@ -156,7 +156,7 @@ def _evaluate(
                 made = f"{min(least, len(done) + taken * state.num_processes)} of at least {least} prompts are done"
                 print(f"minutes={config.minutes:g} are over: {made}", flush=True)
             asked = prompts[position], rendered[position], position
-            threads = use_threads(config.threads)  # the same for all arms of the prompt
+            threads = use_threads(config.threads)  # the same number for all arms of the prompt
             results, skipped = measure_prompt(config, *asked, subject, models, bench)
             spent, taken = limit.spent(), taken + 1
             peak, got = peak_memory(subject.device), bench.watch.take()
@@ -172,7 +172,7 @@ def _evaluate(
 
 
 def require_own_device(device: torch.device, state: PartialState) -> None:
-    """Raise `UserError` where several processes would run on one GPU, or on machines whose speeds differ in kind."""
+    """Raise `UserError` if several processes would share a GPU, or run on devices of different kinds."""
     if state.num_processes == 1:
         return
     if device != torch.device(device.type):
@@ -185,8 +185,8 @@ def require_own_device(device: torch.device, state: PartialState) -> None:
 def see_doctor(
     config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """What the doctor finds, printed. Raises `UserError` where a drafter is read wrongly and another way is here."""
-    from inference.doctor.examine import examine  # a tool, for who asks for it
+    """The doctor's findings, printed. Raises `UserError` if a drafter is misread and a better reading is available."""
+    from inference.doctor.examine import examine  # imported only if requested
 
     with Stage("examining drafters"):
         found = examine(config, subject, models, prompts, rendered)
@@ -205,7 +205,7 @@ def report(
     expected: int,
     out_dir: Path,
 ) -> list[str]:
-    """Write the report of the results in `out_dir`, which are of `expected` of all `prompts`.
+    """Write the report of the results in `out_dir`, which must cover `expected` of the `prompts`.
 
     Returns the names of the methods that were not lossless.
     """

@@ -1,4 +1,4 @@
-"""Drafters made ready to decode beside a target, and fresh ones for every generation."""
+"""Preparing draft models for decoding, and making a new drafter for every generation."""
 
 from collections.abc import Mapping
 
@@ -20,9 +20,9 @@ def new_drafter(
     drawn: bool = False,
     tuning: Tuning | None = None,
 ) -> Drafter:
-    """The drafter of `method`, fresh for the one generation that `streams` belong to.
+    """A new drafter of `method`, for the generation of `streams`.
 
-    drawn: draw drafts from q (sampling). tuning: for sizes that are "auto" (see `inference.measure.probe`).
+    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`).
     """
     kind = KINDS[method.source]
     model, maker = drafters.get(kind.name), kind.load_maker()
@@ -37,11 +37,11 @@ def new_drafter(
 
 
 def prepare(target: Target, drafters: Drafters) -> None:
-    """Make a target and its drafters ready to decode: layers fused, weights laid out for the device, heads shared."""
-    from inference.engines.packing import lay_out  # the engines: loaded once something decodes
+    """Prepare a target and its drafters for decoding: fuse layers, pack weights for the device, share heads."""
+    from inference.engines.packing import lay_out  # the engines: imported only for decoding
 
     with Stage("laying out weights, compiling what is new"):
-        if target.layered is not None:  # else it runs as it is
+        if target.layered is not None:  # else it runs unchanged
             lay_out(target.layered, target.device)
         for name, model in drafters.items():
             KINDS[name].load_maker().prepare(model, target)

@@ -1,4 +1,4 @@
-"""What of the target's generation config acts when it decodes greedily, taken over into every arm.
+"""The settings of the target's generation config that affect greedy decoding, applied to every arm.
 
 A model comes with more than weights. Example: Qwen2.5-Instruct has a repetition penalty of 1.05, and
 `model.generate(do_sample=False)` obeys it. So do all arms here. transformers' `generate` runs the target's own config,
@@ -25,10 +25,10 @@ from outrider.errors import UserError, reason
 
 @dataclass(frozen=True)
 class Inherited:
-    """The target's generation config as an evaluation goes by it.
+    """The target's generation config as used by an evaluation.
 
-    config: what `generate_settings` starts from. taken: its fields that act on greedy decoding (`stop_strings` too);
-    ignored: those that would have, and were left out as a whole.
+    config: the basis of `generate_settings`. taken: its fields that affect greedy decoding (`stop_strings` too);
+    ignored: such fields that were left out because the config is not used.
     """
 
     config: GenerationConfig
@@ -44,7 +44,7 @@ _ACTING = {
     "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
     "renormalize_logits": False,
 }  # fmt: skip
-# What the evaluation's own settings replace, and what says how fast and in which form a text comes out, not which.
+# Fields that the evaluation's settings replace, and fields that affect speed or output format but not the text.
 _REPLACED: dict[str, object] = {
     **dict.fromkeys(
         ("max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
@@ -57,14 +57,14 @@ _REPLACED: dict[str, object] = {
     ),
     "use_cache": True,
 }  # fmt: skip
-# What neither acts nor needs replacing: it speaks of beams, encoders or assistant models, or is read elsewhere.
+# Fields without effect that need no replacing: they concern beams, encoders or assistant models, or are read elsewhere.
 _IDLE = {
     "early_stopping", "length_penalty", "diversity_penalty", "decoder_start_token_id", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "max_matching_ngram_size",
     "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type",
     "max_new_tokens", "eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "transformers_version",
 }  # fmt: skip
-# Other ways of decoding, off at these values or at None. Fields that are named nowhere here are off at None.
+# Other decoding strategies, off at these values or at None. Fields not listed in this file are off at None.
 _OFF = {"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "guidance_scale": 1, "penalty_alpha": 0,
         "use_mtp": False, "token_healing": False, "is_assistant": False}  # fmt: skip
 
@@ -79,17 +79,17 @@ def inherit(
     vocabulary: int,
     ignore: bool,
 ) -> Inherited:
-    """What the target `source` brings along, where neither `sampling` nor `stops` says otherwise.
+    """The settings inherited from the target `source`, unless `sampling` or `stops` override them.
 
-    eos: the ids that end a text. vocabulary: its size. ignore: take nothing over. Raises `UserError` naming field and
-    value for what no arm can decode by, and for values that transformers cannot use.
+    eos: the ids that end a text. vocabulary: its size. ignore: inherit nothing. Raises `UserError` naming field and
+    value for decoding strategies that no arm supports, and for values that transformers cannot use.
     """
     own = read_generation_config(source, revision)
     taken, refused = acting(own), other_ways(own)
     if own.stop_strings:
         taken["stop_strings"] = [own.stop_strings] if isinstance(own.stop_strings, str) else list(own.stop_strings)
     if ignore:
-        plain = json.loads(own.to_json_string(use_diff=False))  # a watermark is an object of its own
+        plain = json.loads(own.to_json_string(use_diff=False))  # turns objects, such as a watermark's, into dicts
         return Inherited(GenerationConfig(), {}, {name: plain[name] for name in taken | refused})
     for name, value in refused.items():
         raise _unusable(source, name, value, "which is a way of decoding that no arm here has")
@@ -118,11 +118,11 @@ def _unusable(source: str, name: str, value: object, why: str) -> UserError:
 
 
 def read_generation_config(source: str, revision: str | None) -> GenerationConfig:
-    """The generation config that the target's user gets with it, by transformers' own rule. Raises `UserError`."""
+    """The generation config that transformers would load with the target. Raises `UserError`."""
     stored = load_generation_config(source, revision)
     if stored is not None:
         return stored
-    try:  # older models say such things in config.json
+    try:  # older models have such fields in config.json
         return GenerationConfig.from_pretrained(
             source,
             config_file_name=CONFIG_FILE,
@@ -138,14 +138,14 @@ def acting(config: GenerationConfig) -> dict[str, Any]:
     """The fields that have a say in which token comes next when decoding greedily."""
     found = {name: getattr(config, name, None) for name in _ACTING}
     if found["min_new_tokens"] is not None:
-        found["min_length"] = None  # which it stands in for
+        found["min_length"] = None  # overridden by min_new_tokens
     return {name: value for name, value in found.items() if value is not None and value != _ACTING[name]}
 
 
 def other_ways(config: GenerationConfig) -> dict[str, object]:
-    """The fields that make `generate` decode in another way than by the best next token, or in one not known here.
+    """The fields that select another decoding strategy in `generate`, or one unknown here.
 
-    What transformers itself has no such field for does nothing in `generate`, whatever it says.
+    Fields that transformers does not define have no effect in `generate`.
     """
     defaults = vars(GenerationConfig())
     handled = _ACTING.keys() | _REPLACED.keys() | _IDLE
@@ -165,7 +165,7 @@ def generate_settings(
     eos: Collection[int],
     stops: Sequence[str] = (),
 ) -> GenerationConfig:
-    """What transformers' `generate` is to go by: the target's `own` config, with what the evaluation says in it."""
+    """The config for transformers' `generate`: the target's `own` config with the evaluation's settings."""
     settings = copy.deepcopy(own) if own is not None else GenerationConfig()
     ends_at = sorted(eos)
     replaced = {
@@ -182,7 +182,7 @@ def generate_settings(
 
 
 def generate_options(sampling: SamplingConfig) -> dict[str, object]:
-    """`sampling` as transformers' GenerationConfig names it; no repetition penalty where that is the target's."""
+    """`sampling` as fields of transformers' GenerationConfig; without a repetition penalty if the target's applies."""
     given = sampling.repetition_penalty
     penalty = {} if given is None else {"repetition_penalty": float(given)}
     if not sampling.temperature:
@@ -198,7 +198,7 @@ class _Model(GenerationMixin):
 
 
 def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: torch.device) -> list[LogitsProcessor]:
-    """What `generate` makes of `settings` for one generation after `prompt`, the warpers apart."""
+    """The logits processors that `generate` builds from `settings` after `prompt`, without the warpers."""
     own, ids = copy.copy(settings), torch.tensor([prompt], device=device)
     own.do_sample = False
     own.max_length = len(prompt) + settings.max_new_tokens
@@ -213,9 +213,9 @@ def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: t
 def make_sampler(
     settings: GenerationConfig, sampling: SamplingConfig, prompt: Sequence[int], device: torch.device
 ) -> Sampler | None:
-    """How tokens are chosen in one generation after `prompt`. None: greedily, from the logits as they are.
+    """The sampler of one generation after `prompt`. None: greedy decoding of unprocessed logits.
 
-    settings: what `generate_settings` made of `sampling`.
+    settings: the result of `generate_settings` for `sampling`.
     """
     own = make_processors(settings, prompt, device)
     if not own and not sampling.temperature:

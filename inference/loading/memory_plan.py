@@ -1,4 +1,4 @@
-"""What every process would hold to decode: weights, caches, and what passes of fixed shape write. Reads no weights."""
+"""The memory that each process would need to decode: weights, caches, fixed-shape buffers. Reads no weights."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ GB = 1e9
 
 
 class Decoding(Protocol):
-    """The options that say how models are held."""
+    """The options that determine how models are held in memory."""
 
     @property
     def dtype(self) -> str: ...
@@ -28,9 +28,9 @@ class Decoding(Protocol):
 def target_bytes(
     config: EvaluateConfig, target: PreTrainedConfig, place: Place, device: torch.device
 ) -> dict[str, int]:
-    """Of the target's weights, as transformers' arm has them and, on a CPU, as the runtime has them, made of a copy.
+    """Bytes of the target's weights, by purpose: transformers' arm and, on a CPU, the runtime's packed copy.
 
-    An int8 model's codes are laid out for the runtime as what is fastest, which may be floats: at most so many bytes.
+    The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
     """
     floats = weight_bytes(target, place)
     held = {"target's weights": floats}
@@ -45,7 +45,7 @@ def target_bytes(
 
 
 def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
-    """What each device holds in an evaluation: a greppable line, then one for each part. Raises `UserError`."""
+    """The memory of each device in an evaluation: a greppable line, then one per part. Raises `UserError`."""
     device = planned_device(config.device)
     place, dtype = place_of(config, target, context_limit(target), device)
     held = target_bytes(config, target, place, device)
@@ -60,7 +60,7 @@ def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
 def plan_capture(
     config: Decoding, kind: Kind, checkpoint: str, target: PreTrainedConfig, positions: int, layers: int | None = None
 ) -> str:
-    """The same of capturing what a calibration head learns from, on texts of up to `positions` tokens.
+    """The same for capturing a calibration head's training data, on texts of up to `positions` tokens.
 
     checkpoint: where the drafter lies, which is of `kind`. layers: the only ones of the target that are read, with
     embedding and head; 0: nothing of it is; None: all are.
@@ -76,24 +76,24 @@ def plan_capture(
 
 
 def planned_device(name: str = "auto") -> torch.device:
-    """The device that a plan is of: the one that a run would use here, or a GPU of another machine that is named."""
+    """The device of a plan: the one that a run would use here, or a named GPU, which may be another machine's."""
     return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else pick_device(name)
 
 
 def place_of(
     config: Decoding, target: PreTrainedConfig, positions: int, device: torch.device
 ) -> tuple[Place, torch.dtype]:
-    """How a target is held on `device`, and in which dtype."""
+    """The `Place` and the dtype of a target on `device`."""
     dtype = pick_dtype(config.dtype, target, device)
     return Place(dtype.itemsize, positions), dtype
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As the option has it."""
+    """The name of a dtype as in the option `dtype`."""
     return str(dtype).removeprefix("torch.")
 
 
 def describe(held: Mapping[str, int], place: Place, dtype: str, device: torch.device) -> str:
-    """The plan as text; dtype: what the weights are, by name."""
+    """The plan as text; dtype: the name of the weights' dtype."""
     lines = [f"plan positions={place.positions} dtype={dtype} device_gb={sum(held.values()) / GB:.2f} device={device}"]
     return "\n".join([*lines, *(f"  {what}: {size / GB:.3f} GB" for what, size in held.items())])

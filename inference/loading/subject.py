@@ -1,4 +1,4 @@
-"""What is evaluated: the target and its drafters, first found and known by their digests, then loaded."""
+"""The target of a run and its drafters: first located and identified by digests, then loaded."""
 
 import hashlib
 import json
@@ -45,11 +45,11 @@ from outrider.versions import code_version
 
 @dataclass(frozen=True)
 class Subject:
-    """The target as far as it is known before its weights are read, and how it is to run.
+    """The target before its weights are loaded, and how it will run.
 
-    eos: the ids that end a text. stops: the strings that do. inherited: what its generation config brings along.
-    int8: whether it is the int8 model of it, which computes in `dtype`.
-    template: as it was asked for; trained: those of the drafters' training, by kind (see `trained_templates`).
+    eos: the ids that end a text. stops: the stop strings. inherited: settings from its generation config.
+    int8: whether it is quantised to int8, computing in `dtype`.
+    template: as requested; trained: the templates of the drafters' training, by kind (see `trained_templates`).
     """
 
     target: OpenTarget
@@ -64,7 +64,7 @@ class Subject:
 
     @property
     def chat_template(self) -> PromptTemplate:
-        """By what chat prompts are rendered (see `inference.loading.templates`). Raises `UserError`."""
+        """The template that renders chat prompts (see `inference.loading.templates`). Raises `UserError`."""
         return chat_template(self.template, self.trained)
 
     @property
@@ -77,20 +77,20 @@ class Subject:
 
     @property
     def numbers(self) -> str:
-        """What its weights are, by name."""
+        """The name of the dtype of its weights."""
         return "int8" if self.int8 else self.floats
 
     @property
     def floats(self) -> str:
-        """What it computes in, by name."""
+        """The name of the dtype it computes in."""
         return str(self.dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Models:
-    """The models of an evaluation, loaded. plain: the target as transformers runs it; stack: as `runtime` does.
+    """The loaded models of an evaluation. plain: the target as transformers runs it; stack: as `runtime` does.
 
-    products: by what kernels a CPU multiplies for them (see `inference.engines.cpu.recorded`).
+    products: the CPU kernels of their matrix products (see `inference.engines.cpu.recorded`).
     """
 
     plain: PreTrainedModel
@@ -101,9 +101,9 @@ class Models:
 
 
 def find_subject(config: EvaluateConfig) -> Subject:
-    """The target of `config`, and where and how it is to run. Raises `UserError`."""
+    """The target of `config`, its device and how it will run. Raises `UserError`."""
     target = find_target(config)
-    _ = target.fingerprint  # an unusable one shows before anything else
+    _ = target.fingerprint  # raises for an unusable target, before anything else does
     eos = frozenset() if config.ignore_eos else end_tokens(target)
     inherited = inherit(
         target.source, target.revision, config.sampling, config.stop_strings,
@@ -111,7 +111,7 @@ def find_subject(config: EvaluateConfig) -> Subject:
     )  # fmt: skip
     stops = tuple(config.stop_strings or inherited.taken.get("stop_strings", ()))
     if stops:
-        StopStrings(stops, target.tokenizer)  # refuses what it cannot look for
+        StopStrings(stops, target.tokenizer)  # raises for unusable stop strings
     device = pick_device(config.device)
     dtype, int8 = pick_dtype(config.dtype, target.config, device), config.dtype == "int8"
     if int8:
@@ -121,7 +121,7 @@ def find_subject(config: EvaluateConfig) -> Subject:
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:
-    """The target of `config`, else the one its early exit was trained for. Raises `UserError`, also for no drafter."""
+    """The target of `config`, else its early exit's. Raises `UserError`, also if `checkpoint` holds no drafter."""
     if config.checkpoint is not None and config.held is None:
         raise UserError(f"checkpoint={config.checkpoint}: {no_drafter_in(Path(config.checkpoint))}")
     if config.early_exit is None:
@@ -131,7 +131,7 @@ def find_target(config: EvaluateConfig) -> OpenTarget:
 
 
 def no_drafter_in(folder: Path) -> str:
-    """What is there instead, and what would be a drafter."""
+    """What `folder` holds instead of a drafter, and what is expected."""
     files: dict[str, list[str]] = {}
     for kind in KINDS.values():
         if kind.file is not None:
@@ -144,7 +144,7 @@ def no_drafter_in(folder: Path) -> str:
 
 
 def heldout_fraction(config: EvaluateConfig) -> float:
-    """The share of `python_stdlib` that training has not seen: the checkpoint's own, where it was trained on that."""
+    """The held-out share of `python_stdlib`: that of the checkpoint's training, if it was trained on that."""
     default = DataConfig.heldout_fraction
     if config.early_exit is None or config.held is None:
         return default
@@ -161,9 +161,9 @@ def heldout_fraction(config: EvaluateConfig) -> float:
 
 
 def end_tokens(target: OpenTarget) -> frozenset[int]:
-    """The ids that end a text: generation_config.json's, else config.json's, else the tokenizer's.
+    """The ids that end a text: from generation_config.json, else config.json, else the tokenizer.
 
-    Raises `UserError` where they are none.
+    Raises `UserError` for invalid ids.
     """
     listed = read_generation_config(target.source, target.revision).eos_token_id
     for candidate in (listed, target.config.eos_token_id, target.tokenizer.eos_token_id):
@@ -177,14 +177,14 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
 
 
 def context_length(subject: Subject, drafters: Drafters) -> int:
-    """Tokens that the target and the models that draft for it can all hold."""
+    """The context length that the target and all its draft models support."""
     limits = [KINDS[name].load_maker().context(model) for name, model in drafters.items()]
     return min([context_limit(subject.config), *(limit for limit in limits if limit)])
 
 
 def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> dict[str, object]:
-    """All that decides the results of an evaluation: its options, what its inputs hold, what it is measured on, and
-    the code that measures: results of two versions of it do not mix."""
+    """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
+    versions must not be mixed."""
     asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
     target = {
         key: value for key, value in asdict(subject.target.fingerprint).items() if key not in ("target", "revision")
@@ -216,12 +216,12 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Unpack[Placed])
         if where is not None:
             drafters[kind.name] = config.maker(kind).load(where, target, config.methods, **placed)
     for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
-        find_shape(tree.shape, number(tree.nodes))  # a bad one shows now, not once the target is loaded
+        find_shape(tree.shape, number(tree.nodes))  # invalid shapes fail before the target is loaded
     return {name: model for name, model in drafters.items() if model is not None}
 
 
 def finish(drafters: Drafters) -> None:
-    """Decoding has ended: what drafters keep of it is saved. Raises `UserError`."""
+    """Decoding has ended: save the drafters' learnt state. Raises `UserError`."""
     for name, model in drafters.items():
         KINDS[name].load_maker().finish(model)
 
@@ -229,9 +229,9 @@ def finish(drafters: Drafters) -> None:
 def load_models(
     config: EvaluateConfig, subject: Subject, drafters: Drafters, products: Mapping[str, str] | None = None
 ) -> Models:
-    """The target, it and its drafters ready to decode.
+    """Load the target, and prepare it and its drafters for decoding.
 
-    products: by what kernels a CPU is to multiply; None: the fastest, here and now. Raises `UserError` where it cannot.
+    products: the CPU kernels to use; None: the fastest ones, measured now. Raises `UserError` for unavailable ones.
     """
     placed = (subject.dtype, subject.device)
     plain = load_plain(subject.target, *placed, int8=subject.int8)
@@ -250,15 +250,15 @@ def load_stack(
     by_layers: bool,
     int8: bool = False,
 ) -> Target:
-    """The target as this runtime runs it: layer by layer, or without `by_layers` by its own forward if need be.
+    """The target as this runtime runs it: layer by layer, or, unless `by_layers`, by its own forward as a fallback.
 
-    plain: the target as transformers runs it, where that is loaded. int8: it is the int8 model, which computes in
-    `dtype`. Raises `UserError` where it proves neither.
+    plain: the target as transformers runs it, if loaded. int8: quantised to int8, computing in `dtype`. Raises
+    `UserError` if neither can be proven equal to the target.
     """
     try:
         if (refusal := why_not_by_layers(target.config)) is not None:
             raise UserError(f"target={target.source}: {refusal}")
-        if plain is None or can_pack(device, dtype):  # then ours is another copy; transformers' is as it was stored
+        if plain is None or can_pack(device, dtype):  # then load a separate copy; transformers' stays unpacked
             return target.stack(dtype=dtype, device=device, int8=int8)
         prove_layers(plain, f"target={target.source}")
         return layer_stack(plain)
@@ -278,8 +278,7 @@ def load_stack(
 def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, int8: bool = False) -> PreTrainedModel:
     """The whole target as transformers loads it: the reference of every comparison.
 
-    int8: the int8 model, which computes in `dtype`. Its codes are those of the stack's, as both are of the weights as
-    they are stored.
+    int8: quantised to int8, computing in `dtype`. Its codes equal the stack's, as both quantise the stored weights.
     """
     ours = {"attn_implementation": ATTENTION} if why_not_by_layers(target.config) is None else {}
     stored = stored_dtype(target.config) if int8 else dtype

@@ -1,4 +1,4 @@
-"""By what chat prompts are rendered: as the drafters' training rendered conversations, unless it is said otherwise."""
+"""The template of chat prompts: by default the one of the drafters' training data."""
 
 from collections.abc import Mapping
 
@@ -14,9 +14,9 @@ _PLAIN = ("text", "code")  # layouts without conversations
 
 
 def trained_templates(config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, frozenset[ChatTemplate]]:
-    """The templates of the conversations that each drafter of `config` was trained on, by its kind, as it is recorded.
+    """The recorded chat templates of each drafter's training data, by kind of drafter.
 
-    Kinds without such a record are left out. Raises `UserError` where a record cannot be read.
+    Kinds without such a record are left out. Raises `UserError` for an unreadable record.
     """
     places = {kind.name: where for kind in KINDS.values() if (where := config.where(kind)) is not None}
     found = {name: templates_of(config.maker(KINDS[name]).data_of(where), tokenizer) for name, where in places.items()}
@@ -24,10 +24,10 @@ def trained_templates(config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def templates_of(data: Mapping[str, object] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[ChatTemplate]:
-    """By what conversations were rendered in a training with the recorded settings `data`; empty where there is no
-    telling, or there cannot have been any.
+    """The templates that rendered conversations in a training with the recorded settings `data`; empty if unknown, or
+    if it had no conversations.
 
-    template=tokenizer is what text has on record too. So it tells nothing of a tokenizer without a chat template.
+    template=tokenizer is recorded for plain text too, so it means nothing if the tokenizer has no chat template.
     """
     if data is None or "template" not in data:
         return frozenset()
@@ -41,10 +41,10 @@ def templates_of(data: Mapping[str, object] | None, tokenizer: PreTrainedTokeniz
 
 
 def chat_template(asked: PromptTemplate, trained: Mapping[str, frozenset[ChatTemplate]]) -> PromptTemplate:
-    """What renders chat prompts: `asked`, and with auto the template that the drafters were trained with.
+    """The template of chat prompts: `asked`, or for auto the template of the drafters' training.
 
-    auto remains where none of them says one. Raises `UserError` where the drafters differ, and where another template
-    is asked for than one of them knows. template=none is a text without any, and is never refused.
+    It remains auto if none is recorded. Raises `UserError` if the drafters differ, or if `asked` is another template
+    than one of them was trained with. template=none means bare text and is never refused.
     """
     said = ", ".join(f"{kind} by {' and '.join(sorted(own))}" for kind, own in trained.items())
     known = sorted(frozenset[ChatTemplate]().union(*trained.values()))

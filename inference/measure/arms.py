@@ -1,4 +1,4 @@
-"""Measuring: several ways of decoding, run in turn on the same prompts, and whether they emit the same tokens."""
+"""The arms of a measurement: decoding methods run in turn on the same prompts, and compared token by token."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -58,13 +58,13 @@ def make_arms(
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
     sampling: how all of them choose tokens.
-    generation: the target's own config, for what else acts on the choice.
-    stops: strings that end a text. They need the `tokenizer`.
-    runtime: how the passes of all but `generate` run; None: eagerly.
-    tunings: of the methods with sizes of "auto" (see `inference.measure.probe`).
-    choosing: puts another chooser in the place of an arm's.
+    generation: the target's generation config, for its other logits processors.
+    stops: stop strings; they need the `tokenizer`.
+    runtime: how the passes of all arms but `generate` run; None: eagerly.
+    tunings: of the methods with "auto" sizes (see `inference.measure.probe`).
+    choosing: replaces an arm's chooser.
 
-    Of the streams that an arm is given it takes those within its name, one for each use.
+    An arm uses the random streams within its name, one per purpose.
     """
     plainly = partial(autoregressive, stack, max_new_tokens=max_new_tokens, eos=eos, runtime=runtime, clock=clock)
     drafted = partial(speculative, stack, max_new_tokens=max_new_tokens, eos=eos, runtime=runtime, clock=clock)
@@ -120,7 +120,7 @@ def make_arms(
 
 
 def without_captures(arm: Arm, runtime: Runtime) -> Arm:
-    """`arm`, run again where it captured graphs on its way: what that takes is none of decoding's time."""
+    """`arm`, run again if it captured graphs, since capture time is not decode time."""
 
     def settled(prompt: Sequence[int], streams: Streams) -> Generation:
         while True:
@@ -133,7 +133,7 @@ def without_captures(arm: Arm, runtime: Runtime) -> Arm:
 
 
 class _FirstToken(BaseStreamer):
-    """Notes when the first new token arrives, which is when prefill is over."""
+    """Records the time of the first new token, the end of the prefill."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -141,7 +141,7 @@ class _FirstToken(BaseStreamer):
 
     def put(self, value: object) -> None:
         self.calls += 1
-        if self.calls == 2:  # the first call hands over the prompt
+        if self.calls == 2:  # the first call passes the prompt
             self.at = time.perf_counter()
 
     def end(self) -> None:
@@ -163,7 +163,7 @@ def transformers_generate(
 ) -> Generation:
     """The target through transformers' own `generate`, with its own attention and cache.
 
-    generation: the target's own config, of which it keeps what `generate_settings` does not replace.
+    generation: the target's generation config; `generate_settings` replaces some of its fields.
     """
     ids = torch.tensor([prompt], device=model.device)
     settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos, stops=stops)
@@ -195,7 +195,7 @@ def measure(
 ) -> PromptResult:
     """Continue one prompt with every arm, `repeats` times, the arms' order rotating with `turn` and repeat.
 
-    Of an arm's repeats the one with the median decoding time counts. `profilers` do the first of them again, untimed.
+    An arm's result is the repeat with the median decoding time. `profilers` run the first repeat again, untimed.
     """
     streams = [Streams(seed, prompt_id, repeat) for repeat in range(repeats)]
     names = list(arms)
@@ -220,7 +220,7 @@ def measure(
 def measure_deviations(
     plain: PreTrainedModel, result: PromptResult, make: MakeArms, streams: Streams
 ) -> dict[str, Deviation]:
-    """How far every arm of this runtime is off on the reference's text of `result`, by name (see `lossless`).
+    """The deviations of this runtime's arms on the reference's text of `result`, by name (see `lossless`).
 
     plain: the target as transformers runs it; streams: those of the result's generations.
     """
@@ -242,7 +242,7 @@ def measure_deviations(
 def show_rounds(
     make: MakeArms, methods: Collection[str], prompt: Sequence[int], streams: Streams
 ) -> dict[str, tuple[ShownRound, ...]]:
-    """The rounds in which every method decodes `prompt`, by name: run once more, untimed, with its trees noted."""
+    """The rounds of every method on `prompt`, by name: an extra untimed run that records the trees."""
     made: list[Noting] = []
 
     def note(chooser: Chooser) -> Chooser:

@@ -1,4 +1,4 @@
-"""What an evaluation measures with: arms, warm and with their sizes chosen, and a prompt through all of them."""
+"""The bench of an evaluation: warmed-up arms with chosen sizes, and the measurement of a prompt by all of them."""
 
 import itertools
 import sys
@@ -29,16 +29,16 @@ from outrider.progress import Stage, counted
 from outrider.streams import Streams
 
 WARM_UP_TOKENS = 8
-JUDGED = 12  # prompts, evenly spread, that are judged where texts alone do not decide; every mismatch is judged besides
+JUDGED = 12  # evenly spread prompts that are judged if texts alone do not decide; so is every mismatch
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is measured once, by one process before the first prompt, and holds for all of them, in resumed runs too.
+    """Measurements made once, by one process before the first prompt; valid for all prompts, in resumed runs too.
 
-    methods, tunings: see `tune`; kernels: of attention, which round differently (see `graphs.attention_kernels`).
-    doctor: what was found of drafters that were examined (see `examine`). products: the kernels that multiply on a CPU,
-    which round differently, too (see `engines.cpu.recorded`).
+    methods, tunings: see `tune`; kernels: the attention kernels, which round differently (see
+    `graphs.attention_kernels`). doctor: the findings on drafters (see `examine`). products: the CPU kernels of matrix
+    products, which also round differently (see `engines.cpu.recorded`).
     """
 
     methods: dict[str, MethodConfig]
@@ -48,7 +48,7 @@ class Prepared:
     products: dict[str, str] = field(default_factory=dict)
 
     def chosen(self) -> dict[str, str]:
-        """The kernels by what they are for, to be read."""
+        """The kernels by attention shape, for the report."""
         attention = {
             f"attention of {one.heads}/{one.key_heads} heads of {one.head_dim}, {one.width} rows over {one.keys}":
             one.kernel
@@ -58,18 +58,18 @@ class Prepared:
 
 
 def render(subject: Subject, prompt: Prompt, texts: Sequence[str]) -> list[int]:
-    """The ids of `texts`, turns of the user and the assistant's answers between them, as `prompt` is to be read."""
+    """The ids of `texts`, alternating user turns and answers, rendered as `prompt` requires."""
     return render_prompt(texts, subject.tokenizer, subject.chat_template if prompt.chat else "none")
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
-    """How many tokens a text of the run has at most, so that what holds texts is made once.
+    """The expected length in tokens of the run's longest text, so that buffers are allocated once.
 
-    turns: of every prompt the ids of its turns, each rendered alone, with all that a template puts around it. A
-    conversation may still turn out longer, as an answer may have more tokens when it is read again.
+    turns: for every prompt the ids of its turns, each rendered alone with its template. A conversation may still be
+    longer, as an answer may have more tokens when it is tokenised again.
     """
     longest = max(sum(len(ids) + max_new_tokens for ids in prompt) for prompt in turns)
-    return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # what `tune` measures may continue by more
+    return min(context, longest + max(0, NEW_TOKENS - max_new_tokens))  # `tune` may generate more than max_new_tokens
 
 
 def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], limit: int) -> None:
@@ -85,7 +85,7 @@ def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], l
 def prepare_methods(
     config: EvaluateConfig, subject: Subject, models: Models, prompt: Sequence[int], positions: int
 ) -> Prepared:
-    """The methods of `config`, what they leave open measured on `prompt`; texts have up to `positions` tokens."""
+    """The methods of `config`, with "auto" choices measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
     others = [KINDS[name].load_maker().own_models(model) for name, model in models.drafters.items()]
     kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(others)], positions)
@@ -100,13 +100,13 @@ def prepare_methods(
 
 @dataclass(frozen=True)
 class Bench:
-    """The arms of an evaluation, warm.
+    """The warmed-up arms of an evaluation.
 
-    profilers: our arms once more, with a clock that waits for the device.
-    judged: the positions of the prompts that are judged besides those with a mismatch (see `lossless`).
-    judge: makes the arms for that; None where equal texts are all that counts.
-    shown: the positions of the prompts whose first turn the arms that `show` makes decode once more, to be shown.
-    watch: of plain decoding, where that runs on the CPU.
+    profilers: our arms with a clock that synchronises with the device.
+    judged: indices of the prompts that are judged, in addition to those with a mismatch (see `lossless`).
+    judge: makes the arms for judging; None if only equal texts count.
+    shown: indices of the prompts whose first turn is decoded again by the arms of `show`, for display.
+    watch: measures the CPU time of plain decoding.
     """
 
     arms: dict[str, Arm]
@@ -126,7 +126,7 @@ def make_bench(
     prompt: Sequence[int],
     prompts: int,
 ) -> Bench:
-    """The arms of `config`, which have continued `prompt` by a few tokens; `prompts`: how many there are in all."""
+    """The arms of `config`, warmed up on a few tokens after `prompt`; `prompts`: the total number of prompts."""
     make = partial(
         make_arms, models.stack, models.drafters, prepared.methods, sampling=config.sampling, eos=subject.eos,
         generation=subject.inherited.config, stops=subject.stops, tokenizer=subject.tokenizer, runtime=models.runtime,
@@ -150,7 +150,7 @@ def make_bench(
     sampled = config.sampling.temperature > 0
     judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
     shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
-    # Of an int8 model's arm that ran the floats it is made from, a text may be the same by chance.
+    # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
     judge = arms_with if sampled or subject.dtype in HALF or subject.int8 else None
     arms, watch = arms_for(config.max_new_tokens), CpuWatch()
     if subject.device.type == "cpu":
@@ -159,9 +159,9 @@ def make_bench(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has held at most: of the GPU where `device` is one, else of the machine's memory.
+    """Peak bytes of this process: on the GPU if `device` is one, else of main memory.
 
-    It has all arms in it, as they stand in memory together. 0 where the system does not count (Windows).
+    It includes all arms, which share the memory. 0 if the system does not report it (Windows).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -169,7 +169,7 @@ def peak_memory(device: torch.device) -> int:
         import resource
     except ImportError:
         return 0
-    unit = 1 if sys.platform == "darwin" else 1024  # in which the system counts
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -182,10 +182,10 @@ def measure_prompt(
     models: Models,
     bench: Bench,
 ) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
-    """Every turn of a prompt through every arm, and what was left out. A later turn's history is the target's answer.
+    """Run every turn of a prompt through every arm, and return the results and the skipped turns.
 
-    first: the ids of the first turn.
-    position: the prompt's among all. It and the turn say which arm goes first, whichever process is at work.
+    first: the ids of the first turn. A later turn follows the target's own answers to the earlier ones.
+    position: the index of the prompt. Index and turn determine which arm runs first, in any process.
     """
     results: list[PromptResult] = []
     names = prompt.turn_ids

@@ -1,8 +1,8 @@
-"""Whether a machine was busy with other work while an evaluation took its times.
+"""Whether the machine was busy with other work during an evaluation's timings.
 
-Two signs. The process gets less CPU time than its threads could use: others take its cores, or a quota holds it back.
-Plain decoding keeps all threads at work, as those of OpenMP wait in a loop for the next product. And the load average
-says that more threads want to run than there are cores. On a GPU only the second is looked at.
+There are two signs. The process gets less CPU time than its threads could use: others use its cores, or a quota limits
+it. (Plain decoding keeps all threads busy, as OpenMP threads spin between products.) Or the load average exceeds the
+number of cores. On a GPU only the second is checked.
 """
 
 import os
@@ -17,12 +17,12 @@ from inference.measure.results import Arm
 from outrider.machine import usable_cores
 from outrider.streams import Streams
 
-LEAST_SHARE = 0.8  # of the CPU time of its threads; one other process on two cores leaves 0.67 to 0.75
-MOST_LOAD = 0.75  # above the number of cores; what a quiet system does besides comes to some 0.2
+LEAST_SHARE = 0.8  # of its threads' CPU time; one other process on two cores leaves 0.67 to 0.75
+MOST_LOAD = 0.75  # above the number of cores; background work of a quiet system adds about 0.2
 
 
 class CpuWatch:
-    """What share of the time of its CPU threads this process gets while arms run that `around` has wrapped."""
+    """Measures the share of CPU time that this process gets per thread while arms wrapped by `around` run."""
 
     def __init__(
         self, used: Callable[[], float] = time.process_time, clock: Callable[[], float] = time.perf_counter
@@ -32,7 +32,7 @@ class CpuWatch:
         self._got = self._due = 0.0
 
     def around(self, arm: Arm) -> Arm:
-        """`arm`, watched."""
+        """`arm`, with its CPU time measured."""
 
         def watched(prompt: Sequence[int], streams: Streams) -> Generation:
             used, started = self._used(), self._clock()
@@ -44,26 +44,26 @@ class CpuWatch:
         return watched
 
     def take(self) -> float | None:
-        """The share since it was last taken; None where nothing ran."""
+        """The share since the last call; None if nothing ran."""
         share = self._got / self._due if self._due else None
         self._got = self._due = 0.0
         return share
 
 
 def load_average() -> float | None:
-    """How many threads of the machine wanted to run in the last minute, on average; None where no system says it."""
+    """The system's load average over the last minute; None if it is not reported."""
     try:
         return os.getloadavg()[0]
-    except (AttributeError, OSError):  # Windows; a system that cannot say it now
+    except (AttributeError, OSError):  # Windows; temporarily unavailable
         return None
 
 
 def machine_load(
     shares: Iterable[float | None], loads: Iterable[float | None], cores: int
 ) -> dict[str, float | str | None]:
-    """{"cpu_share", "load_average", "busy"} of what was noted prompt by prompt: medians, and what was wrong in words.
+    """{"cpu_share", "load_average", "busy"} from values per prompt: medians, and the reason in words.
 
-    None stands for what was not noted, and for a machine that was not busy. cores: of the machine.
+    None for values not recorded, and as the reason if it was not busy. cores: the machine's number of cores.
     """
     share, load = (_median(values) for values in (shares, loads))
     signs = []

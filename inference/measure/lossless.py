@@ -1,26 +1,28 @@
-"""Whether an arm decodes the target's own text: token for token, or as near to it as rounding allows.
+"""Whether an arm decodes exactly the target's own text, up to rounding.
 
-In float32 and float64 a text equals the reference's, or the arm is wrong. In half precision two correct programs part
-where two logits are nearly equal. So a difference alone proves no fault, and an equal text proves little of the next.
+In float32 and float64 a text equals the reference's, or the arm is wrong. In half precision two correct programs
+diverge when two logits are nearly equal. So a difference alone proves no fault, and an equal text proves little about
+the next.
 
-There the arm decodes the reference's text a second time, teacher-forced. The drafts, passes, caches and rejections are
-its own; every choice is the reference's (`Forced`). What it computed on the way is then compared at every position:
-the keys and values of every layer, and the logits. It is compared with the target in twice the precision (`precise`).
-The unit is what transformers' own pass in the arm's precision is off by there. A correct runtime rounds about as much.
-A fault adds to it. Two ratios near 1 say that a row, a layer's keys for example, is right:
+In half precision the arm therefore decodes the reference's text again, teacher-forced. Drafts, passes, caches and
+rejections are its own; every choice is the reference's (`Forced`). The keys and values of every layer and the logits at
+every position are then compared with the target's in twice the precision (`precise`). The unit is the error of
+transformers' own pass in the arm's precision. A correct runtime has about the same rounding error; a fault adds to it.
+Two ratios near 1 show that a row, for example a layer's keys, is right:
 
     bulk   the geometric mean over all positions and prompts. It shows a fault everywhere, even one below the rounding
            noise of the logits. Example: RoPE that is off by 0.2 % is lost in the logits, but makes the first layer's
            keys wrong by 12 times their rounding
     peak   the largest at any position. It shows a fault somewhere: a cache row kept wrongly, a position not seen
 
-At few positions rounding decides more: a last bit tips an attention over, and a layer's keys move by ten times what
-they do elsewhere. In which pass it tips is chance, transformers' own included. So where a peak is above its limit,
-transformers reads the text again in pieces of several lengths, which round otherwise. Where one of them is off by
-several times what the first was, that is the unit. A fault stays: no reading runs anything of this project.
+At a few positions rounding has larger effects: the last bit of an attention score changes a layer's keys ten times as
+much as elsewhere. Which pass this happens in is chance, in transformers too. So if a peak exceeds its limit,
+transformers reads the text again in chunks of several lengths, which round differently. If the error of one of them is
+several times that of the first reading, it becomes the unit. Faults are still found: these readings run no code of this
+project.
 
-A mismatch of the texts is excused as a tie in an arm that passes both, where the precise logits of the two tokens are
-as close as the rounding there allows. When sampling there is no text to equal; bulk and peak hold as well.
+In an arm that passes both, a mismatch of the texts is excused as a tie if the precise logits of the two tokens are as
+close as rounding allows there. Sampled text has no reference to equal, but bulk and peak apply as well.
 """
 
 import functools
@@ -41,26 +43,26 @@ from inference.core.session import Session
 from inference.core.tree import ROOT, DraftTree
 
 HALF = (torch.bfloat16, torch.float16)
-# Limits on the ratios. Correct runtimes stay below half of the way to them, faults go far beyond: bench_judgement.py.
+# Limits on the ratios. Correct runtimes stay below half of the way to them, faults far exceed them: bench_judgement.py.
 BULK, PEAK, GAP = 1.25, 6.0, 8.0
-PIECES = (64, 29, 17, 7)  # tokens of a pass each, in which transformers reads a text again
-TIPS = PEAK / 2  # an error that is so many times larger in another reading says that chance decides there
-WORST = 1e9  # stands for any larger ratio, and for what is not a number
+PIECES = (64, 29, 17, 7)  # tokens per pass of transformers' further readings
+TIPS = PEAK / 2  # an error that many times larger in another reading is due to chance
+WORST = 1e9  # replaces larger ratios, and NaN
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """One arm's run over one reference text, against the precise target. Ratios are to transformers' own rounding.
+    """One arm's run over one reference text, against the precise target. Ratios are relative to transformers' rounding.
 
-    bulk: for each row the mean over the positions of the logarithm of the ratio. The rows are keys and values of layer
-    0, of layer 1, …, then the logits.
-    peak: the largest ratio, in row `peak_row` at position `peak_position` of prompt and text; where it would be above
-    `PEAK`, by `tipping_noise`.
-    gaps: of the positions at which the arm would have chosen another token than the reference, how much more likely the
-    best token is than either. The unit is the rounding error of logits there.
+    bulk: per row, the mean over positions of the logarithm of the ratio. The rows are keys and values of layer 0, of
+    layer 1, …, then the logits.
+    peak: the largest ratio, in row `peak_row` at position `peak_position` of prompt and text; relative to
+    `tipping_noise` if it would exceed `PEAK`.
+    gaps: at each position where the arm would have chosen another token than the reference, how far the worse of the
+    two is below the best token, in units of the rounding error of logits there.
     own_gaps: how many such positions transformers' own pass has.
-    mismatch: the same gap where the arm's own text first differs. It is None where the texts are the same, and `WORST`
-    where one of them only goes on longer.
+    mismatch: this gap at the first difference of the arm's own text; None if the texts are equal, `WORST` if one is a
+    prefix of the other.
     """
 
     positions: int
@@ -75,7 +77,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the deviations of one arm come to; `faults` is empty for an arm that only rounds."""
+    """The verdict on the deviations of one arm; `faults` is empty for an arm that only rounds."""
 
     prompts: int
     positions: int
@@ -90,7 +92,7 @@ class Judgement:
 
 
 def judge(deviations: Sequence[Deviation]) -> Judgement:
-    """The judgement of an arm, from all texts (at least one) that it was taken through."""
+    """The judgement of an arm, from its deviations on all texts (at least one)."""
     positions = sum(d.positions for d in deviations)
     rows = [
         math.fsum(terms) / positions
@@ -135,12 +137,12 @@ def _row(row: int, rows: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Reference:
-    """A prompt and the reference's text after it, as the precise target sees them, and how transformers rounds there.
+    """A prompt and the reference's text, the precise target's states on them, and transformers' rounding errors there.
 
     states: keys and values of every layer [1, heads, n, d], n = len(prompt) + len(text) − 1; logits [t, V] before each
-    token of the text. states_noise [rows, n] and logits_noise [t]: what transformers' own pass (own_logits) is off by.
-    tipping_noise: the same, and where it is off by more than `TIPS` times that when it reads the text in `PIECES`, the
-    largest of these; found when asked.
+    token of the text. states_noise [rows, n] and logits_noise [t]: the errors of transformers' own pass (own_logits).
+    tipping_noise: the same, or the largest error of readings in `PIECES` where that exceeds it by more than `TIPS`
+    times; computed on first use.
     """
 
     prompt: tuple[int, ...]
@@ -155,16 +157,16 @@ class Reference:
 
 @torch.inference_mode()
 def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]) -> Reference:
-    """`text` after `prompt` through `model`, which is the target as transformers runs it: precisely, and as it is.
+    """`text` after `prompt` through `model`, the target as transformers runs it: in twice its precision and in its own.
 
-    So a fault of this project's runtime cannot widen what it is allowed.
+    So a fault of this project's runtime cannot enlarge its own tolerance.
     """
     ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
     with stock_attention(model):
         with precise(model):
             logits, states = _forward(model, ids, len(text))
         rounded_logits, rounded = _forward(model, ids, len(text))
-    unit = torch.finfo(model.dtype).eps / 2 / math.sqrt(3)  # what storing a number in this precision alone is off by
+    unit = torch.finfo(model.dtype).eps / 2 / math.sqrt(3)  # the rounding error of storing a number in this precision
     states_noise = _noise(_state_errors(rounded, states), unit * torch.stack([_rms(state) for state in states]))
     logits_noise = _noise(_logit_errors(rounded_logits, logits)[None], unit * logits.std(-1)[None])[0]
 
@@ -190,7 +192,7 @@ def make_reference(model: PreTrainedModel, prompt: Sequence[int], text: Sequence
 def _forward(
     model: PreTrainedModel, ids: Tensor, rows: int, length: int | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Logits [rows, V] after the last of ids [1, n], and keys and values of all; read `length` tokens at a time."""
+    """Logits [rows, V] after the last of ids [1, n], and keys and values of all; `length` tokens per pass."""
     cache: Any = DynamicCache()  # without a config it keeps all positions of sliding layers too
     logits: list[Tensor] = []
     for piece in ids.split(length or ids.shape[1], dim=1):
@@ -211,7 +213,7 @@ def precise(model: PreTrainedModel) -> Iterator[None]:
     def run_upcast(module: nn.Module) -> Callable[..., object]:
         def forward(*args: object, **kwargs: Any) -> object:
             weights = {name: weight.to(dtype) for name, weight in module.named_parameters(recurse=False)}
-            module.__dict__.pop("forward")  # the module's own one again, for this call
+            module.__dict__.pop("forward")  # restore the module's own forward for this call
             try:
                 return functional_call(module, weights, args, kwargs)
             finally:
@@ -229,7 +231,7 @@ def precise(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _noise(errors: Tensor, floor: Tensor) -> Tensor:
-    """The unit of ratios [rows, n]: the error at the position or, where that happens to be small, the row's median."""
+    """The unit of ratios [rows, n]: the error at the position, at least the row's median."""
     return torch.maximum(errors, errors.median(-1, keepdim=True).values).maximum(floor)
 
 
@@ -239,27 +241,27 @@ def _rms(state: Tensor) -> Tensor:
 
 
 def _state_errors(ours: Sequence[Tensor], states: Sequence[Tensor]) -> Tensor:
-    """How far keys and values are off [rows, n]."""
+    """The errors of keys and values [rows, n]."""
     return torch.stack([_rms(own.to(state.dtype) - state) for own, state in zip(ours, states, strict=True)])
 
 
 def _logit_errors(ours: Tensor, logits: Tensor) -> Tensor:
-    """How far logits [t, V] are off [t]; adding the same to all of them changes nothing."""
+    """The errors [t] of logits [t, V], invariant to a constant added to all logits of a row."""
     off = ours.to(logits.dtype) - logits
     return (off - off.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
 class Forced(Chooser):
-    """Chooses the tokens of a reference's text whatever the logits say, and notes how far those are off.
+    """Chooses the tokens of a reference's text whatever the logits are, and records the logits' errors.
 
     like: the arm's own chooser; its processors act, and drafts are drawn from its distributions.
     """
 
     def __init__(self, like: Chooser, reference: Reference):
         self.__dict__.update(like.__dict__)
-        self.plain = False  # or plain decoding would not ask
+        self.plain = False  # else plain decoding would bypass the chooser
         self._reference = reference
-        self._place = 0  # in the text
+        self._place = 0  # index in the text
         self._errors: list[Tensor] = []
         self._choices: list[Tensor] = []
 
@@ -291,12 +293,12 @@ class Forced(Chooser):
         return token
 
     def deviation(self, own_text: Sequence[int]) -> Deviation:
-        """What the run came to, now that it is over. own_text: what the arm decoded by itself."""
+        """The finished run's deviation. own_text: the text that the arm decoded freely."""
         reference = self._reference
         states = [state for layer in self._session.content() for state in layer]
         off = _state_errors(states, reference.states), torch.cat(self._errors)[None]
         ratios, logit_ratios = _ratios(off, (reference.states_noise, reference.logits_noise))
-        before = len(reference.prompt) - 1  # the position whose logits the text's first token is taken from
+        before = len(reference.prompt) - 1  # the position whose logits choose the text's first token
         peak = _highest(ratios, logit_ratios, before)
         if peak[0] > PEAK:
             peak = _highest(*_ratios(off, reference.tipping_noise()), before)
@@ -316,20 +318,20 @@ class Forced(Chooser):
         }
 
     def _gap(self, place: int, token: int) -> float:
-        """How far the less likely of `token` and the text's is below the best one, in the rounding error of logits."""
+        """How far the less likely of `token` and the text's token is below the best, in rounding errors of logits."""
         scores = self._at(place, self._reference.logits)
         gap = scores.max() - scores[[token, self._reference.text[place]]].min()
         return float(_bounded(gap / self._reference.logits_noise[place]))
 
     def _at(self, place: int, logits: Tensor) -> Tensor:
-        """What greedy decoding compares [V] before token `place` of the text, from logits [t, V]."""
+        """The scores [V] that greedy decoding compares before token `place` of the text, from logits [t, V]."""
         reference = self._reference
         context = torch.tensor([*reference.prompt, *reference.text[:place]], device=logits.device)
         return self._scores(logits[place][None], [context] if self.reads_context else None)[0]
 
 
 def _ratios(off: tuple[Tensor, Tensor], noise: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What states [rows, n] and logits [1, t] are off by, in units of `noise`."""
+    """The errors of states [rows, n] and logits [1, t], in units of `noise`."""
     return _bounded(off[0] / noise[0]), _bounded(off[1] / noise[1])
 
 
@@ -340,7 +342,7 @@ def _highest(ratios: Tensor, logit_ratios: Tensor, before: int) -> tuple[float, 
 
 
 def _bounded(ratios: Tensor) -> Tensor:
-    """Ratios that JSON has numbers for."""
+    """Ratios limited to finite numbers, for JSON."""
     return ratios.double().nan_to_num(nan=WORST).clamp(max=WORST)
 
 
@@ -351,5 +353,5 @@ def _peak(ratios: Tensor, row: int, position: int) -> tuple[float, int, int]:
 
 
 def _mean_logs(ratios: Tensor) -> list[float]:
-    """The mean logarithm of ratios [rows, n] by row; an error of nearly nothing counts as a hundredth."""
+    """The mean logarithm of ratios [rows, n] by row; ratios count as at least 0.01."""
     return ratios.clamp(min=0.01).log().mean(-1).tolist()

@@ -1,4 +1,4 @@
-"""Measuring at start what the parts of a round take on this device, and how often drafts are right."""
+"""Start-up measurement of the costs of a round on this device, and of the drafts' acceptance."""
 
 import itertools
 import time
@@ -32,13 +32,13 @@ from outrider.errors import UserError
 from outrider.progress import Stage
 from outrider.streams import Streams
 
-SECONDS = 2.0  # after which no further cycle through the probes begins, once there were CYCLES[0] of them;
-CYCLES = (4, 10)  # at most CYCLES[1]; the first one warms up and is not timed
-NEW_TOKENS, PLAIN_TOKENS = 192, 12  # of one measuring generation at most
+SECONDS = 2.0  # time limit for starting another cycle through the probes, after the first CYCLES[0]
+CYCLES = (4, 10)  # fewest and most cycles; the first one warms up and is not timed
+NEW_TOKENS, PLAIN_TOKENS = 192, 12  # maximum lengths of a measured generation, drafted and plain
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
-SIZES = (0, *NODES)  # of a drafter that shapes its own drafts; what a round without one costs decides as well
-FUSED_LEVELS = 2  # most nodes of a fused draft are n-grams', which the drafter has not run
+SIZES = (0, *NODES)  # for a drafter that shapes its own drafts; the cost of a round without a draft matters as well
+FUSED_LEVELS = 2  # most nodes of a fused draft come from n-grams, not from the drafter's passes
 WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
 
 Observe = Callable[[DraftTree, Sequence[int]], Trials]
@@ -51,7 +51,7 @@ TRIALS: dict[str, Observe] = {
 
 
 def probes(method: MethodConfig) -> list[MethodConfig]:
-    """`method` with numbers in place of "auto", so different that passes of many widths occur."""
+    """`method` with various numbers in place of "auto", so that passes of many widths occur."""
     tree = method.structure
     if tree.kind == "chain":
         return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
@@ -64,7 +64,7 @@ def probes(method: MethodConfig) -> list[MethodConfig]:
         levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)
         shapes = [replace(tree, nodes=n, max_depth=levels, delta=0.0) for n in sizes]
     plain = replace(method, structure=StructureConfig(), stop=StopConfig(), ngrams=NgramConfig())
-    return [replace(plain, structure=shape) for shape in shapes]  # all their levels
+    return [replace(plain, structure=shape) for shape in shapes]  # no stop rule: all levels are drafted
 
 
 def tune(
@@ -80,11 +80,10 @@ def tune(
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> tuple[dict[str, MethodConfig], dict[str, Tuning]]:
-    """`methods` ready to run, and what those with sizes of "auto" need besides, measured by decoding after `prompt`.
+    """`methods` ready to run, and the `Tuning` of those with "auto" sizes, measured by decoding after `prompt`.
 
-    Of an OPT-Tree whose δ is null and whose depth is given, δ becomes μ = seconds of a draft step / of a decoding
-    step. generation, eos: what acts on the choice of tokens, as in `make_arms`; no text ends early here.
-    clock: one that waits for the device.
+    An OPT-Tree with a null δ and a given depth gets δ = μ = seconds of a draft step / seconds of a decoding step.
+    generation, eos: as in `make_arms`; no text ends early here. clock: one that synchronises with the device.
     """
     ready, tunings = dict(methods), {}
     for name, method in methods.items():
@@ -119,10 +118,10 @@ def measure(
     runtime: Runtime | None,
     clock: Clock,
 ) -> Tuning:
-    """What rounds of `method` cost on this device, and how often its drafts are right.
+    """The costs of rounds of `method` on this device, and the acceptance of its drafts.
 
-    One generation's rounds go through `probes` in turn, so that a drift of the machine meets all sizes alike. Takes
-    `SECONDS` seconds, or `CYCLES[0]` cycles where those take longer. A prompt too long to go on from loses its front.
+    The rounds of a generation cycle through `probes`, so that drift of the machine affects all sizes alike. Takes
+    `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer. A prompt too long to continue is cut at the front.
     """
     drafter_limit = KINDS[method.source].load_maker().context(drafters.get(method.source))
     limits = [context_limit(stack.config), *([drafter_limit] if drafter_limit else [])]
@@ -163,7 +162,7 @@ def measure(
 
     def rounds() -> Iterator[Round]:
         while True:
-            drafted = not shaped  # a round without a draft is one of its sizes
+            drafted = not shaped  # a drafter that shapes its own drafts may draft nothing: size 0
             for number, r in enumerate(decode(speculative, probed(), tokens=new_tokens)):
                 if r.drafted or (number and not shaped):
                     drafted = True
@@ -195,7 +194,7 @@ def measure(
 
 
 class _Probe:
-    """Several structures, one after the other by round; notes how long a step of each width takes, and what was right.
+    """Cycles through several structures by round; records the time of a step by width, and the outcomes of trials.
 
     laps: (width, seconds) of every draft step, from one forward pass to the next one or to the end of the draft.
     """
@@ -225,11 +224,11 @@ class _Probe:
             self.right[index] += right
 
     def note(self, r: Round) -> None:
-        """Its steps are timed one by one."""
+        """Do nothing: `draft` times every step."""
 
 
 class _SizesInTurn:
-    """The sizes of a drafter that shapes its own drafts, `SIZES` in turn; notes what was right (see `Sizes`).
+    """Cycles through `SIZES` for a drafter that shapes its own drafts; records outcomes of trials (see `Sizes`).
 
     laps: (nodes, seconds) of every round's drafting.
     """
@@ -262,12 +261,12 @@ class _SizesInTurn:
             self.right[index] += right
 
     def note(self, r: Round) -> None:
-        """A round that counts."""
+        """Record the drafting time of a timed round."""
         self.laps.append((max(1, r.drafted), r.structure_seconds))
 
 
 class _Watched(WrappedSource):
-    """A source that notes when it is asked, and for how many rows."""
+    """A source that records the time and row count of each call."""
 
     def __init__(self, source: RoundSource, clock: Clock):
         super().__init__(source)

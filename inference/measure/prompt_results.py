@@ -1,10 +1,10 @@
-"""An evaluation's results prompt by prompt, kept as they come in: a killed run loses no prompt that was finished.
+"""An evaluation's results, stored prompt by prompt: a killed run loses no finished prompt.
 
-    run.json              the settings that decide the results, and what was prepared with them, once for all prompts
+    run.json              the settings that determine the results, and the data prepared once for all prompts
     results-00000.jsonl   one `Measured` a line, appended by one process of one run
 
-A line counts once it ends: what a killed process left half-written is no result. Nobody writes after it, since every
-process of every run has a file of its own. Every line, and run.json, carries a digest of itself.
+Only complete lines count: an unfinished line of a killed process is ignored. Every process of every run has its own
+file, so nothing is written after such a line. Every line, and run.json, contains its own digest.
 """
 
 import json
@@ -27,12 +27,11 @@ _FILE = re.compile(r"results-(\d{5,})\.jsonl")
 
 @dataclass(frozen=True)
 class Measured:
-    """One prompt, measured: every turn of it, those left out apart, and how many processes were at work.
+    """A measured prompt: its turns, the skipped ones separately, and the number of processes that were running.
 
-    position: the prompt's in the run's list, by which results are found again. threads: of the CPU, used for it; 0: not
-    recorded. spent: seconds that all runs had taken when it was done. peak_bytes: the most memory that its process had
-    had by then, of the GPU where it ran on one; 0: not recorded. cpu_share, load: for
-    `machine_load`; None: not recorded.
+    position: the prompt's index in the run, the key of its results. threads: CPU threads used; 0: not recorded. spent:
+    seconds of all runs until it was done. peak_bytes: its process's peak memory until then, on the GPU if it used one;
+    0: not recorded. cpu_share, load: for `machine_load`; None: not recorded.
     """
 
     position: int
@@ -47,11 +46,11 @@ class Measured:
 
 
 def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config: Settings | None = None) -> object:
-    """What was prepared (see `begin_run`) by the run that is to be continued in `folder`; None where there is none.
+    """The `prepared` data (see `begin_run`) of the run to continue in `folder`; None if there is none.
 
-    config: the run's own, for options that are newer than the run (see `check_identity`).
+    config: the current settings, for options that are newer than the run (see `check_identity`).
 
-    Raises `UserError` where `folder` holds results that are not to be continued, or were made with other settings.
+    Raises `UserError` if `folder` holds results that must not be continued, or were made with other settings.
     """
     path, results = folder / RUN_FILE, read_results(folder)
     if not resume and (results or (folder / REPORT_FILE).exists()):
@@ -73,12 +72,12 @@ def open_run(folder: Path, settings: Mapping[str, object], resume: bool, config:
 
 
 def begin_run(folder: Path, settings: Mapping[str, object], prepared: object) -> None:
-    """Say what decides the results to come. `prepared`: JSON-able; measured once, so that all prompts share it."""
+    """Record the settings that determine the results. `prepared`: JSON-able data shared by all prompts."""
     write_json(folder / RUN_FILE, sealed({"settings": settings, "prepared": prepared}))
 
 
 def next_number(folder: Path) -> int:
-    """The first number that no file of results has."""
+    """The first unused number of a results file."""
     matches = [_FILE.fullmatch(path.name) for path in folder.iterdir()]
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
@@ -96,7 +95,7 @@ def append_result(folder: Path, number: int, measured: Measured) -> None:
 
 
 def read_results(folder: Path) -> dict[int, Measured]:
-    """All results in `folder` by position, of whatever process. Raises `UserError` for a damaged file."""
+    """All results in `folder` by position, from all processes. Raises `UserError` for a damaged file."""
     found: dict[int, Measured] = {}
     for path in sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name)):
         *lines, _torn = path.read_bytes().split(b"\n")

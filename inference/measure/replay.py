@@ -7,9 +7,9 @@ the place of the whole one's, and the recording chooses.
 
 Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
 "choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
-The prompt is Vicuna's. System and question up to "ASSISTANT:" are one piece of text. An answer is taken as it
-continues that text after a space. The end token follows. The next question begins a new piece, as Hugging Face
-tokenizers cut at special tokens. An answer is tokenised on its own where its space merges with what came before.
+The prompt format is Vicuna's. System and question up to "ASSISTANT:" are tokenised as one text, which the answer
+continues after a space. The end token follows, and the next question is a new text, as Hugging Face tokenizers split at
+special tokens. An answer is tokenised separately if its space would merge with the text before.
 """
 
 import statistics
@@ -58,7 +58,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer, reduced to what replay needs of it."""
+    """The parts of a tokenizer that replay needs."""
 
     encode: Callable[[str], list[int]]  # without special tokens
     bos: int | None
@@ -69,7 +69,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Recording:
-    """One turn: the ids the target was given and those it emitted, the end token included."""
+    """One turn: the ids of the target's prompt and of its answer, end token included."""
 
     id: str
     category: str
@@ -103,7 +103,7 @@ class RecordedSession(Session):
         return eager_session(model, None, self.capacity, self.context)
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Note rows."""
+        """Record the rows of a pass."""
         self.round.add(parents)
         self.fed.append(tokens)
         return tokens[None]
@@ -162,7 +162,7 @@ def replay(
     clock: Clock = time.perf_counter,
     session: Callable[[int, int, int], Session] = RecordedSession,
 ) -> Iterator[Round]:
-    """The rounds in which `speculative` would have decoded the recorded `answer` to `prompt`, the prefill first.
+    """The rounds in which `speculative` would have decoded the recorded `answer` to `prompt`, from the prefill on.
 
     The answer ends with an end token, or is at least max_new_tokens long. session: makes one of
     (split, capacity, context). Raises `UserError` if the answer is empty.
@@ -188,13 +188,13 @@ def load_vocabulary(source: str) -> Vocabulary:
 
 
 def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
-    """Answers by question id, one per turn. Raises `UserError` naming file and line for anything else."""
+    """Answers by question id, one per turn. Raises `UserError` naming file and line for invalid records."""
     path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
     found = {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold what splitlines takes for a line's end
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split at U+2028 inside JSON
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"transcripts={name}: not UTF-8 text ({error}); expected answers as JSONL") from None
     for number, line in enumerate(lines, 1):
@@ -228,8 +228,8 @@ def recordings(
 ) -> list[Recording]:
     """Every turn of every prompt with its recorded answer. Earlier turns are the later ones' context.
 
-    Every answer is taken to end with the end token. One that the recorder cut at its own limit did not, but the text
-    does not show it. Its last token is then not the target's.
+    Every answer is assumed to end with the end token. This is wrong for an answer that the recorder truncated, which
+    its text does not show.
 
     Raises `UserError` for a prompt without an answer to each of its turns.
     """
@@ -259,7 +259,7 @@ def recordings(
 def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
 
-    They give τ, in all and by category, and the time to draft a round. There is no target to be faster than.
+    The report gives τ, overall and by category, and the drafting time of a round. Speed-ups would need a target.
     """
     processes = join_processes().num_processes
     require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")
@@ -305,9 +305,9 @@ def replay_turns(
     max_new_tokens: int,
     seed: int,
 ) -> list[Generation]:
-    """Every recorded turn as `method` would have decoded it, whole, up to the end token that it ends with.
+    """Replay every recorded turn as `method` would have decoded it, up to its end token.
 
-    The budget is max_new_tokens, by which drafts do not see where a shorter answer ends; for a longer one its length.
+    The budget is max_new_tokens, or the length of a longer answer, so drafts do not know where an answer ends.
     """
     generations = []
     for turn in counted(turns, f"replaying by {name}", "turns"):
@@ -336,7 +336,7 @@ def replay_report(turns: Sequence[Recording], generations: Sequence[Generation])
 
 
 def replay_markdown(reports: Sequence[Mapping[str, Any]], transcripts: str) -> str:
-    """τ per method, in all and by category."""
+    """A table of τ per method, overall and by category."""
     categories = list(reports[0]["by_category"])
     rows = []
     for report in reports:

@@ -1,4 +1,4 @@
-"""What was measured on a prompt."""
+"""The measurements of a prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,10 +64,10 @@ AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the 
 class PromptResult:
     """One prompt continued by every arm.
 
-    profiles: runs of our arms with a clock that waits for the device, where the timed ones' does not (CUDA);
-    they say how a round's time divides. deviations: of the arms that were judged (see `lossless`). answer:
-    what plain decoding said first, whichever of its repeats counts. conversation: the id of the prompt that this is
-    one of several turns of. shown: by method the rounds that people can look at, where this text was chosen for it.
+    profiles: runs of our arms with a clock that synchronises with the device, if the timed ones do not (CUDA), for the
+    split of a round's time. deviations: of the judged arms (see `lossless`). answer: plain decoding's first repeat.
+    conversation: the id of the prompt that this is a turn of. shown: recorded rounds by method, if this text was chosen
+    for display.
     """
 
     prompt_id: str
@@ -83,7 +83,7 @@ class PromptResult:
 
     @property
     def unit(self) -> str:
-        """What an interval takes for one observation: the conversation, as its turns are alike."""
+        """The unit of resampling: the conversation, as its turns are correlated."""
         return self.prompt_id if self.conversation is None else self.conversation
 
     def identical(self, arm: str) -> bool:
@@ -93,16 +93,16 @@ class PromptResult:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A turn that was not measured, and why."""
+    """A turn that was skipped, and why."""
 
     prompt_id: str
     reason: str
 
 
-Arm = Callable[[Sequence[int], Streams], Generation]  # of a prompt's ids, by this generation's streams of randomness
+Arm = Callable[[Sequence[int], Streams], Generation]  # from a prompt's ids and the generation's random streams
 
 
 Choosing = Callable[[Chooser], Chooser]
 
 
-MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # with other choosers in the place of their own
+MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # arms whose choosers are replaced

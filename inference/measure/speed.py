@@ -14,7 +14,7 @@ from outrider.streams import Streams
 
 
 class Speedup(TypedDict):
-    """The median of a ratio, its interval, and over how many prompts; None where there is nothing to take it of."""
+    """The median of a ratio, its interval and the number of prompts; None without values."""
 
     median: float | None
     ci95: Sequence[float] | None

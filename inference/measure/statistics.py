@@ -36,7 +36,7 @@ def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
 
 
 def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """Per-round means of what the structure summed up (see `Structure.totals`); empty for those that do not.
+    """Per-round means of the structure's sums (see `Structure.totals`); empty if it has none.
 
     Candidates and chosen sizes are not among them, see `acceptance_by_candidates` and `chosen_sizes`.
     """
@@ -48,7 +48,7 @@ def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
 
 
 def chosen_sizes(generations: Iterable[Generation]) -> dict[str, dict[str, Any]]:
-    """By size that was "auto": the value chosen most often, its share of the rounds and, of numbers, the mean."""
+    """Per "auto" size: the value chosen most often, its share of the rounds and, for numbers, the mean."""
     counts: dict[str, Counter[str]] = {}
     for generation in generations:
         for name, count in generation.totals.items():
@@ -67,7 +67,7 @@ def chosen_sizes(generations: Iterable[Generation]) -> dict[str, dict[str, Any]]
 def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
     """MCSD's acceptance by k: the share of nodes at which one of the first k = 1, 2, … candidates was accepted.
 
-    Candidates are tried one after the other, so this is what a tree with k of them would have accepted there.
+    Candidates are tried in order, so this is the acceptance of a tree with k of them.
     Empty for structures without candidates.
     """
     totals: Counter[str] = Counter()
@@ -81,10 +81,10 @@ def acceptance_by_candidates(generations: Iterable[Generation]) -> list[float]:
 def acceptance_by_position(
     generations: Iterable[Generation], *, given_previous: bool = False
 ) -> list[dict[str, float]]:
-    """For depth i = 1, 2, …: how many rounds drafted that deep, and in which share of them the accepted path got there.
+    """For depth i = 1, 2, …: the number of rounds that drafted that deep, and the share accepted to that depth.
 
-    In a chain depth i is the i-th token. given_previous: the conditional acceptance, of those rounds alone whose path
-    got to i − 1. Depths without such rounds are left out.
+    In a chain depth i is the i-th token. given_previous: the conditional acceptance, over only those rounds whose path
+    reached i − 1. Depths without such rounds are left out.
     """
     rounds = [r for g in generations for r in g.rounds]
     table = []
@@ -98,11 +98,11 @@ def acceptance_by_position(
 
 
 def request_statistics(generations: Iterable[Generation]) -> dict[str, float]:
-    """What other papers and benchmarks count in the place of τ, over generations of one method.
+    """The variants of τ that other papers and benchmarks report, over generations of one method.
 
-    tau_of_requests: the mean over requests of each one's own τ, where `decode_statistics` pools all rounds, so that a
-    long answer counts for more. accepted_per_round: accepted draft tokens a round, so τ without the bonus, pooled.
-    accepted_per_round_of_requests: the mean over requests of that. A request that the prefill ended has no rounds.
+    tau_of_requests: the mean over requests of each one's τ; `decode_statistics` pools all rounds instead, so that long
+    answers count for more. accepted_per_round: accepted draft tokens per round, that is τ without the bonus, pooled.
+    accepted_per_round_of_requests: its mean over requests. Requests that the prefill ended have no rounds.
     """
     requests = [g.rounds for g in generations if g.rounds]
     emitted = [sum(len(r.tokens) for r in rounds) / len(rounds) for rounds in requests]
@@ -123,26 +123,26 @@ def bootstrap_median(
     *,
     units: Sequence[str] | None = None,
 ) -> tuple[float, list[float]]:
-    """The median of `values` and the 95 % bootstrap interval of it, resampling with replacement.
+    """The median of `values` and its 95 % bootstrap interval, resampling with replacement.
 
-    units: by value, what it is an observation of. All values of a unit are drawn together (a cluster bootstrap: Davison
-    and Hinkley 1997, §3.8), which scipy.stats.bootstrap does not know. None: each is one of its own.
+    units: per value, the cluster that it belongs to. All values of a cluster are drawn together (a cluster bootstrap:
+    Davison and Hinkley 1997, §3.8), which scipy.stats.bootstrap does not support. None: every value is a cluster.
     """
     names = {name: place for place, name in enumerate(dict.fromkeys(units or range(len(values))))}
     owners = torch.tensor([names[name] for name in units or range(len(values))])
     picks = torch.from_numpy(generator.integers(len(names), size=(draws, len(names))))
     data, order = torch.tensor(values, dtype=torch.float64).sort()
     times = torch.zeros(draws, len(names), dtype=torch.long).scatter_add_(1, picks, torch.ones_like(picks))
-    counts = times[:, owners[order]].cumsum(1)  # [draws, values]: how many of a draw's values are at most this one
+    counts = times[:, owners[order]].cumsum(1)  # [draws, values]: the number of a draw's values up to this one
     half = counts[:, -1:] / 2
-    lower, upper = (counts < half).sum(1), (counts <= half).sum(1)  # the two in the middle, or one twice
+    lower, upper = (counts < half).sum(1), (counts <= half).sum(1)  # the two middle values, or one twice
     medians = (data[lower] + data[upper]) / 2
     low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return statistics.median(values), [low, high]
 
 
 def coverage(known: Iterable[int], said: Iterable[tuple[str, Sequence[int]]]) -> dict[str, float]:
-    """Of the tokens that were `said` (a category, and a text's tokens) the share that is `known`, in all ("all") and by
+    """The share of `known` tokens among those of `said` (a category, and a text's tokens), overall ("all") and by
     category."""
     known, counts, inside = set(known), Counter[str](), Counter[str]()
     for category, tokens in said:

@@ -1,8 +1,8 @@
-"""How many CPU threads to use, measured where others may be at work on the same cores.
+"""The number of CPU threads, chosen by measurement if other processes may use the same cores.
 
-A product that two threads share waits for the slower of them. Where another process holds one core, two threads can be
-thirty times as slow as one: the thread on the busy core gets a slice of time every few milliseconds. So the number is
-chosen by measurement, at the start and again before every prompt.
+A product split over two threads waits for the slower one. If another process occupies one core, two threads can be
+thirty times slower than one: the thread on the busy core gets a time slice every few milliseconds. So the number is
+measured at the start and again before every prompt.
 """
 
 import functools
@@ -16,19 +16,19 @@ from torch import nn
 from inference.engines.blocked import PackedLinear, can_pack
 from outrider.machine import usable_cores
 
-ROWS, IN, OUT = 4, 1024, 4096  # of the product that is timed: a small model's, for a draft of a few tokens
-REPEATS = 24  # of each number of threads, in turn; about 50 ms in all on an idle machine
-LEAD = 0.9  # more threads are taken where they need less than this share of the time
+ROWS, IN, OUT = 4, 1024, 4096  # shape of the timed product: a small model's, for a draft of a few tokens
+REPEATS = 24  # per number of threads, in turn; about 50 ms in total on an idle machine
+LEAD = 0.9  # more threads are chosen if they need less than this share of the time
 
 
 def thread_counts() -> list[int]:
-    """The numbers worth trying: powers of two up to the cores of this process, and all of them."""
+    """The candidates: powers of two up to the cores of this process, and the number of cores."""
     cores = usable_cores()
     return sorted({1 << power for power in range(cores.bit_length()) if 1 << power <= cores} | {cores})
 
 
 def use_threads(threads: int | str | None) -> int:
-    """Use as many CPU threads as the option `threads` says; how many those are."""
+    """Set the number of CPU threads by the option `threads`, and return it."""
     if threads == "auto":
         before, chosen = torch.get_num_threads(), choose_threads()
         torch.set_num_threads(chosen)
@@ -41,14 +41,14 @@ def use_threads(threads: int | str | None) -> int:
 
 @functools.cache
 def _layer() -> nn.Module:
-    """A float32 layer as a stand-in for the runtime's: packed where it packs. Plain products gain less by threads."""
+    """A float32 layer like the runtime's: packed if the runtime packs. Plain products gain less from threads."""
     linear = nn.Linear(IN, OUT, bias=False).requires_grad_(False)
     return PackedLinear(linear) if can_pack(linear.weight.device, linear.weight.dtype) else linear
 
 
 @torch.inference_mode()
 def time_product(threads: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of one product by `threads` threads, which stay set."""
+    """Seconds of one product with `threads` threads, which remain set."""
     torch.set_num_threads(threads)
     layer, x = _layer(), torch.ones(ROWS, IN)
     layer(x)  # wakes the threads up
@@ -60,10 +60,10 @@ def time_product(threads: int, clock: Callable[[], float] = time.perf_counter) -
 def choose_threads(
     counts: Sequence[int] | None = None, timed: Callable[[int], float] = time_product, repeats: int = REPEATS
 ) -> int:
-    """Set and return the number of threads that is fastest now: the least one that no other beats clearly.
+    """Set and return the fastest number of threads now: the smallest that no other clearly beats.
 
-    The numbers take turns, so that a disturbance meets all alike. The mean counts, as it is what decoding would feel
-    of threads that are slow now and then. The slowest tenth of each is left out.
+    The candidates are timed in turn, so that disturbances affect all alike. The mean counts, since decoding suffers
+    from threads that are occasionally slow; the slowest tenth of each is left out.
     """
     counts = thread_counts() if counts is None else counts
     seconds: dict[int, list[float]] = {count: [] for count in counts}

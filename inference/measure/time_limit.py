@@ -1,4 +1,4 @@
-"""An evaluation of so many minutes: which prompts it takes first, and when it takes no further one."""
+"""The time limit of an evaluation: the order of its prompts, and when it stops."""
 
 import time
 from collections.abc import Collection
@@ -10,10 +10,10 @@ from inference.measure.verdict import MIN_PROMPTS
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """How long an evaluation takes new prompts.
+    """The time during which an evaluation starts new prompts.
 
-    minutes: of all runs in its directory together, None: until all prompts are done. started: when this run began,
-    by `clock`, which says seconds. earlier: seconds that the runs before it took.
+    minutes: the total of all runs in its directory; None: no limit. started: when this run began, in seconds of
+    `clock`. earlier: seconds of the runs before it.
     """
 
     minutes: float | None
@@ -22,18 +22,18 @@ class TimeLimit:
     clock: Clock = time.perf_counter
 
     def spent(self) -> float:
-        """Seconds that all runs have taken by now."""
+        """Seconds that all runs have taken so far."""
         return self.earlier + self.clock() - self.started
 
     def is_over(self, spent: float) -> bool:
-        """Whether no further prompt is to be taken, once so many seconds are spent."""
+        """Whether the limit is reached after that many seconds."""
         return self.minutes is not None and spent >= 60 * self.minutes
 
     def to_do(self, prompts: int, done: Collection[int]) -> tuple[list[int], int]:
-        """The positions of the prompts that are left, in the order in which they are taken; how many must be.
+        """The positions of the remaining prompts, in the order to run, and the number of them that must run.
 
-        With `minutes` the first of them are spread over all `prompts`, and must are as many as a verdict needs. A run
-        whose time was over before it began has nothing left once it has those.
+        With `minutes` the first of them are spread over all `prompts`, and as many must run as a verdict needs. If the
+        time was over before the run began, only those remain.
         """
         order = range(prompts) if self.minutes is None else spread_order(prompts)
         left = [position for position in order if position not in done]
@@ -42,7 +42,7 @@ class TimeLimit:
 
 
 def spread_order(count: int) -> list[int]:
-    """0 … count − 1, so ordered that wherever it is cut, the beginning is spread evenly over all: bits reversed."""
+    """0 … count − 1 in bit-reversed order: every prefix is spread evenly over all."""
     bits = max(1, (count - 1).bit_length())
     reverse = (int(f"{index:0{bits}b}"[::-1], 2) for index in range(1 << bits))
     return [position for position in reverse if position < count]

@@ -1,4 +1,4 @@
-"""When a speed-up counts as one."""
+"""The criterion for a significant speed-up."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ MARGIN = 0.02
 def verdict(speedup: Mapping[str, Any], busy: str | None = None) -> str:
     """ "faster" or "slower" if the whole interval is beyond 1 by more than `MARGIN`, else "undecided".
 
-    speedup: its ci95 and number of prompts. busy: why speeds of that run are unreliable (see `busy_machine`).
+    speedup: its ci95 and number of prompts. busy: why speeds of that run are unreliable (see `machine_load`).
     """
     if busy or speedup["ci95"] is None or speedup["prompts"] < MIN_PROMPTS:
         return "undecided"

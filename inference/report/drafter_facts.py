@@ -14,8 +14,8 @@ from outrider.words import in_words
 
 
 def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) -> dict[str, dict[str, Any]]:
-    """For each kind of drafter with a draft vocabulary: its size, and its coverage of the target's own text, in all and
-    by category."""
+    """For each kind of drafter with a draft vocabulary: its size, and its coverage of the target's own text, overall
+    and by category."""
     found = {}
     for name, where in drafter_folders(config).items():
         tokens = config.maker(KINDS[name]).known_tokens(where)

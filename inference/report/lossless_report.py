@@ -26,7 +26,7 @@ def resolution(report: Mapping[str, Any]) -> str:
 def lossless_section(
     results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False
 ) -> dict[str, Any]:
-    """How many texts were compared token by token, and the judgements of the method and of plain decoding.
+    """The number of texts compared token by token, and the judgements of the method and of plain decoding.
 
     Sampled texts are not compared, as only their distribution is the same. exact: no difference is excused as a tie.
     judged: by arm, see `lossless`; None if only equal texts counted.

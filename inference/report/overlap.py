@@ -13,8 +13,8 @@ from inference.settings.kinds import KINDS
 from outrider.errors import UserError
 from outrider.settings import construct
 
-RUN = 8  # consecutive words, which hardly occur twice by chance
-CHARACTERS = 8_000_000  # of training text searched, which takes seconds
+RUN = 8  # consecutive words; a run this long rarely occurs twice by chance
+CHARACTERS = 8_000_000  # limit on the training text searched, for a search of seconds
 
 Run = tuple[str, ...]
 
@@ -25,7 +25,7 @@ def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dic
     read: dict[str, dict[str, Any]] = {}
     for name, where in drafter_folders(config).items():
         data = config.maker(KINDS[name]).data_of(where)
-        key = json.dumps(data, sort_keys=True)  # the drafters of a target often share their training text
+        key = json.dumps(data, sort_keys=True)  # drafters of the same target often share their training text
         read[key] = read.get(key) or overlap(data, prompts)
         found[name] = read[key]
     return found
@@ -35,7 +35,7 @@ def overlap(data: Mapping[str, Any] | None, prompts: Sequence[Prompt]) -> dict[s
     """The overlap of `prompts` with the training text that the settings `data` name, as it exists now.
 
     runs, runs_seen: distinct runs of `RUN` words in the prompts, and how many of them occur in the text. prompts_seen:
-    prompts with at least one of those. characters: of training text searched; whole: whether that was all of it.
+    prompts with at least one such run. characters: the length of the text searched; whole: whether that was all of it.
     Nothing is downloaded. If the text is not on this machine, `why` says so.
     """
     if data is None:

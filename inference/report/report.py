@@ -58,7 +58,7 @@ def build_report(
 ) -> Report:
     """The report of one method over all prompts; `facts` (target, temperature, settings, …) are added unchanged.
 
-    tuning: what sizes of "auto" were chosen from.
+    tuning: the measurements that "auto" sizes were chosen from.
     """
     mine = [r.generations[method] for r in results]
     arms = {"autoregressive": AUTOREGRESSIVE, TRANSFORMERS: TRANSFORMERS, "speculative": method}
@@ -126,7 +126,7 @@ def _part(results: Sequence[PromptResult], method: str, streams: Streams) -> dic
 def spec_bench_tasks(categories: Collection[str]) -> dict[str, str]:
     """The Spec-Bench task of each category; the eight categories of MT-Bench are one task.
 
-    Empty unless the prompts are Spec-Bench's, known by the tasks that only it has.
+    Empty unless the prompts are Spec-Bench's, recognised by the tasks that only it has.
     """
     if not {"translation", "math_reasoning"} & set(categories):
         return {}
@@ -147,7 +147,7 @@ def relate_to_chain(reports: Sequence[Report]) -> None:
 
 
 def markdown(reports: Sequence[Report]) -> str:
-    """The page people read: the tables of the methods, and what there is to say of each."""
+    """report.md: the tables of the methods, and sentences on each method."""
     first = reports[0]
     lines = [
         f"# {first['drafter']} on {first['target']}",
@@ -186,7 +186,7 @@ def write_reports(
         for arm, g in r.generations.items()
     ]  # fmt: skip
     content = reports[0] if len(reports) == 1 else {"reports": list(reports)}
-    (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last, so it is never beside files of another run
+    (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last, so it never accompanies another run's files
     write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
     _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
     _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
@@ -196,7 +196,7 @@ def write_reports(
 
 
 def plot_speedups(reports: Sequence[Report]) -> Figure:
-    """Speed-up of every prompt, sorted, one line per method, with the median and its interval."""
+    """The sorted speed-ups of the prompts, one line per method, with the median and its interval."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for index, report in enumerate(reports):
@@ -214,7 +214,7 @@ def plot_speedups(reports: Sequence[Report]) -> Figure:
 
 
 def plot_acceptance(reports: Sequence[Report]) -> Figure:
-    """Share of rounds accepted to depth i, among rounds that drafted so deep; marker area ~ rounds."""
+    """Share of rounds accepted to depth i, among rounds that drafted that deep; marker area ∝ rounds."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for index, report in enumerate(reports):

@@ -1,7 +1,7 @@
-"""Comparison of two finished evaluations, paired by prompt, over the prompts that both have measured.
+"""Comparison of two finished evaluations, paired by prompt, over the prompts that both measured.
 
 They ran at different times, perhaps on different machines. So a method is compared by its speed-up over plain decoding
-in its own run, which a slow machine leaves unchanged. Seconds are reported too.
+in its own run, which a slow machine does not change. Seconds are reported too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from outrider.streams import Streams
 from outrider.tables import Table
 
 COMPARISON = "compare.json"
-Value = Callable[[PromptResult, str], float]  # of a method on a prompt
+Value = Callable[[PromptResult, str], float]  # a figure of a method on a prompt
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ def read_evaluation(folder: str) -> Evaluation:
 
 
 def shared_prompts(before: Evaluation, after: Evaluation) -> list[str]:
-    """The ids of turns that both have measured with equal prompts. Raises `UserError` if there are none.
+    """The ids of turns that both measured with equal prompts. Raises `UserError` if there are none.
 
-    Prompts are compared as tokens if both targets share a tokenizer. A later turn of a conversation includes the
+    Prompts are compared as tokens if the two targets share a tokenizer. A later turn of a conversation includes the
     target's earlier answers, so with other answers it is a different prompt.
     """
     tokenizers = [one.facts.get("digests", {}).get("tokenizer") for one in (before, after)]
@@ -131,8 +131,8 @@ def compare_methods(
 ) -> dict[str, Any]:
     """`other` of the second run over `one` of the first: medians over prompts of ratios, each with its interval.
 
-    gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the seconds per token.
-    tau: ratio of τ. same_text: on how many prompts both texts are equal.
+    gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the tokens per second.
+    tau: ratio of τ. same_text: the number of prompts on which both texts are equal.
     """
     arms = ((before, one), (after, other))
     fair = [name for name in shared if all(timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]

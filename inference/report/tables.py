@@ -1,4 +1,4 @@
-"""The tables of a report, for all of its pages: one row a method, baselines first."""
+"""The tables of a report, for all of its pages: one row per method, baselines first."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ WHOLE = {
 
 
 def methods_table(reports: Sequence[Report]) -> Table:
-    """What each method gains."""
+    """The τ, acceptance and speed-ups of each method."""
     first, nothing_drafted = reports[0], ("1.00", "", "", "", "")
     speeds = {name: number_text(speed) for name, speed in first["tokens_per_second"].items()}
     identical = identical_text(first, "autoregressive_identical")

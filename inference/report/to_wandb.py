@@ -11,7 +11,7 @@ COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedu
 
 
 def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], settings: Mapping[str, Any]) -> None:
-    """Log the evaluation in `out_dir`, whose report is written, as one run. A resumed evaluation continues its run.
+    """Log the evaluation in `out_dir`, after its report is written, as one run. A resumed evaluation continues its run.
 
     settings: JSON-able, shown as the run's config. Does nothing if W&B is disabled.
     """

@@ -54,7 +54,7 @@ def _numbers(report: Report) -> str:
 
 
 def _taken(report: Report) -> str:
-    """How many prompts have results, and of how many if a time limit left some out."""
+    """The number of prompts with results, and the total if a time limit left some out."""
     prompts, given = report["prompts"], report.get("prompts_given", report["prompts"])
     if report.get("minutes") is None or prompts == given:
         return f"{prompts} prompts"
@@ -62,7 +62,7 @@ def _taken(report: Report) -> str:
 
 
 def _threads(report: Report) -> str:
-    """The CPU threads; if chosen per prompt, how many prompts used each number."""
+    """The number of CPU threads; if chosen per prompt, the number of prompts for each."""
     used = report.get("threads") or {}
     if len(used) < 2:
         return f"{next(iter(used), report['machine']['threads'])} threads"
@@ -70,7 +70,7 @@ def _threads(report: Report) -> str:
 
 
 def _choice(report: Report) -> str:
-    """How tokens were chosen: greedily or by sampling."""
+    """The decoding mode, greedy or sampled, with its settings."""
     settings = {key: value for key, value in report["sampling"].items() if value != getattr(SamplingConfig(), key)}
     said = ", ".join(f"{key} {value:g}" for key, value in settings.items())
     if report["temperature"]:
@@ -115,18 +115,18 @@ def _chosen(name: str, size: Mapping[str, Any]) -> str:
 
 
 def identical_text(report: Report, key: str) -> str:
-    """How many of the compared texts equal the reference's, by `key` of the lossless section."""
+    """The number of compared texts equal to the reference's, by `key` of the lossless section."""
     return "sampled" if report["temperature"] else f"{report['lossless'][key]}/{report['lossless']['checked']}"
 
 
 def identical_with_ties(report: Report) -> str:
-    """How many texts are identical, and how many are rounding ties."""
+    """The number of identical texts, and of rounding ties."""
     ties = report["lossless"]["excused_ties"]
     return identical_text(report, "identical") + (f" (+{ties} ties)" if ties else "")
 
 
 def number_text(value: float | None) -> str:
-    """One decimal; a dash if nothing was timed."""
+    """A number with one decimal; a dash if nothing was timed."""
     return "–" if value is None else f"{value:.1f}"
 
 
@@ -150,6 +150,6 @@ def milliseconds_text(seconds: Mapping[str, Any]) -> str:
 
 
 def _short(value: object) -> str:
-    """A field's value as JSON; long lists are truncated, report.json has them whole."""
+    """A field's value as JSON; long ones are truncated here, but not in report.json."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"

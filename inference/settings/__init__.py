@@ -1,1 +1,1 @@
-"""What a user may say of decoding and measuring; light, so that a mistake shows before torch is imported."""
+"""Settings of decoding and measuring; they do not import torch, so that mistakes are reported quickly."""

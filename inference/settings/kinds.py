@@ -1,7 +1,7 @@
-"""The kinds of drafters, by the name that a method's `source` has: the only list of them.
+"""The registry of drafter kinds, by the name that a method's `source` has.
 
-A kind says here what settings need to know, without importing torch. Everything else that the rest of the runtime asks
-of a kind is its `Maker`, which is imported when a method of that kind is used.
+A kind's entry holds what settings need, without importing torch. The rest of the runtime uses its `Maker`, which is
+imported when a method of that kind is used.
 """
 
 from abc import ABC, abstractmethod
@@ -39,34 +39,34 @@ class Placed(TypedDict, total=False):
 
 
 class Maker(ABC, Generic[Model]):
-    """What decoding asks of a kind. `model` is whatever its `load` returned; the defaults suit a kind without one."""
+    """A kind's functions. `model` is the object that its `load` returned; the defaults suit a kind without a model."""
 
     def lies_in(self, folder: str) -> bool:
-        """Whether `folder`, which has `Kind.file`, holds a model of this kind; asked where other kinds have that too.
+        """Whether `folder`, which has `Kind.file`, holds a model of this kind; called if several kinds have that file.
 
-        Raises `UserError` where it cannot be read.
+        Raises `UserError` if it cannot be read.
         """
         return True
 
     def identity(self, where: str | None) -> dict[str, object]:
-        """What of the model in `where` decides results, JSON-able, with the same keys where there is none."""
+        """The identity of the model in `where` that determines results, JSON-able; the same keys without a model."""
         return {}
 
     def load(
         self, where: str, target: "OpenTarget", methods: Mapping[str, "MethodConfig"], **placed: Unpack[Placed]
     ) -> Model:
-        """The model in `where`, for this target and these methods. Raises `UserError` where it is unusable.
+        """The model in `where`, for this target and these methods. Raises `UserError` if it is unusable.
 
         A kind that sees tokens only asks nothing of `target` but `vocabulary_digest` and `vocabulary_size`.
         """
         raise TypeError(f"{type(self).__name__}: a kind with an option for its model's place needs a `load` of its own")
 
     def reading(self, changes: "ReadingChanges") -> "Maker[Model]":
-        """One that reads models with `changes`; itself where the kind is read in one way only."""
+        """A variant that reads models with `changes`; the same object for kinds that have none."""
         return self
 
     def foreign(self, where: str, target: "OpenTarget") -> bool:
-        """Whether the model in `where` was written by others, in words that may be read wrongly."""
+        """Whether another trainer wrote this checkpoint, so that its config may be misinterpreted."""
         return False
 
     def prepare(self, model: Model, target: "Target") -> None:
@@ -74,15 +74,15 @@ class Maker(ABC, Generic[Model]):
         return
 
     def context(self, model: Model) -> int | None:
-        """The positions that the model can hold, None where it has no limit of its own."""
+        """The model's maximum context in positions; None: no limit."""
         return None
 
     def finish(self, model: Model) -> None:
-        """Decoding has ended: save what is to outlive it. Raises `UserError`."""
+        """Decoding has ended: save learnt state. Raises `UserError`."""
         return
 
     def release(self, method: "MethodConfig") -> None:
-        """Nobody decodes by `method` any more: leave to other processes what was opened for it. Raises `UserError`."""
+        """`method` is no longer used: release its resources for other processes. Raises `UserError`."""
         return
 
     def own_models(self, model: Model) -> "list[Target]":
@@ -90,45 +90,45 @@ class Maker(ABC, Generic[Model]):
         return []
 
     def known_tokens(self, where: str) -> "Sequence[int] | None":
-        """The only tokens that the model in `where` predicts; None for all."""
+        """The draft vocabulary of the model in `where`; None: all tokens."""
         return None
 
     def trained_seconds(self, where: str) -> float | None:
-        """How long the model in `where` trained; None where it does not say."""
+        """Seconds of training of the model in `where`; None if not recorded."""
         return None
 
     def data_of(self, where: str) -> dict[str, object] | None:
-        """The settings (see `DataConfig`) of the text that the model in `where` learned from; None: it does not say."""
+        """The settings (see `DataConfig`) of the training data of the model in `where`; None if not recorded."""
         return None
 
     def held(self, where: str, target: "PreTrainedConfig", place: "Place") -> dict[str, int]:
-        """Bytes that the model in `where` and its sessions take on every process, by what they are."""
+        """Bytes of the model in `where` and of its sessions on every process, by purpose."""
         return {}
 
     def require_fits(self, method: "MethodConfig", layers: int) -> None:
-        """Raise `UserError` where `method` means nothing for a target of `layers` layers; asked where `Kind.layers`."""
+        """Raise `UserError` if `method` does not fit a target of `layers` layers; called if `Kind.layers`."""
         return
 
     def digest(self, where: str) -> str:
-        """Of the weights in `where`, and of how they are read: what a calibration head is bound to.
+        """A digest of the weights in `where` and of how they are read, to which a calibration head is bound.
 
-        Asked where `Kind.calibration` is given. Raises `UserError` where they cannot be read.
+        Called if `Kind.calibration` is given. Raises `UserError` if they cannot be read.
         """
         raise TypeError(f"{type(self).__name__}: a kind that a calibration head belongs to needs a `digest` of its own")
 
     def draft_model(self, model: Model, method: "MethodConfig") -> "DraftModel":
-        """A `DraftModel`, fresh for one generation; asked where `Kind.shaped`."""
+        """A new `DraftModel` for one generation; called if `Kind.shaped`."""
         raise TypeError(f"{type(self).__name__}: a kind that a structure shapes needs a `draft_model` of its own")
 
     @abstractmethod
     def make(
         self, model: Model, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
     ) -> "Drafter":
-        """A drafter, fresh for one generation (see `new_drafter`)."""
+        """A new drafter for one generation (see `new_drafter`)."""
 
 
 def read_record(where: str, file: str) -> dict[str, object]:
-    """What a training left in `file` beside the model in `where`; empty where there is none: it was trained elsewhere.
+    """The training record in `file` of the model in `where`; empty if there is none: it was trained elsewhere.
 
     Raises `UserError` where it cannot be read.
     """
@@ -137,34 +137,33 @@ def read_record(where: str, file: str) -> dict[str, object]:
 
 
 def recorded_seconds(facts: object) -> float | None:
-    """The `training_seconds` in what a training has left about itself, as JSON; None where they are not in it."""
+    """The `training_seconds` in the JSON record of a training; None if absent."""
     seconds = facts.get("training_seconds") if isinstance(facts, dict) else None
     return float(seconds) if isinstance(seconds, int | float) else None
 
 
 def recorded_data(settings: object) -> dict[str, object] | None:
-    """The `data` in the settings that a training has left about itself, as JSON; None where they are not in it."""
+    """The `data` in the settings of a training record; None if absent."""
     data = settings.get("data") if isinstance(settings, dict) else None
     return data if isinstance(data, dict) else None
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What settings need to know of a kind of drafter.
+    """A registry entry: what settings need to know of a kind of drafter.
 
     maker: "module:name" of its `Maker`.
-    option: the option of evaluate-checkpoint that says where its model lies; None: it has no model.
-    needs: what has to lie there; "": it has no model.
-    file: a file that its model's directory has; None: `checkpoint` does not take it.
-    preset: the method of conf/method/ that a model alone decodes by.
-    shaped: a structure and a stop rule shape its drafts.
-    own: the fields of a method, or of its stop rule as "stop.max_draft", that it reads besides. No kind reads
-    another's.
-    calibration: the folder in its model's directory where a calibration head lies, "" the directory itself; None: it
-    has no hidden states that a head could read, or no directory. Other engines read every *.safetensors file that lies
-    beside a model's own, so a head beside one of theirs has a folder.
-    card: its directory has a README.md.
-    tiny: what `save_tiny_models` calls one of it. layers: it drafts on layers of the target, which must run by layers.
+    option: the option of evaluate-checkpoint that names its model's path; None: it has no model.
+    needs: what must be at that path; "": it has no model.
+    file: a file in its model's directory; None: `checkpoint` does not accept it.
+    preset: the method of conf/method/ that is used for such a model by default.
+    shaped: whether a structure and a stop rule shape its drafts.
+    own: further fields that only this kind reads: of a method, or of its stop rule, as in "stop.max_draft".
+    calibration: the folder of a calibration head in its model's directory, "" for the directory itself; None: it has no
+    hidden states that a head could read, or no directory. Other engines read every *.safetensors file in a model's
+    directory, so a head for a model in their format needs a separate folder.
+    card: whether its directory has a README.md.
+    tiny: its name in `save_tiny_models`. layers: it drafts with layers of the target, which must run layer by layer.
     """
 
     name: str
@@ -182,11 +181,11 @@ class Kind:
 
     @property
     def sees_tokens_only(self) -> bool:
-        """Whether a recording can stand in for the target."""
+        """Whether a recording can replace the target."""
         return not self.shaped
 
     def head_folder(self, where: str) -> Path | None:
-        """Where a calibration head of the model in `where` lies, if there is one; None: it can have none."""
+        """The folder of a calibration head for the model in `where`; None: the kind has none."""
         return None if self.calibration is None else Path(where) / self.calibration
 
     def load_maker(self) -> Maker[Any]:
@@ -200,7 +199,7 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind_in(folder: str) -> Kind | None:
-    """The kind of drafter whose model the directory `folder` holds; None where there is no such directory, or none.
+    """The kind of drafter whose model is in the directory `folder`; None if there is none.
 
     Raises `UserError` where it cannot be read.
     """
@@ -209,10 +208,10 @@ def kind_in(folder: str) -> Kind | None:
 
 
 def presets_of(given: Mapping[str, str | None]) -> list[str]:
-    """The methods by which the drafters decode that are `given`, by option, where none is chosen.
+    """The default methods for the drafters `given` by option, if no method is chosen.
 
-    `checkpoint` may hold any kind. Where it holds none the method is an early exit's, which then says what is missing.
-    Raises `UserError` where it cannot be read.
+    `checkpoint` may hold any kind. If it holds none, the method is the early exit's, whose loading reports the error.
+    Raises `UserError` if it cannot be read.
     """
     kinds = [kind for kind in KINDS.values() if kind.option is not None and given.get(kind.option)]
     held = [(kind_in(str(given["checkpoint"])) if kind.option == "checkpoint" else None) or kind for kind in kinds]
@@ -220,7 +219,7 @@ def presets_of(given: Mapping[str, str | None]) -> list[str]:
 
 
 def register(kind: Kind) -> Kind:
-    """Make `kind` known; a name is given once."""
+    """Add `kind` to the registry; names are unique."""
     if kind.name in KINDS:
         raise ValueError(f"a kind of drafter called {kind.name!r} is registered already")
     KINDS[kind.name] = kind

@@ -1,4 +1,4 @@
-"""How large drafts may become."""
+"""Limits on the size of drafts."""
 
 MOST_NODES = 63  # that "auto" considers: with the root 64 rows
 LONGEST_CHAIN = 15  # that "auto" and rule=survival consider

@@ -1,4 +1,4 @@
-"""Settings of a way of decoding: who drafts, in what shape, until when."""
+"""Settings of a decoding method: its drafter, draft shape and stop rule."""
 
 import dataclasses
 from collections.abc import Collection
@@ -40,7 +40,7 @@ _THOMPSON = ("calibrated", "posterior_mean")
 
 @dataclass(frozen=True)
 class StopConfig(Settings):
-    """When a draft is long enough, or a tree deep enough (see inference/stopping/)."""
+    """The stop rule of a chain or a tree (see inference/stopping/)."""
 
     # a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head of train/calibrate.py
     rule: Literal[
@@ -193,7 +193,7 @@ class NgramConfig(Settings):
 
 @dataclass(frozen=True)
 class MethodConfig(Settings):
-    """One way of decoding: who drafts, in what shape, until when."""
+    """One decoding method: its drafter, draft shape and stop rule."""
 
     # early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)
     source: str = "early_exit"

@@ -1,4 +1,4 @@
-"""How tokens are chosen from logits; light, so that a mistake shows before torch is imported."""
+"""Settings of token selection from logits; they do not import torch, so that mistakes are reported quickly."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,7 +11,7 @@ from outrider.settings import Positive, Settings, Share
 
 @dataclass(frozen=True)
 class SamplingConfig(Settings):
-    """From logits to probabilities, the same for target and drafter (see inference/core/sampling.py)."""
+    """The conversion of logits to probabilities, for target and drafter alike (see inference/core/sampling.py)."""
 
     # 0: greedy; top_k, top_p and min_p then have nothing to choose from
     temperature: Annotated[float, Ge(0)] = 0.0

@@ -1,1 +1,1 @@
-"""What shape a draft has: chain, k-config, static tree, OPT-Tree, token graph."""
+"""Draft shapes: chain, k-config tree, static tree, OPT-Tree, token graph."""

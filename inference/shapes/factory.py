@@ -53,18 +53,18 @@ class WrappedSource:
 class Structure(Protocol):
     """Shapes one round's draft.
 
-    reads_root: whether it compares drafted tokens with the root; both must then be ids of the same vocabulary.
+    reads_root: whether it compares drafted tokens with the root; then both must be ids of the same vocabulary.
     """
 
     reads_root: bool
 
     @property
     def max_rows(self) -> int:
-        """Upper bound of the rows that a round adds to the caches, the root not counted."""
+        """Upper bound of the rows that a round adds to the caches, not counting the root."""
         ...
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
-        """A draft under `root` [1] whose paths have at most `limit` nodes; empty at limit 0."""
+        """A draft under `root` [1] whose paths have at most `limit` nodes; empty if `limit` is 0."""
         ...
 
     @property
@@ -73,13 +73,13 @@ class Structure(Protocol):
 
         expected_tau: OPT-Tree's E(A). drafted_by_source: a token graph's nodes before unmerging. graph_success: rounds
         in which a copy was accepted. For a k-config tree, `TRIED` nodes and `CANDIDATE`k of them at which the k-th draw
-        was accepted. Where sizes are chosen, for example `CHOSEN`max_depth=3 rounds of 3 levels, or
-        `CHOSEN`widths=[4,2] rounds of such trees.
+        was accepted. For chosen sizes, the rounds with each choice: for example `CHOSEN`max_depth=3 rounds of 3 levels,
+        or `CHOSEN`widths=[4,2] rounds of such trees.
         """
         ...
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Learn from a verified draft: `accepted` are its accepted nodes."""
+        """Learn from a verified draft, given its `accepted` nodes."""
         ...
 
 
@@ -115,10 +115,10 @@ class Tree:
     build: Callable[..., DraftTree]  # (source, root, limit=…, rule=…, to_probs=…)
     max_rows: int
     max_depth: int
-    greedy_probs: ToProbs | None = None  # q under greedy decoding; None where logits do, to rank by
+    greedy_probs: ToProbs | None = None  # q under greedy decoding; None if ranking the logits is enough
     count_candidates: bool = False
-    sizes: TreeSizes | BestWidths | None = None  # where `build` chooses: told what came of it
-    rule: StopRule = field(default_factory=lambda: FixedLength(sys.maxsize))  # the default stops nothing
+    sizes: TreeSizes | BestWidths | None = None  # if `build` chooses sizes: learns from their outcomes
+    rule: StopRule = field(default_factory=lambda: FixedLength(sys.maxsize))  # the default never stops
     reads_root: bool = False
     totals: dict[str, float] = field(default_factory=dict)
 
@@ -155,16 +155,16 @@ def make_structure(
     head: CalibrationHead | None = None,
     tuning: Tuning | None = None,
 ) -> Structure:
-    """The structure of `method`, fresh.
+    """A new structure of `method`.
 
-    streams: of the generation; the draft and the stop rule use one each. drawn: sample the draft from q, else take the
+    streams: the generation's; the draft and the stop rule use one each. drawn: sample the draft from q, else take the
     most likely tokens. head: for stop.rule=calibrated. tuning: for sizes that are "auto" (see
     `inference.measure.probe`).
     """
     settings = method.structure
     generator = streams.of("draft") if drawn else None
     if settings.kind == "chain":
-        by_chance = drawn and method.verify == "exact"  # naive verification takes a token as often as p says it
+        by_chance = drawn and method.verify == "exact"  # naive verification accepts a token with probability p
         rule = make_rule(method.stop, streams, head, tuning, default=CHAIN_TOKENS, drawn=by_chance)
         return Chain(rule, generator)
     tree = make_tree(settings, generator, tuning)
@@ -172,7 +172,7 @@ def make_structure(
 
 
 def make_tree(settings: StructureConfig, generator: random.Random | None = None, tuning: Tuning | None = None) -> Tree:
-    """A tree structure with `settings` bound, of its own depth; tuning: for sizes that are "auto"."""
+    """A tree structure with `settings` bound, without a stop rule; tuning: for sizes that are "auto"."""
 
     def greedy_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
         return plain_probs(logits / settings.temperature, rows)
@@ -210,7 +210,7 @@ def _make_opt_tree(settings: StructureConfig, tuning: Tuning | None) -> Tree:
     delta = settings.delta or 0.0
     if nodes is not None and depth is not None:
         build = partial(opt_tree, nodes=nodes, delta=delta, width=settings.width, temperature=settings.temperature)
-        fed = min(nodes, settings.width or nodes)  # of a level
+        fed = min(nodes, settings.width or nodes)  # per level
         return Tree(build, max(nodes, fed * depth), depth)
     sizes = TreeSizes(required(tuning), nodes, depth)
 

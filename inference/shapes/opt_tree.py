@@ -32,10 +32,10 @@ def opt_tree(
     It grows level by level. The next level holds the `nodes` children of the last level with the largest p̂. Drafting
     ends when a level raises the best tree's E by `delta` or less, or when `rule` stops. Nodes with p̂ = 0 are left out.
 
-    Only nodes of the last level that are in the best tree so far are fed. Sorted by (p̂, depth) a child follows its
-    parent, so descendants of a node outside the best `nodes` can never enter. So the best tree contains a prefix
-    of every level sorted by p̂; ties cannot remove a parent, and nothing has to be gathered. Any prefix of that order is
-    also a tree. `growth` chooses the prefix with the best rate, and how many nodes of a level to feed.
+    Only nodes of the last level that are in the best tree so far are fed. In the order by (p̂, depth) a child follows
+    its parent, so descendants of a node outside the best `nodes` can never enter. So the best tree contains a prefix of
+    every level sorted by p̂; ties cannot remove a parent, and no gather is needed. Any prefix of that order is also a
+    tree. `growth` chooses the prefix with the best rate, and how many nodes of a level to feed.
 
     to_probs None: softmax of logits / temperature.
 
@@ -45,10 +45,10 @@ def opt_tree(
     One transfer per level; at most nodes · limit rows.
     """
     levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
-    above: list[list[int]] = []  # per level: place of each node's parent in the level before
+    above: list[list[int]] = []  # per level: index of each node's parent in the previous level
     first_rows: list[int] = []  # per level: row of its first node
     fed: list[int] = []  # per level: how many of its nodes were fed
-    steps: list[list[float]] = []  # per level: q of each node after its parent
+    steps: list[list[float]] = []  # per level: q of each node given its parent
     best: list[tuple[float, int]] = []  # (−p̂, level) of the best tree, ascending
     tokens, parent_rows, rows = root, [ROOT], 0
     parents_probs = [1.0]
@@ -94,7 +94,7 @@ def _children(
 ) -> tuple[Tensor, Tensor, list[float], list[int]]:
     """The most likely children of a level: p̂, descending, and tokens; p̂ and the parents' indices on the host.
 
-    parents, weights: p̂ of the level's nodes on the host, and on the logits' device (None where p̂ = 1).
+    parents, weights: p̂ of the level's nodes on the host, and on the logits' device (None if all are 1).
     """
     compiled = likeliest_children(logits, parents, count, 1 / temperature) if to_probs is None else None
     if compiled is not None:
@@ -115,7 +115,7 @@ def _assemble(
     fed: Sequence[int],
     best: Sequence[tuple[float, int]],
 ) -> OptimalTree:
-    """The tree of the `best` nodes out of the levels drafted."""
+    """The tree of the `best` nodes of the drafted levels."""
     counts, masses = [0] * len(levels), [0.0] * len(levels)
     for value, level in best:
         counts[level] += 1
@@ -142,8 +142,8 @@ def _assemble(
 def _largest(probs: Tensor, weights: Tensor | None, count: int, chunk: int = 64) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` largest of probs [m, V] · weights [m, 1], descending: values, rows, columns (each [count] or fewer).
 
-    They lie in the `count` chunks with the largest maxima. One pass over probs finds these chunks; the rest reads
-    count · chunk numbers. V is padded with zeros, which sort last.
+    They lie in the `count` chunks with the largest maxima. One pass over probs finds these chunks; the following steps
+    read count · chunk numbers. V is padded with zeros, which sort last.
     """
     if probs.shape[-1] % chunk:
         probs = F.pad(probs, (0, -probs.shape[-1] % chunk))

@@ -1,11 +1,11 @@
 """Draft structures: functions from a source and the last committed token to a `DraftTree`.
 
-Every structure feeds `root` [1] alone in its first `extend` (row 0), then calls `extend` once per level with the nodes
+Every structure feeds only `root` [1] in its first `extend` (row 0), then calls `extend` once per level with the nodes
 that get children. Nodes are in level order; the copies of a token graph follow all others. So parents precede children,
 and a caller may feed the nodes without a row in index order.
 
-`limit` bounds the nodes on a path. At limit 0 nothing is drafted and nothing is fed. A `rule` is asked after every
-level. A draft that it stops at depth d equals the draft of limit=d.
+`limit` bounds the nodes on a path. With limit 0 nothing is drafted and nothing is fed. A `rule` is evaluated after
+every level. A draft that it stops at depth d equals the draft with limit=d.
 """
 
 import random
@@ -31,7 +31,7 @@ ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class Extends(Protocol):
-    """What a structure needs of a source (see `inference.core.drafter.DraftModel`)."""
+    """The part of a source that a structure uses (see `inference.core.drafter.DraftModel`)."""
 
     @property
     def hidden(self) -> Tensor: ...
@@ -43,7 +43,7 @@ class Extends(Protocol):
 def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Extends, row: int = 0) -> bool:
     """Whether `rule`, if there is one, ends the draft after a level of depth `drafted`.
 
-    tokens: of the level; the first node represents it. logits [n, V]: after the rows just fed. row: the one of these
+    tokens: of the level, which its first node represents. logits [n, V]: after the rows just fed. row: the one of these
     rows that predicted the first node (see `Step`).
     """
     return rule is not None and rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
@@ -87,7 +87,7 @@ def chain(
         if rule.stop(Step(row + 1, token, logits, source)):
             break
     n = len(tokens) - 1
-    fed = (*range(1, n), -1)[:n]  # the last token never is
+    fed = (*range(1, n), -1)[:n]  # the last token is never fed
     return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), fed, q=q)
 
 
@@ -105,7 +105,7 @@ def k_config(
     to_probs: ToProbs | None = None,
     generator: random.Random | None = None,
 ) -> DraftTree:
-    """MCSD's tree: every node of level i gets up to widths[i] children, fewer where q has fewer tokens left.
+    """MCSD's tree: every node of level i gets up to widths[i] children, fewer if q has fewer tokens left.
 
     mode: how children are chosen.
     - "with_replacement": i.i.d. samples; equal ones share a node (`DraftTree.draws`).
@@ -157,7 +157,7 @@ def k_config(
 
 
 def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool) -> Tensor:
-    """Sample `count` tokens from each row of probs [m, V] -> [m, count], −1 where no token with q > 0 is left.
+    """Sample `count` tokens from each row of probs [m, V] -> [m, count], −1 if no token with q > 0 is left.
 
     Without replacement, each drawn token's q is set to 0 before the next draw. This has the distribution of Gumbel
     top-k, and needs one cumulative sum per draw instead of V random numbers per row.
@@ -170,7 +170,7 @@ def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool
         tokens = invert(left, numbers.view(len(probs), each).to(probs.device, non_blocking=True))
         drawn.append(tokens)
         if i + 1 < rounds:
-            left.scatter_(-1, tokens.clamp(min=0), 0.0)  # a row that has nothing left loses nothing
+            left.scatter_(-1, tokens.clamp(min=0), 0.0)  # an exhausted row is 0 already
     return drawn[0] if rounds == 1 else torch.cat(drawn, dim=-1)
 
 
@@ -181,7 +181,7 @@ def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool
 class Shape:
     """A fixed tree as rank paths: (0, 2) is the third most probable child of the most probable first token.
 
-    paths: in level order, every path's parent among them. Build it with `parse_shape`.
+    paths: in level order, with every path's parent. Build it with `parse_shape`.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -294,12 +294,12 @@ def static(
 
 
 class _Step(NamedTuple):
-    """One level of a shape: which nodes of the level before to feed, and which of their ranked tokens to take."""
+    """One level of a shape: which nodes of the previous level to feed, and which of their ranked tokens to take."""
 
-    inner: Tensor | None  # places in the level before; None: all of it
+    inner: Tensor | None  # indices in the previous level; None: all of it
     parent_rows: tuple[int, ...]  # their parents' rows
     ranks: int
-    picks: Tensor | None  # places in [inner nodes × ranks]; None: all
+    picks: Tensor | None  # indices in [inner nodes × ranks]; None: all
 
 
 class _Plan(NamedTuple):

@@ -55,7 +55,7 @@ class TokenGraph:
         return node
 
     def suffix(self, node: int, tau: int) -> tuple[int, ...] | None:
-        """The τ-gram that ends at `node`, last token first, the root's token included; None if the path is shorter."""
+        """The τ-gram that ends at `node`, last token first, including the root's token; None if the path is shorter."""
         if self.depths[node] + 1 < tau:
             return None
         gram: list[int] = []
@@ -136,7 +136,7 @@ def draft_graph(
 ) -> TokenGraph:
     """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or until `rule` stops it.
 
-    A stop lowers the graph's limit. There is one transfer a level.
+    A stop lowers the graph's limit. There is one transfer per level.
 
     A node gets its `out_degree` most probable children (q > 0). It stays a leaf in three cases: q < theta_prob;
     q < theta_sibling · the largest q among its siblings; or it is τ-redundant: an extended earlier node ends the same
@@ -191,7 +191,7 @@ def draft_graph(
 def _children(
     graph: TokenGraph, inner: Sequence[int], lines: Sequence[Sequence[float]], node_budget: int
 ) -> list[tuple[int, float]]:
-    """Add a level to `graph`: per inner node a line of q's and tokens. Returns (node, largest q among siblings)."""
+    """Add a level to `graph`; lines: q's and tokens per inner node. Returns (node, largest q among siblings)."""
     found = []  # (p̂, parent, token, q, largest)
     for parent, line in zip(inner, lines, strict=True):
         k = len(line) // 2
@@ -209,8 +209,8 @@ def _children(
 def unmerge(graph: TokenGraph, node_budget: int) -> None:
     """Turn the graph into a tree: below every merged node, copy the subtree of its first occurrence (GSD §5.4).
 
-    A copy keeps the q of its original. Copies are added by descending p̂ up to `node_budget` nodes in all, and no path
-    exceeds the graph's limit. Copies have no row, since the source was never fed them.
+    A copy keeps the q of its original. Copies are added by descending p̂ up to `node_budget` nodes in total, and no path
+    exceeds the graph's limit. Copies have no row, since they were never fed to the source.
     """
     originals = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
     waiting: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)

@@ -1,4 +1,4 @@
-"""A bound on what drafting may lose against plain decoding."""
+"""A bound on the loss of drafting against plain decoding."""
 
 from inference.sizing.costs import WIDEST, Costs
 
@@ -12,12 +12,12 @@ class Allowance:
     """Skips drafting in rounds where drafts do not pay.
 
     The running rate is this generation's tokens per second by the measured costs, and starts at plain decoding's. While
-    it is more than `loss` below plain decoding's rate, rounds go without a draft. Such rounds are plain decoding and
-    raise the running rate again, so another draft is tried sooner or later. A useless drafter costs at most `loss` plus
-    one draft; a useful one drafts in almost every round.
+    it is more than `loss` below plain decoding's rate, rounds skip drafting. Such rounds are plain decoding and raise
+    the running rate again, so another draft is tried eventually. A useless drafter costs at most `loss` plus one draft;
+    a useful one drafts in almost every round.
 
-    loss: the share of plain decoding's rate that may be lost. A generation of N tokens loses (MEMORY + N) · loss tokens
-    and one draft at most.
+    loss: the share of plain decoding's rate that may be lost. A generation of N tokens loses at most
+    (MEMORY + N) · loss tokens and one draft.
     """
 
     def __init__(self, costs: Costs, loss: float = LOSS):
@@ -34,7 +34,7 @@ class Allowance:
         return self.rate < (1 - self._loss) / self._costs.plain
 
     def observe(self, fed: list[int], submitted: int, emitted: int) -> None:
-        """A round ended.
+        """Learn from a round.
 
         fed: rows of each drafter pass, empty if drafting was skipped; submitted: drafted tokens that were verified;
         emitted: tokens that the round produced.

@@ -1,4 +1,4 @@
-"""What decoding costs on a device, in seconds by width: the base of every choice of size (see policy.py)."""
+"""Seconds of decoding passes on a device by width: the basis of every choice of size (see policy.py)."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from inference.settings.limits import MOST_NODES
 
 WIDEST = MOST_NODES + 1  # rows of one pass: the root and the draft
-SHOWN = (1, 2, 4, 8, 16, 32, 64)  # the widths a report lists, and those that a padding runtime pads to
+SHOWN = (1, 2, 4, 8, 16, 32, 64)  # the widths that a report lists and that a padding runtime pads to
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a round. Item w of a curve is a pass over w rows, w = 0 … WIDEST.
+    """Seconds of the parts of a round. Item w of a curve is for a pass over w rows, w = 0 … WIDEST.
 
-    step: one draft step: a forward pass of the drafter, and what the structure does with its logits.
-    verify: what the target runs over the root and the draft, the choice of tokens included. For an early-exit drafter
-    that is the layers that the draft has not been through.
+    step: one draft step: a forward pass of the drafter and the structure's work on its logits.
+    verify: the target's pass over the root and the draft, and token selection. For an early-exit drafter only the
+    layers that the draft has not run.
     rest: bookkeeping at the end of a round.
     plain: one token of autoregressive decoding.
     """
@@ -27,7 +27,7 @@ class Costs:
     plain: float
 
     def summary(self) -> dict[str, float | dict[str, float]]:
-        """For a report: the curves at a few widths."""
+        """The curves at a few widths, for a report."""
         return {
             "draft_step": {str(width): self.step[width] for width in SHOWN},
             "target_pass": {str(width): self.verify[width] for width in SHOWN},
@@ -39,11 +39,11 @@ class Costs:
 def curve(samples: Iterable[tuple[int, float]], *, padded: bool = False) -> tuple[float, ...]:
     """Seconds at widths 0 … `WIDEST`, from `samples` (width, seconds).
 
-    Each measured width has its `typical` seconds, pooled between powers of two (3 and 4, 5 to 8, …). Widths whose
-    seconds would fall as the width grows are averaged. Between measured widths the curve is linear. Beyond the last it
-    is as steep as before it, or level where that is the only one. Below the first it is as at the first.
+    Samples are pooled between powers of two (3 and 4, 5 to 8, …), and a pool's value is its `typical` seconds. Pools
+    whose seconds would fall with growing width are averaged. The curve is linear between pools, continues with the last
+    slope beyond the last pool (constant if it is the only one), and is constant below the first.
 
-    padded: passes take as long as the next power of two, which is measured then.
+    padded: a pass takes as long as one at the next power of two, which is the width measured.
     """
     pools: dict[int, list[tuple[int, float]]] = {}
     for width, seconds in samples:
@@ -58,12 +58,12 @@ def curve(samples: Iterable[tuple[int, float]], *, padded: bool = False) -> tupl
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: what else the machine does only ever adds to a time, and often to half of them."""
+    """The lower quartile: interference by other processes only adds time, often to half of the samples."""
     return sorted(seconds)[(len(seconds) - 1) // 4]
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """The rising sequence nearest to `values`: falling runs are replaced by their means, until none is left."""
+    """Isotonic regression of `values`: falling runs are replaced by their means until none is left."""
     runs: list[tuple[float, int]] = []  # mean, length
     for value in values:
         mean, length = value, 1

@@ -1,4 +1,4 @@
-"""Whether another pass of the drafter pays when n-grams have already drafted."""
+"""The choice whether another pass of the draft model pays when n-grams have already drafted."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BANDS = 8  # of the n-grams' confidence in the token after a node
 # The prior gain, by band, of feeding one unit of path probability to the drafter. It was fitted with
 # an EAGLE-3 head of a 135M chat model and drafts of 24 nodes (`git show 5a060c4:benchmarks/fit_fused.py`).
 GAINS = (0.4, 0.2, 0.15, 0.1, 0.08, 0.06, 0.04, 0.02)
-MOST_FED = 48  # most rows that a drafter is fed in a round, the root not counted
+MOST_FED = 48  # most rows that a drafter is fed in a round, not counting the root
 _OWN = 6.0  # weight of the prior, in path probability fed
 _PATIENCE = (8, 128)  # rounds without a pass before one is forced, at first and at most
 
@@ -38,7 +38,7 @@ class Gains:
         ]
 
     def add(self, bands: Sequence[int], worths: Sequence[float], gained: float) -> None:
-        """One pass over nodes with these `bands` and `worths` gained `gained`."""
+        """Learn from one pass over nodes with these `bands` and `worths`, which gained `gained`."""
         total = math.fsum(worths)
         for counts in (self._gained, self._fed):
             counts[:] = [KEEP * count for count in counts]
@@ -70,12 +70,12 @@ class Feeding:
             self._after_draft = np.array([costs.verify[n + 1] + costs.rest for n in range(self.max_nodes + 1)])
 
     def begin(self, waiting: int) -> None:
-        """A round begins. waiting: pending tokens that the drafter must run first."""
+        """Begin a round. waiting: pending tokens that the drafter must run first."""
         self._waiting, self._spent, self._steps, self._fed = waiting, 0.0, 0, 0
         self._forced = False
 
     def count(self, parents: np.ndarray, paths: np.ndarray) -> int:
-        """How many nodes to submit, from the first on, if drafting ended here.
+        """The number of leading nodes to submit if drafting ended here.
 
         parents int64 [n], −1: the root; paths float64 [n]: path probabilities, descending.
         """
@@ -89,7 +89,7 @@ class Feeding:
         return count
 
     def feed(self, count: int, values: Sequence[float], later: Sequence[float] = ()) -> int:
-        """How many nodes to feed next; 0: verify now. count: nodes that would be submitted now.
+        """The number of nodes to feed next; 0: verify now. count: nodes that would be submitted now.
 
         values: the expected gain of feeding each candidate, descending. later: the gain of the best node that can be
         fed one pass later, two passes later and so on. A first pass may pay only through those.
@@ -111,7 +111,7 @@ class Feeding:
             self._trust = np.array(self._evidence.shares())
 
     def end(self) -> None:
-        """The round's draft is done."""
+        """End the round's draft."""
         if self._steps and not self._forced:
             self._idle, self._patience = 0, _PATIENCE[0]
         elif self._forced:
@@ -147,7 +147,7 @@ class Feeding:
         return best
 
     def _after(self, nodes: int) -> float:
-        """Seconds that a round takes after drafting `nodes` nodes."""
+        """Seconds of a round after `nodes` nodes were drafted."""
         assert self._costs is not None
         return self._costs.verify[min(nodes, self.max_nodes, MOST_NODES) + 1] + self._costs.rest
 

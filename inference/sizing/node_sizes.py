@@ -1,7 +1,7 @@
-"""How many nodes to submit of a draft that came best-first: for drafters that run no model, and shape their own drafts.
+"""The number of nodes of a best-first draft to submit, for drafters that run no model and shape their drafts.
 
-What a node is worth is the product of q along its path, every q times how far its like was to be trusted, as for an
-OPT-Tree with nodes=auto (see `inference.sizing.policy`). The node counts compared begin at 0, a round without a draft.
+A node's worth is the product of q along its path, every q scaled by the observed reliability of such a q, as for an
+OPT-Tree with nodes=auto (see `inference.sizing.policy`). The counts compared start at 0, a round without a draft.
 """
 
 from collections import Counter
@@ -14,12 +14,12 @@ from inference.core.drafter import CHOSEN
 from inference.settings.limits import MOST_NODES
 from inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
 
-ROOMS = (8, 16, 32, MOST_NODES)  # nodes that a search may look for
-_HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower ends of the bands of q, but the last
+ROOMS = (8, 16, 32, MOST_NODES)  # sizes of a search, in nodes
+_HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower bounds of all bands of q except the last
 
 
 class BestNodes:
-    """nodes=auto: as many as make the most tokens a second, by measured costs and by what came true so far.
+    """nodes=auto: the count with the most tokens per second, from measured costs and observed acceptance.
 
     own, neighbour: see `Evidence`.
     """
@@ -36,7 +36,7 @@ class BestNodes:
         self.totals: Counter[str] = Counter()
 
     def room(self) -> int:
-        """The smallest that leaves room for more than was chosen last, so that the search does little in vain."""
+        """The smallest search that finds more nodes than the last choice, to limit wasted work."""
         return next((room for room in ROOMS if room > self._chosen), MOST_NODES)
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
@@ -52,7 +52,7 @@ class BestNodes:
 
 
 def trials_of(parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> Trials:
-    """`policy.trials_by_band` of a draft that knows path probabilities, band by band: Σ q, and how many were right."""
+    """`policy.trials_by_band` of a draft with path probabilities, summed by band: Σ q, and the number right."""
     counts = np.zeros((2, BANDS))
     count_trials(parents, probs, np.array(accepted, np.int64), counts)
     for index in np.flatnonzero(counts[0]).tolist():
@@ -70,7 +70,7 @@ def band_of(q: float) -> int:
 
 @lean
 def share_of(prob: float, above: float) -> float:
-    """A node's probability after its parent; 0 below a path so deep that its own is 0 in float64."""
+    """A node's probability given its parent; 0 if the parent's path probability underflows to 0 in float64."""
     return prob / above if above > 0 else 0.0
 
 
@@ -78,7 +78,7 @@ def share_of(prob: float, above: float) -> float:
 def best_nodes(
     parents: np.ndarray, probs: np.ndarray, trust: np.ndarray, seconds: np.ndarray, worths: np.ndarray
 ) -> int:
-    """How many of the first nodes make the most tokens a second. seconds: float64, of a round with 0, 1, … nodes."""
+    """The number of leading nodes with the most tokens per second. seconds: float64, for rounds with 0, 1, … nodes."""
     best, count, emitted = 1.0 / seconds[0], 0, 1.0
     for n in range(min(len(probs), len(seconds) - 1)):
         above, prob, worth = parents[n], probs[n], 1.0
@@ -93,8 +93,8 @@ def best_nodes(
 
 @lean
 def count_trials(parents: np.ndarray, probs: np.ndarray, accepted: np.ndarray, counts: np.ndarray) -> None:
-    """Σ q of the candidates at the nodes that the target went through, and the number of right ones, by band of q."""
-    step = -1  # accepted nodes stand in the order of the path; those the target went through are these and the root
+    """Add, per band of q: Σ q over the children of nodes on the target's path, and how many of them were right."""
+    step = -1  # the root, then the accepted nodes in path order: all nodes on the target's path
     while step < len(accepted):
         node = accepted[step] if step >= 0 else -1
         right = accepted[step + 1] if step + 1 < len(accepted) else -1

@@ -2,11 +2,11 @@
 
 A round with draft seconds T that submits n nodes takes T + c(n + 1) + r seconds (`Costs`: c is `verify`, r `rest`). It
 emits 1 + A tokens, A of them drafted. Every choice here maximises (1 + E[A]) / (T + c(n + 1) + r). E[A] is estimated
-from the acceptance in this generation (`Evidence`) and a prior measured together with the costs. Everything is plain
-numbers on the host: nothing here touches the device.
+from the acceptance in this generation (`Evidence`) and a prior measured together with the costs. All computation is on
+the host: nothing here uses the device.
 
-A choice never depends on the tokens sampled in this round. It follows from earlier rounds, or from q where candidates
-are the most likely tokens, so the distribution of sampled text stays exact. Greedy text depends on no choice.
+A choice never depends on the tokens sampled in this round. It depends on earlier rounds, or on q if candidates are the
+most likely tokens, so the distribution of sampled text stays exact. Greedy text does not depend on these choices.
 """
 
 import itertools
@@ -22,24 +22,24 @@ from inference.core.tree import ROOT, DraftTree, OptimalTree
 from inference.settings.limits import LONGEST_CHAIN, MOST_NODES
 from inference.sizing.costs import Costs
 
-DEEPEST = 16  # what "auto" considers, with MOST_NODES and LONGEST_CHAIN
+DEEPEST = 16  # a limit of "auto", with MOST_NODES and LONGEST_CHAIN
 WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers
-# Weights, in trials, of the prior and of the estimate one index before. The acceptance of a chain depends on the text;
+# Weights, in trials, of the prior and of the previous index's estimate. The acceptance of a chain depends on the text;
 # the reliability of a q, or of a further candidate, depends more on the drafter.
 OWN, NEIGHBOUR = 1.0, 10.0
 TREE_OWN, TREE_NEIGHBOUR = 10.0, 4.0
 BANDS = 14  # of q, two to an octave
 SPARE, FEWEST, RECENT = 2, 4, 16  # see `TreeSizes`
-INDICES = max(LONGEST_CHAIN, WIDEST_FAMILY, BANDS)  # of trials, at most
+INDICES = max(LONGEST_CHAIN, WIDEST_FAMILY, BANDS)  # most indices of trials
 KEEP = 0.97  # factor on the weight of old trials per round: text has easy and hard stretches
-FADE = 0.5  # prior ratio of the acceptance of a node's candidate to that of the candidate before
+FADE = 0.5  # prior ratio of the acceptance of a node's candidate to that of the previous candidate
 
-Trials = Iterator[tuple[int, float, float]]  # index, how many trials, how many of them were right
+Trials = Iterator[tuple[int, float, float]]  # index, number of trials, number of right ones
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measured costs, and a prior: per index, how many trials were made and how many were right.
+    """Measured costs, and a prior: per index, the number of trials and of right ones.
 
     An index is a position in a chain, the rank of a node's candidate in a k-config tree, or a band of q. The trials of
     a band are Σ q over the candidates at nodes on the target's path: the number of acceptances that q predicts.
@@ -54,7 +54,7 @@ class Evidence:
     """The estimated share of right trials per index 0 … count − 1, from this generation's trials and a prior.
 
     The estimate of an index weighs its own trials, `own` trials at the prior's share, and `neighbour` trials at `fade`
-    times the estimate of the index before: an untried index follows the last one tried. start: the share of the first
+    times the previous index's estimate: an untried index follows the last tried one. start: the share of the first
     index without a prior.
     """
 
@@ -74,7 +74,7 @@ class Evidence:
         self._prior = _smooth(tried, right, [start] * count, [1.0] + [0.0] * (count - 1), neighbour, fade)
 
     def add(self, trials: Trials) -> None:
-        """The trials of one round."""
+        """Add the trials of one round."""
         for counts in (self.tried, self.right):
             counts[:] = [KEEP * count for count in counts]
         for index, tried, right in trials:
@@ -105,8 +105,8 @@ def _smooth(
 
 
 def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
-    """The K ≥ 1 with the most tokens per second, and that rate; shares[k]: how often token k + 1 is right if all before
-    it are."""
+    """The K ≥ 1 with the most tokens per second, and that rate; shares[k]: how often token k + 1 is right if all
+    earlier ones are."""
     best, length = 0.0, 1
     emitted, path = 1.0, 1.0
     for k, share in enumerate(shares, start=1):
@@ -119,7 +119,7 @@ def best_length(shares: Sequence[float], costs: Costs) -> tuple[int, float]:
 
 
 def trials_in_chain(drafted: int, accepted: int) -> Trials:
-    """One trial per tested position; positions after a wrong one are not tested."""
+    """One trial per tested position; positions after a wrong token are not tested."""
     return ((index, 1.0, index < accepted) for index in range(min(accepted + 1, drafted)))
 
 
@@ -127,7 +127,7 @@ def trials_in_chain(drafted: int, accepted: int) -> Trials:
 
 
 def best_count(worths: Sequence[float], spent: float, costs: Costs) -> tuple[int, float]:
-    """How many leading nodes of `worths` (expected accepted tokens of each) to submit, and the tokens per second."""
+    """The number of leading nodes to submit and the tokens per second; worths: expected accepted tokens by node."""
     best, count, emitted = 0.0, 0, 1.0
     for n, worth in enumerate(worths, start=1):
         emitted += worth
@@ -138,7 +138,7 @@ def best_count(worths: Sequence[float], spent: float, costs: Costs) -> tuple[int
 
 
 class TreeSizes:
-    """nodes=auto and max_depth=auto of an OPT-Tree: how many nodes to submit, when to stop going deeper.
+    """nodes=auto and max_depth=auto of an OPT-Tree: how many nodes to submit, and when to stop adding levels.
 
     nodes, depth: given numbers; None: chosen here.
 
@@ -170,12 +170,12 @@ class TreeSizes:
 
 
 def band(q: float) -> int:
-    """0 for q above 0.71, 1 above 0.5, 2 above 0.35, …"""
+    """The band of q: 0 above 0.71, 1 above 0.5, 2 above 0.35, …"""
     return min(BANDS - 1, max(0, int(-2 * math.log2(q)))) if q > 0 else BANDS - 1
 
 
 def trials_by_band(tree: DraftTree, accepted: Sequence[int]) -> Trials:
-    """Every candidate at nodes on the target's path, counted as q trials: a calibrated q is right that often."""
+    """One entry of q trials per candidate at nodes on the target's path: a calibrated q is right that often."""
     assert isinstance(tree, OptimalTree)
     through, right = {ROOT, *accepted}, set(accepted)
     for node, (parent, q) in enumerate(zip(tree.parents, tree.steps, strict=True)):
@@ -188,26 +188,26 @@ class TreeGrowth:
 
     A node's worth is the product of q along its path, every q scaled by the observed reliability of its band (accepted
     / Σ q). Example: a greedy target accepts a q of 0.8 more often than that, and a q of 0.1 less often. The next level
-    is expected to hold one child per node fed, whose worth relates to its parent's as this level's mass to the last's.
+    is expected to hold one child per fed node, with its parent's worth times this level's mass over the last level's.
 
-    nodes: how many of the most likely nodes are considered.
+    nodes: the number of most likely nodes that are considered.
     """
 
     def __init__(self, sizes: TreeSizes, trust: Sequence[float], nodes: int):
         self._sizes, self._trust, self.nodes = sizes, trust, nodes
-        self._spent, self._mass = 0.0, 1.0  # seconds drafting; what the last level's submitted nodes are worth
+        self._spent, self._mass = 0.0, 1.0  # seconds of drafting; summed worth of the last level's submitted nodes
         self._worths: list[list[float]] = []  # of the nodes of every level
 
     def after_level(
         self, fed: int, steps: Sequence[float], places: Sequence[int], best: Sequence[tuple[float, int]]
     ) -> tuple[int, int]:
-        """Feeding `fed` rows produced a level, its most likely nodes first.
+        """Add a level that feeding `fed` rows produced, its most likely nodes first.
 
-        steps, places: each node's q given its parent, and the parent's index in the level before.
+        steps, places: each node's q given its parent, and the parent's index in the previous level.
         best: (−p̂, depth from 0) of the most likely nodes so far, ascending. They are a prefix of every level.
 
         Returns how many of `best` to submit if drafting ended here, and how many of this level's nodes to feed for the
-        next one, most likely first; 0: verify now.
+        next level, most likely first; 0: verify now.
         """
         sizes, costs = self._sizes, self._sizes.costs
         self._spent += costs.step[fed]
@@ -231,7 +231,7 @@ class TreeGrowth:
         return count, feed if sizes.depth is not None or deeper > rate else 0
 
     def _best_feed(self, gains: Sequence[float], worths: Sequence[float], emitted: float) -> tuple[int, float]:
-        """How many rows to feed next, and the tokens per second expected then."""
+        """The number of rows to feed next, and the tokens per second then expected."""
         costs, room = self._sizes.costs, self.nodes - len(worths)
         best, feed = 0.0, 0
         for rows, gain in enumerate(gains, start=1):
@@ -248,7 +248,7 @@ class TreeGrowth:
 
 @lru_cache
 def all_widths() -> tuple[tuple[int, ...], ...]:
-    """The k-config trees that widths=auto considers: at most MOST_NODES nodes, widths not growing with depth."""
+    """The k-config trees that widths=auto considers: at most MOST_NODES nodes, widths non-increasing with depth."""
     found: list[tuple[int, ...]] = []
     growing: list[tuple[int, ...]] = [()]
     while growing:
@@ -277,7 +277,7 @@ def round_seconds(widths: Sequence[int], costs: Costs) -> float:
 class BestWidths:
     """widths=auto of a k-config tree, chosen before every round from the acceptance at nodes of earlier rounds.
 
-    Candidate i of a node is right with probability h_i if those before it are wrong. So one of k is right with
+    Candidate i of a node is right with probability h_i if the earlier ones are wrong. So one of k is right with
     probability α_k = 1 − Π_{i≤k} (1 − h_i). A tree of widths k_1, k_2, … emits 1 + α_{k_1} + α_{k_1} α_{k_2} + …
     tokens. Example: h = (0.5, 0.5) gives α_2 = 0.75, so the widths 2, 2 emit 1 + 0.75 + 0.5625 tokens.
     """
@@ -316,7 +316,7 @@ def trials_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Trials:
 
 
 def outcomes_at_nodes(tree: DraftTree, accepted: Sequence[int]) -> Iterator[tuple[int, int | None]]:
-    """For every node with candidates on the target's path: how many, and the index of the accepted one."""
+    """For every node with candidates on the target's path: their number, and the index of the accepted one."""
     for node, child in zip([ROOT, *accepted], [*accepted, None], strict=True):
         candidates = tree.draws.get(node) or [i for i, parent in enumerate(tree.parents) if parent == node]
         if candidates:

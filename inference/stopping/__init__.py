@@ -1,5 +1,5 @@
-"""When to stop drafting and verify: one rule a file, all on the interface of interface.py.
+"""Stop rules, which decide when to stop drafting and verify: one rule per file, with the interface of interface.py.
 
-A rule decides the length of a chain, asked after every token, or the depth of a tree, asked after every level. It sees
-the draft, and after each round how much of it was accepted. It transfers at most one number per token from the device.
+A rule decides the length of a chain, after every token, or the depth of a tree, after every level. It reads the draft,
+and after each round the accepted length. It transfers at most one number per token from the device.
 """

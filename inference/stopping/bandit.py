@@ -1,4 +1,4 @@
-"""A bandit over stop rules: UCB1 chooses one for every round (as TapOut does, arXiv 2511.02017)."""
+"""A bandit over stop rules: UCB1 chooses one for every round (as in TapOut, arXiv 2511.02017)."""
 
 import math
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from inference.stopping.interface import Step, StopRule
 
 
 class UCB:
-    """Every rule once, then the one with the largest mean reward + √(2 ln t / n), t rounds in all and n with it.
+    """Uses every rule once, then the rule with the largest mean reward + √(2 ln t / n); t: all rounds, n: the rule's.
 
     The reward of a round is the mean of accepted / longest draft, which rewards tokens, and accepted / drafted, which
-    punishes waste. Only the chosen rule is asked in a round and told its outcome.
+    punishes waste. Only the chosen rule decides in a round and observes its outcome.
     """
 
     def __init__(self, rules: Sequence[StopRule]):

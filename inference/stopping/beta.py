@@ -1,4 +1,4 @@
-"""Thompson sampling on the acceptance seen so far."""
+"""Thompson sampling on the acceptance observed so far."""
 
 import random
 
@@ -17,7 +17,7 @@ class BetaThompson:
       failure even to a fully accepted draft, so it drafts shorter.
 
     discount: the factor by which a round reduces the weight of this generation's earlier trials. Acceptance varies
-    along a text, so with many old trials the posterior is overconfident. The paper's is 1.
+    along a text, so with many old trials the posterior is overconfident. The paper's value is 1.
     """
 
     def __init__(

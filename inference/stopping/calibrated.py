@@ -16,9 +16,9 @@ class Posterior:
     dominates at first (w = 1 at n = 0), observation later.
 
     mean="sample": θ̂ is the share of tested tokens that were right; θ̂_0 counts as one trial. mean="printed": the
-    paper's running mean, which sees successes only and so rises to 1.
+    paper's running mean, which counts successes only and so rises to 1.
 
-    evidence="model" keeps n at 0 (the head alone). evidence="sample" takes σ_M to infinity (what was observed alone).
+    evidence="model" keeps n at 0 (the head alone). evidence="sample" takes σ_M to infinity (observation alone).
     These are the paper's ablations.
     """
 
@@ -37,14 +37,14 @@ class Posterior:
         self.mean = mean
         self.evidence = evidence
         self.verifications = 0
-        self._tested = 1  # the prior's own weight
+        self._tested = 1  # the prior's weight
 
     def of(self, step: Step) -> tuple[float, float]:
-        """Mean and variance of θ after `step`. One transfer where the head is asked."""
+        """Mean and variance of θ after `step`. One transfer if the head is used."""
         return self.given(0.0 if self.evidence == "sample" else sigmoid(ask(self.head, step)))
 
     def given(self, model: float) -> tuple[float, float]:
-        """Mean and variance of θ when the head says `model`."""
+        """Mean and variance of θ if the head's probability is `model`."""
         if self.evidence == "model":
             return model, self.model_variance
         if self.evidence == "sample":
@@ -98,6 +98,6 @@ class PosteriorMean:
 
 
 def ask(head: CalibrationHead, step: Step) -> float:
-    """The logit that `head` gives the token just drafted. One transfer."""
+    """The logit of `head` for the token just drafted. One transfer."""
     position = torch.tensor([step.drafted], device=step.hidden.device)
     return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))

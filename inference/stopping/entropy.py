@@ -1,7 +1,7 @@
-"""Stop where the drafter's distribution is broad: AdaEDL and SVIP. Both transfer one entropy per token.
+"""Stop when the drafter's distribution is broad: AdaEDL and SVIP. Both transfer one entropy per token.
 
-A drafter with a broad distribution is seldom right. Both rules bound the acceptance probability from below by
-1 − √(c H(q)), H the entropy in nats, and stop where the bound is low.
+A drafter with a broad distribution is rarely right. Both rules bound the acceptance probability from below by
+1 − √(c H(q)), H the entropy in nats, and stop when the bound is low.
 """
 
 import math
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 from inference.stopping.interface import Step
 
-# The threshold's update: the acceptance rate it aims at, its step, and the smoothing of rate and threshold. It follows
+# The threshold's update: the target acceptance rate, the step, and the smoothing of rate and threshold. It follows
 # Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.
 AIM, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
 
 
 @dataclass
 class AdaEDL:
-    """Stop where 1 − √(γ H(q)) is below a threshold λ that follows the acceptance (arXiv 2410.18351).
+    """Stop when 1 − √(γ H(q)) is below a threshold λ that adapts to the acceptance (arXiv 2410.18351).
 
     After a round that accepted the share r of its draft, r̄ ← KEPT_RATE · r̄ + (1 − KEPT_RATE) · r, and λ moves by STEP
-    towards longer drafts where r̄ is above AIM, else towards shorter ones, smoothed by KEPT_THRESHOLD.
+    towards longer drafts if r̄ is above AIM, else towards shorter ones, smoothed by KEPT_THRESHOLD.
     """
 
     max_draft: int
@@ -40,7 +40,7 @@ class AdaEDL:
 
 @dataclass
 class SVIP:
-    """Stop where √H(q) is above `threshold` (arXiv 2411.18462)."""
+    """Stop when √H(q) is above `threshold` (arXiv 2411.18462)."""
 
     max_draft: int
     threshold: float

@@ -23,13 +23,13 @@ from outrider.streams import Streams
 # A drafter's q may be miscalibrated either way: a greedy target accepts tokens of low q nearly always.
 DRAFT = Belief(offset=(0.0, 3.0), slope=(1.0, 0.5))
 HEAD = Belief(offset=(0.0, 0.5), slope=(1.0, 0.0))  # calibrated on average, but not for this text
-# A token sampled from q is accepted with probability min(1, p/q), of which q itself says next to nothing.
+# A token sampled from q is accepted with probability min(1, p/q), which q alone hardly predicts.
 DRAWN = Belief(offset=(1.0, 0.7), slope=(0.1, 0.1))
 
 
 @dataclass(frozen=True)
 class Given:
-    """What rules need besides their settings (see `make_rule`)."""
+    """The inputs of rules in addition to their settings (see `make_rule`)."""
 
     streams: Streams
     head: CalibrationHead | None
@@ -46,10 +46,10 @@ def make_rule(
     default: int,
     drawn: bool = False,
 ) -> StopRule:
-    """A new stop rule for one generation, of which it learns; `streams` are that generation's.
+    """A new stop rule for one generation, from which it learns; `streams` are that generation's.
 
     head: for rules that use one. tuning: for max_draft=auto and rule=survival. default: the value of max_draft=null.
-    drawn: whether drafts are sampled from q, else they are the most likely tokens.
+    drawn: whether drafts are sampled from q; otherwise they are the most likely tokens.
     """
     if stop.max_draft == AUTO:
         return BestLength(required(tuning))
@@ -57,7 +57,7 @@ def make_rule(
 
 
 def required(tuning: Tuning | None) -> Tuning:
-    """`tuning`; a ValueError if there is none."""
+    """`tuning`; raises `ValueError` if it is None."""
     if tuning is None:
         raise ValueError("what is chosen by costs needs measured ones (inference.measure.probe)")
     return tuning

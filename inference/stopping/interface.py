@@ -22,16 +22,16 @@ class HasHidden(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One drafted token as a stop rule sees it. Tensors stay on the device until a rule reads them.
+    """One drafted token, the input of a stop rule. Tensors stay on the device until a rule reads them.
 
     A level of a tree is represented by the node that the target most likely reaches: the largest p̂ in an OPT-Tree or
-    token graph. Where no p̂ is computed it is the level's first node, the one that a chain would have drafted: the most
-    likely child of the most likely child … in a fixed shape, the first draw under the first draw … in a sampled
-    k-config tree.
+    token graph. If no p̂ is computed, it is the level's first node, which a chain would have drafted: the most likely
+    child of the most likely child … in a fixed shape, the first draw under the first draw … in a sampled k-config
+    tree.
 
-    drafted: tokens on the path to it, itself included: the draft's depth so far.
+    drafted: tokens on the path to the token, including itself: the draft's depth so far.
     token [1]; logits [1, V] that predicted it.
-    source: holds the hidden states of those logits, in row `row` of the rows it was fed last.
+    source: holds the hidden states of those logits, in row `row` of the last rows it was fed.
     """
 
     drafted: int
@@ -42,7 +42,7 @@ class Step:
 
     @property
     def hidden(self) -> Tensor:
-        """The drafter's hidden state [1, d_D] that the token was predicted from."""
+        """The drafter's hidden state [1, d_D] from which the token was predicted."""
         return self.source.hidden[self.row : self.row + 1]
 
     @property
@@ -62,7 +62,7 @@ class Step:
 
 
 class StopRule(Protocol):
-    """Asked after every drafted token or tree level, and told the outcome of every round.
+    """Decides after every drafted token or tree level, and observes the outcome of every round.
 
     The token just drafted is always submitted for verification: a rule that could withdraw it would bias the
     distribution of sampled text.
@@ -75,7 +75,7 @@ class StopRule(Protocol):
         ...
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """The round submitted a draft of depth `drafted`; `accepted` of its tokens were accepted."""
+        """Learn from a round: its draft had depth `drafted`, and `accepted` of its tokens were accepted."""
         ...
 
 

@@ -6,9 +6,9 @@ from inference.stopping.interface import Step, sigmoid
 
 
 class RejectionRisk:
-    """Stop where 1 − Π ĉ_j is above `threshold`, ĉ_j the head's probability of the draft's j-th token.
+    """Stop when 1 − Π ĉ_j is above `threshold`, ĉ_j the head's probability that the draft's j-th token is right.
 
-    The paper proves that a threshold on this probability is the optimal form, and trains its own head for ĉ. Here ĉ
+    The paper proves that a threshold on this probability is the optimal form, and trains a special head for ĉ. Here ĉ
     is the calibration head's. One transfer per token.
     """
 

@@ -1,4 +1,4 @@
-"""Survival × cost: draft on while further tokens are worth their time."""
+"""Survival × cost: continue drafting while further tokens are worth their time."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ PRIOR_ROUNDS = 4.0  # weight of the rate expected at the start, in rounds of thi
 
 
 class Survival:
-    """Draft on while the expected gain exceeds what the running rate would produce in the time that it costs.
+    """Continue while the expected gain exceeds the tokens that the running rate would produce in the same time.
 
     After k drafted tokens all are right with probability S_k = Π_{j≤k} c_j; `trust` turns the `score` of token j into
-    c_j. m further tokens gain Σ_{i≤m} S_k Π_{j≤i} s_{k+j} in expectation, s_j the share of tokens at position j that
-    were right (`Evidence`). They cost m draft steps and a wider target pass. Drafting continues if any m pays. The
+    c_j. The expected gain of m further tokens is Σ_{i≤m} S_k Π_{j≤i} s_{k+j}, s_j the share of tokens at position j
+    that were right (`Evidence`). They cost m draft steps and a wider target pass. Drafting continues if any m pays. The
     running rate is this generation's tokens per second by the measured costs, so no clock decides. This is the
     stopping rule of a renewal process: its rate is largest if no round continues below it.
 

@@ -1,4 +1,4 @@
-"""Online calibration: how far a score of tokens can be trusted in the current text."""
+"""Online calibration of token scores for the current text."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Belief:
 class Trust:
     """c = sigmoid(a + b z): the probability that a token of score z is right, z a logit.
 
-    With a = 0 and b = 1 the score is taken as it is; with b = 0 it is ignored. Every tested token updates both by one
+    With a = 0 and b = 1 the score is used unchanged; with b = 0 it is ignored. Every tested token updates both by one
     Newton step on the posterior of a logistic regression (an extended Kalman filter). The offset models the text:
     tokens of one text are correlated, unlike independent trials with one probability.
     """
@@ -29,16 +29,16 @@ class Trust:
         self._variance = (*self._prior, 0.0)  # of the offset, of the slope, and their covariance
 
     def probability(self, score: float) -> float:
-        """c of a token of this score."""
+        """The probability c of a token with this score."""
         return sigmoid(self.offset + self.slope * score)
 
     def drift(self) -> None:
-        """Another round follows."""
+        """Increase the variances for another round."""
         (offset, slope, both), (first, second) = self._variance, self._prior
         self._variance = (offset + DRIFT * first, slope + DRIFT * second, both)
 
     def learn(self, score: float, right: bool) -> None:
-        """A token of this score was tested."""
+        """Learn from a tested token with this score."""
         offset, slope, both = self._variance
         c = self.probability(score)
         certainty = c * (1 - c)

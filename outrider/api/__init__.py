@@ -1,1 +1,1 @@
-"""Outrider from Python."""
+"""The Python API of Outrider."""

@@ -1,6 +1,6 @@
-"""Decoding from Python: a target with a drafter, loaded once and asked many times.
+"""Decoding from Python: a target with a drafter, loaded once and used for many generations.
 
-It is the runtime of evaluate-checkpoint. Greedy text is the target's own, token for token. Sampled text has its law.
+The runtime is evaluate-checkpoint's. Greedy text is the target's, token for token; sampled text has its distribution.
 """
 
 import functools
@@ -46,11 +46,11 @@ from outrider.settings import Count, Named, construct
 from outrider.streams import Streams
 from outrider.words import did_you_mean
 
-Messages = Sequence[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}, a user's last
+Messages = Sequence[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}; the last is a user's
 _FIELDS = ("role", "content")
 _ROLES = ("system", "user", "assistant")
 _PROMPT = "one text, or one conversation: a list of messages {'role': …, 'content': …}"
-_UNFINISHED = "\ufffd"  # what a tokenizer makes of the first bytes of a character
+_UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 _Text = Annotated[str, Named("a text")]
 _Turns = Annotated[list[_Text], Named("a list of the user's turns")]
 _Prompts = Annotated[list[_Text | _Turns], Named("a list of texts to continue, or of lists of a user's turns")]
@@ -59,7 +59,7 @@ _Made = TypeVar("_Made")
 
 
 def _knowing_its_options(call: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """`call`, where an option that it does not have is a `UserError`."""
+    """`call`, which raises `UserError` for unknown options."""
 
     @functools.wraps(call)
     def checked(*args: _Given.args, **options: _Given.kwargs) -> _Made:
@@ -74,7 +74,7 @@ def _options_of(call: Callable[..., object]) -> list[str]:
 
 
 def _require_known(call: str, given: Collection[str], known: Sequence[str]) -> None:
-    """Raise `UserError` for the first of the options `given` to `call` that is none of `known`."""
+    """Raise `UserError` for the first of the options `given` to `call` that is not in `known`."""
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known)
@@ -83,21 +83,21 @@ def _require_known(call: str, given: Collection[str], known: Sequence[str]) -> N
 
 @dataclass(frozen=True)
 class Passes:
-    """What a generation took: new tokens, and the target's passes that decoded all of them but the first."""
+    """The counts of a generation: new tokens, and the target's passes that decoded all of them but the first."""
 
     tokens: int
     passes: int
 
     @property
     def tau(self) -> float:
-        """Tokens a pass; 1 is plain decoding."""
+        """Tokens per pass; 1 for plain decoding."""
         return (self.tokens - 1) / self.passes if self.passes else 1.0
 
 
 class Model:
     """A target and its drafter, ready to decode one text at a time. Made by `load`.
 
-    last: what the generation before took, once it has come to its end.
+    last: the counts of the last text that was generated to its end.
     """
 
     def __init__(self, config: EvaluateConfig, name: str):
@@ -135,17 +135,17 @@ class Model:
         stop_strings: Sequence[str] = (),
         seed: int = 0,
     ) -> Iterator[str]:
-        """Pieces of the text that follows `prompt`, each as soon as a round has decided it.
+        """Yield the text after `prompt` in pieces, each as soon as its round is decoded.
 
         prompt: a text to continue, or a conversation, which is rendered by a chat template (see `load`).
-        The options are transformers' and mean the same; top_k=0 keeps all tokens. What the target's own generation
-        config says of greedy decoding holds unless an option says otherwise.
-        seed: of sampling. The same seed gives the same text again where the same drafts are made; those of sizes that
-        follow measured times may differ from run to run.
+        The options mean the same as in transformers; top_k=0 keeps all tokens. Settings of the target's generation
+        config that affect greedy decoding apply unless an option overrides them.
+        seed: of sampling. The same seed gives the same text if the drafts are the same. Drafts whose sizes depend on
+        measured times may differ between runs.
 
-        The text ends with an end token, which is not shown, or with one of stop_strings, which is.
+        The text ends with an end token, which is not shown, or with one of stop_strings, which is shown.
 
-        Raises `UserError` for what is no prompt, for options that do not go together, and where the context is too
+        Raises `UserError` for an invalid prompt, for options that contradict each other, and if the context is too
         short.
         """
         sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
@@ -164,9 +164,9 @@ class Model:
         seed: int = 0,
         speculate: bool = True,
     ) -> Iterator[Round]:
-        """What `stream` makes its pieces of: the committed tokens of every pass, and how many of them were drafted.
+        """The rounds of a generation: the committed tokens of every pass, and how many of them were drafted.
 
-        The first is the prefill's. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
+        The first is the prefill. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
         """
         turns, template = (
             ([prompt], "none") if isinstance(prompt, str) else (_conversation(prompt), self.subject.chat_template)
@@ -180,9 +180,9 @@ class Model:
         return _closed_in_time(self._decode(ids, sampling, count, stops, streams, speculate))
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> "Model":
-        """The same target, as it is loaded, with another method before it: a preset, or settings of your own.
+        """The same loaded target with another method: a preset, or your own settings.
 
-        name: what those are called. Raises `UserError` for an unknown preset, and where its drafter was not given.
+        name: a name for your own settings. Raises `UserError` for an unknown preset, and if its drafter was not given.
         """
         name = name or (known_as(method) if isinstance(method, str) else "method")
         other = copy(self)
@@ -200,9 +200,9 @@ class Model:
     ) -> dict[str, Any]:
         """Measure this method on `prompts` as evaluate-checkpoint does: the content of report.json.
 
-        prompts: texts to continue, or user turns of conversations. out_dir: where the report and its plots stay; None:
-        nowhere. options: of evaluate-checkpoint, such as max_new_tokens and compare_transformers. The target is
-        loaded once more, by transformers, to compare with.
+        prompts: texts to continue, or user turns of conversations. out_dir: the directory for the report and its plots;
+        None: they are deleted. options: of evaluate-checkpoint, such as max_new_tokens and compare_transformers. The
+        target is loaded a second time, by transformers, as the reference.
         """
         _require_known("report", options, [field.name for field in fields(EvaluateConfig)])
         construct(_Prompts, prompts, "prompts")
@@ -220,8 +220,8 @@ class Model:
         return report
 
     def close(self) -> None:
-        """Save what the drafter keeps from text to text (ngrams.keep), and leave the file to others; this model cannot
-        go on with it. Raises `UserError`."""
+        """Save the drafter's learnt state (ngrams.keep) and release its file to other processes; this model can no
+        longer use the file. Raises `UserError`."""
         finish(self.drafters)
         for name in self.drafters:
             KINDS[name].load_maker().release(self.method)
@@ -243,7 +243,7 @@ class Model:
         subject, sampled = self.subject, sampling.temperature > 0
         source, revision = subject.target.source, subject.target.revision
         asked = (sampling.repetition_penalty, stops)
-        if asked not in self._inherited:  # it reads the target's files
+        if asked not in self._inherited:  # cached, as `inherit` reads the target's files
             self._inherited[asked] = inherit(
                 source, revision, sampling, stops, eos=subject.eos, vocabulary=subject.config.vocab_size, ignore=False
             )
@@ -265,7 +265,7 @@ class Model:
         return until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
-        """Sizes that choose themselves are measured once, after the first prompt."""
+        """Measure the costs for "auto" sizes once, by decoding after the first prompt."""
         if self._tuned:
             return
         clock = synchronized_clock if self.subject.device.type == "cuda" else time.perf_counter
@@ -308,21 +308,21 @@ def load(
     runtime: Runtime = "auto",
     template: PromptTemplate = "auto",
 ) -> Model:
-    """A target with a drafter, ready to decode.
+    """Load a target with a drafter, ready to decode.
 
-    source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit knows its target.
-    With any other drafter `target` must be given: an EAGLE-3 head, an n-gram table, a small LM.
-    method: as the option of that name: "eesd_beta", "eagle3/opt_tree"; or settings of your own. None: eesd_survival for
-    an early exit, vanilla with a small LM, eagle3 with such a head, ngrams with a table, prompt_lookup with none.
-    name: what settings of your own are called.
-    target: what the drafter is for; of an early exit, where it is now.
-    small_lm, eagle3, table, drafters, template: as evaluate-checkpoint's options.
+    source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit records its
+    target. With any other drafter (an EAGLE-3 head, an n-gram table, a small LM) `target` must be given.
+    method: as the option `method`, such as "eesd_beta" or "eagle3/opt_tree"; or your own settings. None: eesd_survival
+    for an early exit, vanilla with a small LM, eagle3 with an EAGLE-3 head, ngrams with a table, else prompt_lookup.
+    name: a name for your own settings.
+    target: the drafter's target; for an early exit, the target's current path.
+    small_lm, eagle3, table, drafters, template: as the options of evaluate-checkpoint.
 
-    Raises `UserError` for what is missing or unusable.
+    Raises `UserError` for missing or unusable inputs.
     """
     held = kind_in(str(source))
     require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
-    is_drafter = held is not None and (target is not None or held.name != "small_lm")  # a causal LM decodes by itself
+    is_drafter = held is not None and (target is not None or held.name != "small_lm")  # a causal LM alone is a target
     if method is None:
         given = {"small_lm": small_lm, "eagle3": eagle3, "table": table}
         own = held.preset if held is not None and is_drafter else None
@@ -346,7 +346,7 @@ def load(
 
 
 def preset(name: str) -> MethodConfig:
-    """The method of that name, as `method=` takes it. Raises `UserError` for a name that is none."""
+    """The method called `name`, as in the option `method=`. Raises `UserError` for an unknown name."""
     return construct(MethodConfig, settings_of(name))
 
 
@@ -364,7 +364,7 @@ def _sampling(
 
 
 def _conversation(prompt: object) -> Messages:
-    """`prompt`, which must be messages, the last of them the user's. Raises `UserError` for anything else."""
+    """`prompt` as messages, the last of them the user's. Raises `UserError` for anything else."""
     items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
     if not items or not all(isinstance(item, Mapping) for item in items):
         remedy = ""
@@ -385,9 +385,9 @@ def _conversation(prompt: object) -> Messages:
 
 
 def _closed_in_time(rounds: Iterator[Round]) -> Iterator[Round]:
-    """`rounds`, closed once nobody can ask for more of them, at the latest when the process ends.
+    """`rounds`, closed once the returned iterator is unreachable, at the latest when the process exits.
 
-    Not after that: what a generation holds cannot be given back while the interpreter takes modules down.
+    A generation's resources cannot be released later, while the interpreter tears down modules.
     """
     asked = (r for r in rounds)
     weakref.finalize(asked, _close, rounds)
@@ -396,5 +396,5 @@ def _closed_in_time(rounds: Iterator[Round]) -> Iterator[Round]:
 
 def _close(rounds: Iterator[Round]) -> None:
     if isinstance(rounds, Generator):
-        with suppress(ValueError):  # another thread is in the midst of it
+        with suppress(ValueError):  # another thread is running it
             rounds.close()

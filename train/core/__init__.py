@@ -1,1 +1,1 @@
-"""What every training has in common: the driver, the fit, the loop, checkpoints. Nothing here knows what is trained."""
+"""Shared training code: the driver, the fit, the loop, checkpoints. Nothing here depends on the trained model."""

@@ -1,6 +1,6 @@
-"""The one way in which a command trains: its directory, the fit, the best weights of all evaluations, what is saved.
+"""The training driver of all commands: output directory, fit, best weights of all evaluations, saving.
 
-What differs from one thing trained to another is a recipe (train/recipes/). It makes a `Training` of its settings.
+Everything specific to one kind of model is in its recipe (train/recipes/), which makes a `Training` from its settings.
 """
 
 import hashlib
@@ -83,10 +83,10 @@ class Best:
 
 
 def run_training(config: RunConfig, prepare: Callable[[PartialState], Training[Student]], *also: str) -> None:
-    """Train what `prepare` makes, in `config.out_dir`. Every process calls it, and `prepare` too.
+    """Run the training that `prepare` returns, in `config.out_dir`. Every process calls it and `prepare`.
 
-    No other run writes to that directory meanwhile, nor to those of `also`. Raises `UserError` where one is in use or
-    cannot be written, where out_dir holds a run that is not to be resumed, and as `prepare` and `fit` do.
+    Locks that directory and those of `also` against other runs. Raises `UserError` if one of them is in use or not
+    writable, if out_dir holds a run and resume is off, and whenever `prepare` and `fit` do.
     """
     state = join_processes()
     with ExitStack() as held:
@@ -124,7 +124,7 @@ def _run(config: RunConfig, training: Training[Student], state: PartialState) ->
 
 
 def _evaluation(training: Training[Student], best: Best | None) -> Evaluate:
-    """The evaluation as `fit` calls it. It offers the weights to `best` where something was measured."""
+    """The evaluation that `fit` calls. It offers the weights to `best` if it measured anything."""
 
     def evaluate(_: nn.Module, step: int) -> Metrics:
         metrics = {} if training.evaluate is None else training.evaluate(training.student, step)

@@ -1,6 +1,6 @@
-"""What trains a model under whatever a launcher asks for: one process, DDP, DeepSpeed or FSDP, through Accelerate.
+"""The training engine: one process, DDP, DeepSpeed or FSDP, as the launcher asks, through Accelerate.
 
-The differences between these that Accelerate leaves to its caller are here, and nowhere else in the loop.
+Differences between these that Accelerate leaves to its caller are handled here and nowhere else in the loop.
 """
 
 import math
@@ -34,11 +34,11 @@ OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Engine:
-    """A model that is prepared for training, with its optimizer.
+    """A model prepared for training, with its optimizer.
 
-    module: what to call and to accumulate over in the model's place. optimizer: steps once the gradients of a step
-    are there. Make it on every process. It changes `model` where parameters are shared out. Raises `UserError` where
-    the config, the launcher and the model do not go together.
+    module: the wrapped model, to call and to accumulate over instead of `model`. optimizer: its `step` applies the
+    accumulated gradients. Construct it on every process. It modifies `model` if parameters are sharded. Raises
+    `UserError` if the config, the launcher and the model are incompatible.
     """
 
     def __init__(self, model: nn.Module, config: FitConfig) -> None:
@@ -49,7 +49,7 @@ class Engine:
         micro = config.micro_rows(processes)
         accumulated = config.batch_rows // (micro * processes)
         self.accelerator = Accelerator(
-            mixed_precision="no",  # `fit` casts by itself: with the launcher's, DeepSpeed and FSDP hold bf16 weights
+            mixed_precision="no",  # `fit` autocasts: with the launcher's setting, DeepSpeed and FSDP hold bf16 weights
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulated, sync_with_dataloader=False),
             log_with=tracker_of(config.wandb),
         )
@@ -59,7 +59,7 @@ class Engine:
             raise UserError("fsdp_version=1: only FSDP2 can be trained with; see conf/accelerate/fsdp.yaml")
         if config.optimizer == "muon" and (self._deepspeed or self._fsdp):
             raise UserError("optimizer=muon: works on whole matrices; use adamw with DeepSpeed and FSDP, or DDP")
-        set_seed(config.seed)  # of dropout, where a model has any
+        set_seed(config.seed)  # for dropout, if the model has any
         self.model = model
         self._max_norm = config.max_grad_norm or math.inf
         model.zero_grad()
@@ -76,11 +76,11 @@ class Engine:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether the last backward of a step updates the weights already, as Accelerate has DeepSpeed do."""
+        """True if the last backward of a step already updates the weights, as with DeepSpeed under Accelerate."""
         return self._deepspeed
 
     def set_rates(self, scale: float) -> None:
-        """Set every learning rate to `scale` times the one the optimizer was made with."""
+        """Set every learning rate to `scale` times its initial value."""
         for group, rate in zip(self.optimizer.param_groups, self._full_rates, strict=True):
             group["lr"] = rate * scale
 
@@ -90,9 +90,9 @@ class Engine:
         return self.optimizer.param_groups[0]["lr"]
 
     def clip(self) -> float | None:
-        """Clip the gradient to `max_grad_norm`; returns its norm before, that of the global batch.
+        """Clip the gradient to `max_grad_norm`; returns its norm before clipping, over the global batch.
 
-        None where DeepSpeed does not tell it.
+        None if DeepSpeed does not report it.
         """
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self._max_norm)
         if isinstance(norm, DTensor):
@@ -100,9 +100,9 @@ class Engine:
         return None if norm is None else float(norm)
 
     def save(self, folder: Path) -> None:
-        """Put what goes on changing beside the weights into `folder`: the optimizer's state, the random numbers'.
+        """Save the optimizer state and the RNG states to `folder`.
 
-        Call it on every process. Frozen weights, which DeepSpeed would add, are left out.
+        Call it on every process. Frozen weights, which DeepSpeed would include, are excluded.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self._fsdp:
@@ -115,11 +115,11 @@ class Engine:
         torch.save(_random_states(), self._random_file(folder))
 
     def load(self, checkpoint: Path) -> None:
-        """Take up weights, optimizer state and random numbers where `save_trained` and `save` left them.
+        """Restore the weights, optimizer state and RNG states that `save_trained` and `save` wrote.
 
-        Call it on every process. Raises `UserError` where they are not readable or are another model's.
+        Call it on every process. Raises `UserError` if they are unreadable or belong to another model.
         """
-        if self._deepspeed:  # which keeps weights of its own
+        if self._deepspeed:  # it stores its own copy of the weights
             found, _ = self.module.load_checkpoint(str(checkpoint), load_module_strict=False)
             if found is None:
                 raise UserError(f"{checkpoint}: holds no state of DeepSpeed; continue under the launcher that wrote it")
@@ -127,7 +127,7 @@ class Engine:
             load_trained(self.model, checkpoint)
             self._load_optimizer(checkpoint)
         file = self._random_file(checkpoint)
-        if file.exists():  # else another number of processes has written it
+        if file.exists():  # else the checkpoint was written by another number of processes
             with torch.serialization.safe_globals(_NUMPY):
                 _set_random_states(cast(_RandomStates, _read(file, checkpoint)))
 
@@ -147,12 +147,12 @@ def _read(file: Path, checkpoint: Path) -> dict[str, object]:
     try:
         found: dict[str, object] = torch.load(file, map_location="cpu", weights_only=True)
         return found
-    except Exception as error:  # torch has many for what is damaged
+    except Exception as error:  # torch raises many types for damaged files
         remedy = f"remove {checkpoint}: resume=true goes on before it"
         raise UserError(f"{file}: not readable ({reason(error)}); {remedy}") from None
 
 
-# What torch's weights-only loader must know to read NumPy's random state; the first restores an array.
+# Types that torch's weights-only loader must allow to read NumPy's RNG state; the first one rebuilds an array.
 _NUMPY: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
 
 
@@ -166,7 +166,7 @@ class _RandomStates(TypedDict):
 def _random_states() -> _RandomStates:
     states: _RandomStates = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002  (what somebody else's model may draw from)
+        "numpy": np.random.get_state(),  # noqa: NPY002  (third-party model code may draw from it)
         "cpu": torch.get_rng_state(),
     }
     if torch.cuda.is_available():

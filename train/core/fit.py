@@ -1,7 +1,7 @@
-"""`fit`: a model is trained, from an empty directory or a checkpoint to the last step.
+"""`fit`: train a model from an empty directory or a checkpoint to the last step.
 
-The loop itself is in train/core/loop.py. Around it stand four things: checkpoints that are complete or absent and hold
-only what is trained; a data order that is a pure function of (seed, step); evaluations; one line per logging step.
+The loop itself is in train/core/loop.py. `fit` adds four things: checkpoints that are complete or absent and hold only
+trained parameters; a data order that is a pure function of (seed, step); evaluations; one line per logging step.
 """
 
 import shutil
@@ -90,22 +90,22 @@ def fit(
     """Train `model` in place on `rows`. Every process calls it.
 
     model: `forward(**row batch)` returns {"loss_sum": scalar}, the loss SUMMED over the supervised positions (labels !=
-    IGNORE). The loop divides it by their number in the global batch. Only parameters that require a gradient are
-    trained, saved and restored.
-    identity: JSON-able, what decides the result besides `config`: data, model, their seeds. A resumed run must agree on
-    it. Another version of the code is warned about, and recorded in every checkpoint.
-    settings: what `identity` is made of (see `run_dir.open_run`).
-    evaluate: called on every process, every `eval_every` steps and at the end. The model is then in eval mode, without
-    gradients. It gets the steps that the model has been trained for. Its numbers are logged as eval_<name>.
-    on_step: told the number (from 0) of each optimizer step before it begins, on every process.
-    minutes: by when the last step is to be done, counted by `clock`, in seconds (see `StepBudget`). There are then at
-    most the steps of `config`.
+    IGNORE). The loop divides it by the number of these positions in the global batch. Only parameters that require a
+    gradient are trained, saved and restored.
+    identity: JSON-able, everything that determines the result besides `config`: data, model, their seeds. A resumed run
+    must match it. A different version of the code causes a warning, and is recorded in every checkpoint.
+    settings: the config that `identity` was built from (see `run_dir.open_run`).
+    evaluate: called on every process, every `eval_every` steps and at the end, with the model in eval mode, without
+    gradients, and with the number of steps done. The metrics it returns are logged as eval_<name>.
+    on_step: called on every process before each optimizer step, with its number (from 0).
+    minutes: the time limit for the last step; `clock` measures seconds (see `StepBudget`). The number of steps is then
+    at most that of `config`.
 
-    Leaves checkpoint-<step> directories and log.jsonl in `out_dir`, which the caller keeps other runs out of. A killed
-    run continued with `resume=True` ends with the bits of an uninterrupted one, on the same machine with as
-    many processes.
+    Writes checkpoint-<step> directories and log.jsonl to `out_dir`, which the caller must lock. A killed run continued
+    with `resume=True` gives bit-identical results to an uninterrupted one, on the same machine with the same number of
+    processes.
 
-    Raises `UserError` when the loss stops being finite, when a batch has no supervised token, and when a checkpoint
+    Raises `UserError` when the loss is no longer finite, when a batch has no supervised token, and when a checkpoint
     cannot be written.
     """
     if not len(rows):
@@ -117,7 +117,7 @@ def fit(
     start = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = run_dir.code_of(start)
     staging = from_main(state, lambda: run_dir.own_staging(out_dir))  # the main process's, for all
-    state.wait_for_everyone()  # nobody writes before everybody has looked
+    state.wait_for_everyone()  # no process writes before all have read
 
     done = 0 if start is None else run_dir.step_of(start)
     before = TrainingState(0) if start is None else read_state(start)
@@ -130,7 +130,7 @@ def fit(
     if config.gradient_checkpointing:
         _enable_gradient_checkpointing(model)
     if state.is_main_process:
-        shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # of runs that were killed
+        shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # left by killed runs
         cut_log(out_dir, done)
     with _autocast(model, config.precision, state.device):
         engine = Engine(model, config)
@@ -180,9 +180,9 @@ def _save(
     staging: Path,
     keep: int,
 ) -> None:
-    """Write the checkpoint of `reached` in `staging`, give it its name when all of it is there, drop all but `keep`.
+    """Write the checkpoint of `reached` to `staging`, rename it once complete, and delete all but the newest `keep`.
 
-    Call it on every process. Raises `UserError` where it cannot be written, and leaves the ones before as they are.
+    Call it on every process. Raises `UserError` if it cannot be written; earlier checkpoints then stay unchanged.
     """
     state = PartialState()
     final = out_dir / f"checkpoint-{reached.step}"
@@ -209,9 +209,9 @@ def _save(
 
 @contextmanager
 def _autocast(model: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
-    """`model.forward` in bf16 over float32 masters, whatever trains it.
+    """Run `model.forward` in bf16 over float32 master weights, under every launcher.
 
-    Not Accelerate's bf16: DeepSpeed and FSDP take that for weights in bf16.
+    Accelerate's bf16 setting is not used, since it makes DeepSpeed and FSDP hold the weights in bf16.
     """
     if precision == "bf16" or (precision == "fast" and fast_dtype(device) == torch.bfloat16):
         model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)

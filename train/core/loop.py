@@ -1,4 +1,4 @@
-"""The training loop: forward, loss, backward, clip, step; the rest of the package stands around it."""
+"""The training loop: forward, loss, backward, clip, step; the rest of the package supports it."""
 
 import functools
 import math
@@ -56,9 +56,9 @@ def train(
     evaluate: Callable[[int], None] | None,
     save: Callable[[int], None],
 ) -> int:
-    """Do the optimizer steps of `budget` that are left and return how many there are in all; call it on every process.
+    """Do the remaining optimizer steps of `budget` and return the total number of steps; call it on every process.
 
-    on_step is told the number of a step (from 0) before it. evaluate and save are told how many steps are done.
+    on_step is called before each step with its number (from 0), evaluate and save with the number of steps done.
     Raises `UserError`, on all processes at the same step, for a batch without a supervised token and for a gradient
     that is not finite.
     """
@@ -79,7 +79,7 @@ def train(
         for batch in batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
                 summed = engine.module(**to_device(batch, accelerator))["loss_sum"]
-                # Accelerate averages over processes and micro batches. The factor makes that the sum.
+                # Accelerate averages over processes and micro batches. The factor turns the mean into the sum.
                 accelerator.backward(summed * shares / supervised)
             report.add(summed, batch["labels"])
         norm = engine.clip()
@@ -106,7 +106,7 @@ def train(
 
 
 def is_due(done: int, every: int | None, total: int) -> bool:
-    """Whether something that happens `every` so many steps, and after the last one, happens after `done` steps."""
+    """Whether an action that is due every `every` steps, and after the last one, is due after `done` steps."""
     return done == total or (every is not None and done % every == 0)
 
 
@@ -123,10 +123,10 @@ def to_device(batch: Batch, accelerator: Accelerator) -> Batch:
 
 
 def count_supervised(batches: list[Batch], accelerator: Accelerator) -> int:
-    """The supervised tokens of all processes together."""
+    """The number of supervised tokens over all processes."""
     own = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
     if accelerator.num_processes == 1:
-        return own  # without waiting for the device
+        return own  # avoids a device synchronisation
     return int(accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum"))
 
 
@@ -138,7 +138,7 @@ def no_supervised_token(step: int) -> UserError:
 
 
 def not_finite(step: int, norm: float, engine: Engine, report: Report) -> UserError:
-    """The error of a step whose gradient has no finite norm. All processes call it: it adds up their losses."""
+    """The error for a step with a non-finite gradient norm. All processes call it, since it sums their losses."""
     summed, supervised, _ = report.drain()
     when = "in its update" if engine.updates_in_backward else "before the update"
     return UserError(

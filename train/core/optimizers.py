@@ -13,9 +13,9 @@ from train.settings.fit import FitConfig
 
 
 class Float32Muon(torch.optim.Muon):
-    """Muon that makes its steps orthogonal in float32, for devices that are slow with bfloat16; torch's uses that.
+    """Muon that orthogonalises in float32, for devices with slow bfloat16, which torch's Muon uses.
 
-    It takes adjust_lr_fn="original" for granted, and Nesterov's momentum.
+    It assumes adjust_lr_fn="original" and Nesterov momentum.
     """
 
     @torch.no_grad()
@@ -35,10 +35,10 @@ class Float32Muon(torch.optim.Muon):
 
 
 def orthogonal(matrix: Tensor, factors: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """`matrix` [m, n] with all singular values near 1, in its dtype, which is at least float32.
+    """`matrix` [m, n] with all singular values near 1, in its dtype, which must be at least float32.
 
-    By the Newton-Schulz iteration of Muon (Jordan et al., 2024): with factors a, b, c every singular value s, at
-    first divided by the matrix' norm, becomes a s + b s³ + c s⁵, `steps` times. eps: the smallest norm to divide by.
+    The Newton-Schulz iteration of Muon (Jordan et al., 2024): divide by the matrix norm, then map every singular value
+    s to a s + b s³ + c s⁵, `steps` times, with factors a, b, c. eps: the smallest norm to divide by.
     """
     a, b, c = factors
     tall = matrix.shape[0] > matrix.shape[1]
@@ -81,7 +81,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimizer:
-    """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors are never decayed."""
+    """AdamW, or Muon for the layers' matrices with AdamW for the rest. Vectors have no weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = layer_matrices(model) if config.optimizer == "muon" else []
     taken = {id(p) for p in matrices}
@@ -99,7 +99,7 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
     if not matrices:
         raise UserError("optimizer=muon: no matrix of a transformer layer is trained; use optimizer=adamw")
     # "original" scales a step to a fixed spectral norm per matrix, times sqrt(max(1, rows / columns)). So muon_lr
-    # keeps its meaning across widths. "match_rms_adamw" would tie it to AdamW's scale instead.
+    # transfers across widths. "match_rms_adamw" would tie it to AdamW's scale instead.
     quick = fast_dtype(matrices[0].device) == torch.bfloat16
     muon = (torch.optim.Muon if quick else Float32Muon)(
         matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95, adjust_lr_fn="original"
@@ -108,7 +108,7 @@ def build_optimizer(model: nn.Module, config: FitConfig) -> torch.optim.Optimize
 
 
 def layer_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trained 2-D parameters inside transformer layers: neither embedding nor head, nor norms."""
+    """The trained 2-D parameters inside transformer layers: no embedding, head or norms."""
     inside = (
         parameter
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""What a training run says while it runs: a line per logging step, how far it is, W&B."""
+"""The output of a training run: a line per logging step, progress, W&B."""
 
 import json
 import math
@@ -21,15 +21,15 @@ FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta
 
 
 class Report:
-    """The numbers of the steps `steps`, of all processes together, on the main one's screen, in log.jsonl and W&B.
+    """Metrics of `steps`, aggregated over all processes: printed by the main process, and sent to log.jsonl and W&B.
 
-    Every process has one and calls all of it. Its clock starts when it is made. evaluates: an evaluation
-    follows the last step.
+    Every process has one and calls every method. The clock starts at construction. evaluates: an evaluation follows
+    the last step.
     """
 
     def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, evaluates: bool = False) -> None:
         self._evaluates = evaluates
-        self._evaluation: float | None = None  # seconds that the last one took
+        self._evaluation: float | None = None  # seconds of the last evaluation
         self.accelerator, self.out_dir, self.steps = accelerator, out_dir, steps
         self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
         self._start = self._interval_start = time.perf_counter()
@@ -42,11 +42,11 @@ class Report:
         self._sums.append(torch.cat([summed.detach().double().reshape(1), counted]))
 
     def advance(self) -> None:
-        """A step is done."""
+        """Count a finished step."""
         self.stage.advance()
 
     def end_at(self, total: int) -> int:
-        """The run is to end after `total` steps, which it returns."""
+        """Set the run's last step to `total`; returns it."""
         self.steps, self.stage.total = range(self.steps.start, total), total
         return total
 
@@ -58,29 +58,29 @@ class Report:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside does not count as time of the steps around it."""
+        """Exclude the time spent inside from the time of the steps around it."""
         began = time.perf_counter()
         yield
         self._interval_start += time.perf_counter() - began
 
     @contextmanager
     def evaluating(self, step: int) -> Iterator[None]:
-        """`paused`, for the evaluation after so many steps; the last one is expected to take as long."""
+        """`paused`, for the evaluation after `step` steps; the last one is expected to take the same time."""
         began = time.perf_counter()
         with self.paused(), Stage(f"evaluating after step {step}"):
             yield
         self._evaluation = time.perf_counter() - began
 
     def left(self, done: float) -> float | None:
-        """Seconds until the run's end when `done` steps are done: those of its steps, and of its last evaluation once
-        there was one. None before the first step."""
+        """Seconds until the end of the run after `done` steps: the remaining steps, and the last evaluation once one
+        has been timed. None before the first step."""
         if done == self.steps.start:
             return None
         per_step = (time.perf_counter() - self._start) / (done - self.steps.start)
         return per_step * (self.steps.stop - done) + (self._evaluation or 0.0)
 
     def log_interval(self, done: int, rate: float, norm: float | None) -> None:
-        """The line of the steps since the last one; `done` steps are done. rate: the learning rate, of the last."""
+        """Log the steps since the previous line, after `done` steps. rate: the learning rate of the last step."""
         summed, supervised, tokens = self.drain()
         now = time.perf_counter()
         interval, self._interval_start = now - self._interval_start, now
@@ -90,7 +90,7 @@ class Report:
         self.log(done, {**values, "eta": self.left(done) or 0.0}, more)
 
     def log(self, done: int, values: Mapping[str, float], more: str = "") -> None:
-        """One line of named numbers, after `done` steps. more: what is to be read after the last one."""
+        """Log one line of named numbers, after `done` steps. more: printed after the last number."""
         if not self.accelerator.is_main_process:
             return
         values = {key: float(value) for key, value in values.items()}
@@ -101,13 +101,13 @@ class Report:
         self.accelerator.log(values, step=done)
 
     def close(self) -> None:
-        """The run is over."""
-        for tracker in self.accelerator.trackers:  # `end_training` would end the processes' group as well
+        """Finish the trackers at the end of the run."""
+        for tracker in self.accelerator.trackers:  # `end_training` would also destroy the process group
             tracker.finish()
 
 
 def cut_log(out_dir: Path, done: int) -> None:
-    """Drop from log.jsonl the lines that a killed run wrote after step `done`, which will be written again."""
+    """Remove the lines of log.jsonl that a killed run wrote after step `done`; they will be written again."""
     file = out_dir / LOG_FILE
     if not file.exists():
         return
@@ -118,7 +118,7 @@ def cut_log(out_dir: Path, done: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Of a line of log.jsonl; infinity of half a line."""
+    """The step of a line of log.jsonl; infinity for an incomplete line."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -126,14 +126,14 @@ def _step_of(line: bytes) -> float:
 
 
 def tracker_of(config: WandbConfig) -> str | None:
-    """What an `Accelerator` is to log with; None where W&B is disabled. Raises `UserError` without wandb otherwise."""
+    """The tracker of an `Accelerator`; None if W&B is disabled. Else raises `UserError` if wandb is not installed."""
     return "wandb" if config.is_on() else None
 
 
 def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, run: Mapping[str, object]) -> None:
-    """Begin the W&B run of an accelerator that logs with `tracker_of(config)`; `out_dir` keeps its id.
+    """Start the W&B run of an accelerator that logs with `tracker_of(config)`; its id is stored in `out_dir`.
 
-    run: JSON-able, what W&B shows as the run's config. Does nothing where W&B is disabled.
+    run: JSON-able, the run's config in W&B. Does nothing if W&B is disabled.
     """
     if not accelerator.log_with:
         return

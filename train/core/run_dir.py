@@ -1,8 +1,8 @@
-"""The protocol of a training run's out_dir: what a complete checkpoint is, and when a run may use it.
+"""The protocol of a training run's out_dir: complete checkpoints, and the conditions for using the directory.
 
-A checkpoint is a directory `checkpoint-<step>`. It got its name by a rename after its last byte was written, so
-whatever carries such a name is complete. A command holds its out_dir while it runs (see `outrider.run_dirs.only_run`).
-What is half-written lies in a directory of one process's own all the same. This module is light: an entry asks here
+A checkpoint is a directory `checkpoint-<step>`. It is renamed to that name after its last byte is written, so every
+directory with such a name is complete. A command locks its out_dir while it runs (see `outrider.run_dirs.only_run`).
+Incomplete files are nevertheless kept in a directory per process. This module is light, so that entries can use it
 before heavy imports.
 """
 
@@ -20,8 +20,8 @@ from outrider.run_dirs import check_identity
 from outrider.settings import Settings
 from outrider.versions import code_history, code_version
 
-RUN_FILE = "run.json"  # in every checkpoint: what the run was started with
-STAGING = ".staging"  # whatever is being written, by process; never read
+RUN_FILE = "run.json"  # in every checkpoint: the run's identity
+STAGING = ".staging"  # incomplete files, by process; never read
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -32,20 +32,20 @@ def checkpoints(out_dir: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Optimizer steps that led to `checkpoint`."""
+    """The number of optimizer steps before `checkpoint`."""
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
 
 
 def describe_newest(out_dir: Path) -> str:
-    """Which checkpoint there is to go back to, in words."""
+    """The newest checkpoint to resume from, in words."""
     found = checkpoints(out_dir)
     return f"{found[-1].name} is intact" if found else "there is no checkpoint yet"
 
 
 def require_free(out_dir: Path, resume: bool) -> None:
-    """Make `out_dir`; raise `UserError` if it cannot be written or holds a run that is not to be resumed."""
+    """Create `out_dir`; raise `UserError` if it is not writable, or holds a run and `resume` is off."""
     require_writable(out_dir)
     found = checkpoints(out_dir)
     if found and not resume:
@@ -58,13 +58,13 @@ def require_free(out_dir: Path, resume: bool) -> None:
 def open_run(
     out_dir: Path, identity: Mapping[str, object], resume: bool, settings: Settings | None = None
 ) -> Path | None:
-    """Make `out_dir` ready and say where the run starts: its newest checkpoint, or None for the beginning.
+    """Create `out_dir` and return the run's starting point: its newest checkpoint, or None for the beginning.
 
-    identity: JSON-able, everything that decides the result: configs, data, seeds.
-    settings: the config that it is made of, for options newer than the run (see `check_identity`).
+    identity: JSON-able, everything that determines the result: configs, data, seeds.
+    settings: the config that it was built from, for options newer than the run (see `check_identity`).
 
-    Raises `UserError` when the directory cannot be written, when it holds another run's checkpoints and `resume` is
-    off, and when the run to resume was started with something else; each difference is named.
+    Raises `UserError` if the directory is not writable, if it holds another run's checkpoints and `resume` is off, and
+    if the run to resume has another identity; the message names each difference.
     """
     require_free(out_dir, resume)
     found = checkpoints(out_dir)
@@ -77,7 +77,7 @@ def open_run(
 
 
 def code_of(start: Path | None) -> list[str]:
-    """What a run that begins at `start` records as "code" (see `code_history`)."""
+    """The "code" entry of the record of a run that begins at `start` (see `code_history`)."""
     if start is None:
         return [code_version()]
     record = read_mapping(start / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
@@ -85,19 +85,19 @@ def code_of(start: Path | None) -> list[str]:
 
 
 def own_staging(out_dir: Path) -> Path:
-    """Where this process may write what is to appear in `out_dir` whole; no other process's, whoever holds the lock."""
+    """This process's directory for files that appear in `out_dir` only once complete; unique even without the lock."""
     return out_dir / STAGING / f"{socket.gethostname()}-{os.getpid()}"
 
 
 def drop_staging(staging: Path) -> None:
-    """Remove an `own_staging`, and the directory of all of them if it was the last."""
+    """Remove an `own_staging`, and its parent if it was the last one there."""
     shutil.rmtree(staging, ignore_errors=True)
     with suppress(OSError):
         staging.parent.rmdir()
 
 
 def publish(staged: Path, final: Path, keep: int) -> None:
-    """Give the finished directory `staged` in an `own_staging` its checkpoint name; drop all but the newest `keep`."""
+    """Rename the complete directory `staged` in an `own_staging` to `final`; delete all but the newest `keep`."""
     if final.exists():
         _discard(final, staged.parent)
     os.replace(staged, final)
@@ -107,7 +107,7 @@ def publish(staged: Path, final: Path, keep: int) -> None:
 
 
 def _discard(checkpoint: Path, staging: Path) -> None:
-    """Delete a checkpoint; renamed first, because a half-deleted one must not look complete."""
+    """Delete a checkpoint; it is renamed first, because a half-deleted one must not look complete."""
     grave = staging / f"old-{checkpoint.name}"
     shutil.rmtree(grave, ignore_errors=True)
     os.replace(checkpoint, grave)

@@ -1,7 +1,7 @@
-"""Models whose parameters a launcher has shared out over the processes: DeepSpeed ZeRO-3 and PyTorch's FSDP2.
+"""Models with parameters sharded over processes: DeepSpeed ZeRO-3 and PyTorch's FSDP2.
 
-Everything here is called on every process and does nothing to a model that is whole. It knows the two only by the marks
-they leave on a parameter: `ds_id`, or the type `DTensor`.
+Everything here is called on every process and does nothing to an unsharded model. The two are recognised only by their
+marks on a parameter: `ds_id`, or the type `DTensor`.
 """
 
 import copy
@@ -22,7 +22,7 @@ from outrider.errors import UserError
 
 
 def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    """The values of named `parameters`, whole: a detached view of what is whole anyway, else a copy."""
+    """The full values of named `parameters`: a detached view of an unsharded one, else a gathered copy."""
     whole = {}
     for name, parameter in parameters:
         detached = parameter.detach()
@@ -38,7 +38,7 @@ def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str
 
 @torch.no_grad()
 def assign(parameter: nn.Parameter, value: Tensor) -> None:
-    """Write the whole `value` into `parameter`, each process into the part it holds."""
+    """Write the full `value` to `parameter`; each process writes its own shard."""
     if isinstance(parameter, DTensor):
         mine = value.to(parameter.device_mesh.device_type)
         parameter.copy_(distribute_tensor(mine, parameter.device_mesh, parameter.placements))
@@ -48,9 +48,9 @@ def assign(parameter: nn.Parameter, value: Tensor) -> None:
 
 @contextmanager
 def whole(model: nn.Module, engine: nn.Module) -> Iterator[None]:
-    """`model` whole on every process, so that one of them can use it alone; `engine` is what trains it.
+    """Gather `model` on every process, so that one of them can use it alone; `engine` is its training wrapper.
 
-    Parameters changed inside are not shared out again.
+    Changes to parameters inside are not written back to the shards.
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
@@ -59,7 +59,7 @@ def whole(model: nn.Module, engine: nn.Module) -> Iterator[None]:
         _make_copyable(module)
     offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)  # ZeRO-3 only
     if offload is not None:
-        # Its hooks would gather and release, together with processes that are not taking part.
+        # Its hooks would run collective operations, in which the other processes do not take part.
         offload._remove_module_hooks()
         offload.forward_hooks.clear()
         offload.backward_hooks.clear()
@@ -74,12 +74,12 @@ def whole(model: nn.Module, engine: nn.Module) -> Iterator[None]:
 
 
 def _make_copyable(module: FSDPModule) -> None:
-    """Let `copy.deepcopy` make an ordinary module of one that FSDP holds; its class forbids any copy."""
+    """Let `copy.deepcopy` turn an FSDP module into an ordinary one; FSDP's class forbids copies."""
     vars(module)["__deepcopy__"] = functools.partial(_ordinary_copy, module)
 
 
 def _ordinary_copy(module: FSDPModule, memo: dict[int, object]) -> nn.Module:
-    """A deep copy with the class that `module` had before FSDP took it, without FSDP's hooks and state."""
+    """A deep copy with the class that `module` had before FSDP, without FSDP's hooks and state."""
     kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and not issubclass(kind, FSDPModule))
     kind: type[nn.Module] = next(kinds)
     copied = memo[id(module)] = kind.__new__(kind)
@@ -87,16 +87,16 @@ def _ordinary_copy(module: FSDPModule, memo: dict[int, object]) -> nn.Module:
     for name, value in vars(module).items():
         if "hook" in name and name in fresh:
             vars(copied)[name] = fresh[name]
-        # PyTorch has no public way to undo `fully_shard`, which keeps its state under names that begin like this.
+        # PyTorch has no public way to undo `fully_shard`, whose state is stored under names with this prefix.
         elif name != "__deepcopy__" and not name.startswith("__composable_api_state_key"):
             vars(copied)[name] = copy.deepcopy(value, memo)
     return copied
 
 
 def make_whole(model: nn.Module, *, frozen: bool = False) -> None:
-    """Replace the parameters of `model` that are shared out by whole ones: the trained ones, or the frozen ones too.
+    """Replace the sharded parameters of `model` by full ones: the trained ones, or with `frozen` all of them.
 
-    Call it on every process; nothing can train the model after that, but it can be copied.
+    Call it on every process; afterwards the model can be copied, but no longer trained.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -108,17 +108,17 @@ def make_whole(model: nn.Module, *, frozen: bool = False) -> None:
 
 
 def mark_layers(model: nn.Module) -> None:
-    """Name the transformer layers in `model` where FSDP's TRANSFORMER_BASED_WRAP looks for them."""
+    """List the transformer layer classes of `model` where FSDP's TRANSFORMER_BASED_WRAP looks for them."""
     layers = (module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     vars(model)["_no_split_modules"] = sorted({type(layer).__name__ for layer in layers})
 
 
 @contextmanager
 def deepspeed_config(accelerator: Accelerator, decided: Mapping[str, float]) -> Iterator[None]:
-    """While `prepare` reads DeepSpeed's config, it has what the loop has `decided` in the place of "auto".
+    """Replace "auto" in DeepSpeed's config by the loop's `decided` values while `prepare` reads it.
 
-    The next run of this process finds "auto" again. Does nothing without DeepSpeed. Raises `UserError` where the
-    launcher's config decides otherwise.
+    Afterwards "auto" is restored for the next run of this process. Does nothing without DeepSpeed. Raises `UserError`
+    if the launcher's config contradicts `decided`.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         yield
@@ -140,11 +140,11 @@ def deepspeed_config(accelerator: Accelerator, decided: Mapping[str, float]) -> 
 
 
 def _round_once() -> None:
-    """Have the linear layers of ZeRO-3 add the bias before they round to bf16, as PyTorch's own do.
+    """Make ZeRO-3's linear layers add the bias before rounding to bf16, as PyTorch's do.
 
-    ZeRO-3 puts a function in the place of `torch.nn.functional.linear`, for the whole process, so that no gathered
-    weight stays until the backward. Given more than two dimensions it rounds the product and then the sum. A weight
-    whose gradient is next to nothing then moves the other way than in one process.
+    ZeRO-3 replaces `torch.nn.functional.linear` for the whole process, so that no gathered weight is kept for the
+    backward. For inputs with more than two dimensions its function rounds the product and then the sum. A weight with
+    a gradient near zero then moves in the opposite direction compared with one process.
     """
     from deepspeed.runtime.zero.linear import zero3_linear_wrap  # Linux only
 
@@ -159,7 +159,7 @@ def _round_once() -> None:
 
 
 def is_shared_out(parameter: nn.Parameter) -> bool:
-    """Whether this process holds only a part of `parameter`."""
+    """Whether `parameter` is sharded, so that this process holds only a part of it."""
     return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
 
 

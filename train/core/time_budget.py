@@ -1,4 +1,4 @@
-"""A training run of so many minutes: how many steps it does follows from its own time, and is kept."""
+"""Training runs with a time limit in minutes: the number of steps follows from measured step times, and is stored."""
 
 import statistics
 from dataclasses import asdict, dataclass, replace
@@ -11,15 +11,15 @@ from outrider.processes import from_main, join_processes
 from outrider.settings import read_as
 
 STEPS_FILE = "steps.json"
-FEW = 10  # steps after which the number of all is decided at the latest; the first ones compile and fill caches
-SHARE = 0.1  # of the time, after which it is decided at the latest
-LATE = 0.05  # share of the time by which a run may be late before its steps are cut
-TOO_LATE = 0.1  # share of the time by which it may be late and begin one more step, in which the schedule ends
+FEW = 10  # steps after which the total is decided at the latest; the first steps compile and fill caches
+SHARE = 0.1  # share of the time limit after which the total is decided at the latest
+LATE = 0.05  # share of the time limit by which a run may overrun before its steps are cut
+TOO_LATE = 0.1  # share of the time limit by which it may overrun and begin one more step, which ends the schedule
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """What `STEPS_FILE` holds. decided: of each decision, in order, the steps done by then and those in all."""
+    """The content of `STEPS_FILE`. decided: for each decision, in order, the steps done by then and the total."""
 
     minutes: float
     seconds_per_step: float
@@ -36,15 +36,15 @@ class _Steps:
 
 
 class StepBudget:
-    """How many optimizer steps a run does: `most`, or with minutes those that there is time for.
+    """The number of optimizer steps of a run: `most`, or with a time limit as many of them as fit.
 
-    The number is decided from the time of the first steps, once there are `FEW` or `SHARE` of the time is over. From
-    then on it only falls, namely when the run would end later than `LATE` allows. No step begins later than `TOO_LATE`.
-    Every decision is in `STEPS_FILE` before the next step begins. So what holds at a step is a function of the step and
-    of these decisions. A run that goes on at a checkpoint takes them over, and decides nothing before the last of them.
+    The total is decided from the first step times, after `FEW` steps or `SHARE` of the time limit. It can only decrease
+    after that, when the run would overrun by more than `LATE`. No step begins later than `TOO_LATE`. Every decision is
+    written to `STEPS_FILE` before the next step begins. So the total at a step is a function of the step and of these
+    decisions. A resumed run takes them over, and decides nothing before the step of the last decision.
 
     limit: the minutes, and the clock. Evaluations and checkpoints between the first and the last step count.
-    start: steps done before; without any, decisions on file are a killed run's, of which nothing is left.
+    start: steps done before; if 0, decisions on file belong to a killed run without checkpoints and are ignored.
     """
 
     def __init__(self, limit: TimeLimit, most: int, out_dir: Path, start: int) -> None:
@@ -57,42 +57,42 @@ class StepBudget:
         self._known = self._decided[-1][0] if self._decided else 0
 
     def begin(self) -> None:
-        """The first step of this run begins."""
+        """Start the clock, right before the first step of this run."""
         self.limit = replace(self.limit, started=self.limit.clock())
 
     def spent(self) -> float:
-        """Seconds since the first step, of all runs."""
+        """Seconds since the first step, summed over all runs."""
         return self.limit.spent()
 
     def total(self, step: int) -> int:
-        """How many steps there are in all, by what was decided before step `step` (from 0)."""
+        """The total number of steps according to the decisions made before step `step` (from 0)."""
         return next((total for done, total in reversed(self._decided) if done <= step), self.most)
 
     def add_step(self, began: float) -> None:
-        """A step is done that began when `began` seconds were spent."""
+        """Record the time of a finished step that began when `began` seconds were spent."""
         if not self._decided:
             self._times.append(self.spent() - began)
 
     def decide(self, done: int) -> int:
-        """How many steps there are in all, now that `done` are. Every process calls it; the main one's clock counts."""
+        """The total number of steps, decided after `done` steps. Every process calls it, and the main one decides."""
         if self.limit.minutes is not None and done >= self._known:
             found = from_main(self._state, lambda: self._decide(done))
             self._decided += [] if found is None else [(done, found)]
         return self.total(done)
 
     def _decide(self, done: int) -> int | None:
-        """Another number of steps, which is then on file; None: the number stays."""
+        """A new total number of steps, written to the file; None: the total is unchanged."""
         assert self.limit.minutes is not None
         spent, before, time = self.spent(), self.total(done), 60 * self.limit.minutes
         first, one_more = not self._decided, 0
         if first:
-            # The first step alone tells little, unless it has taken much of the time.
+            # The first step alone is a poor estimate, unless it has taken much of the time.
             enough = spent >= SHARE * time and (len(self._times) > 1 or spent >= time / 4)
             if not (enough or done >= FEW or done == before):
                 return None
             self._pace = max(1e-9, statistics.median(self._times[len(self._times) // 2 :]))
         elif spent + (before - done) * self._pace > (1 + LATE) * time:
-            one_more = int(spent < (1 + TOO_LATE) * time)  # in which the schedule comes to its end
+            one_more = int(spent < (1 + TOO_LATE) * time)  # the step that ends the schedule
         else:
             return None
         found = min(before, done + max(one_more, int(max(0.0, time - spent) / self._pace)))

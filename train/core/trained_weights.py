@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model: the parameters that are trained, and nothing else."""
+"""The weights in a checkpoint: the trained parameters of a model, and nothing else."""
 
 from pathlib import Path
 
@@ -13,12 +13,12 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, by name; a tied one once."""
+    """The parameters that require a gradient, by name; tied parameters appear once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def save_trained(model: nn.Module, folder: Path, write: bool) -> None:
-    """Put the trained parameters into `folder`; call it on every process, `write` on the one that does so."""
+    """Save the trained parameters to `folder`; call it on every process, with `write` on the one that writes."""
     weights = sharding.whole_parameters(trained_parameters(model).items())
     if write:
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def save_trained(model: nn.Module, folder: Path, write: bool) -> None:
 
 
 def load_trained(model: nn.Module, folder: Path) -> None:
-    """Give `model` what `save_trained` has put into `folder`; raises `UserError` where names or shapes differ."""
+    """Load the parameters that `save_trained` wrote to `folder`; raises `UserError` if names or shapes differ."""
     try:
         saved, trained = load_file(folder / WEIGHTS_FILE), trained_parameters(model)
     except (OSError, SafetensorError) as error:

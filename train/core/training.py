@@ -1,4 +1,4 @@
-"""What a recipe makes of its settings: a `Training`, data and functions that `train.core.driver` asks for."""
+"""`Training`: the data and functions that a recipe makes from its settings for `train.core.driver`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Batch = dict[str, Tensor]
 
 
 class Rows(Protocol):
-    """What the loop needs of a data set: `data_prep.text.rows.Rows`, or anything that maps like it."""
+    """The data set interface of the loop: `data_prep.text.rows.Rows`, or any similar map-style data set."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Batch: ...
@@ -22,10 +22,10 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a run came to.
+    """The result of a run.
 
-    metrics: the last evaluation, by name, empty without one. seconds: since the first step, of all runs that made it,
-    evaluations and checkpoints included.
+    metrics: the last evaluation, by name, empty without one. seconds: since the first step, summed over the original
+    and resumed runs, evaluations and checkpoints included.
     """
 
     steps: int
@@ -35,13 +35,13 @@ class FitResult:
 
     @property
     def was_finished(self) -> bool:
-        """Whether there was nothing left to do: the weights are those of an earlier call."""
+        """True if there was nothing left to do: the weights are those of an earlier call."""
         return self.resumed_from == self.steps
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training came to. step, metrics: of the weights that are saved, which need not be the last ones."""
+    """The result of a training. step, metrics: of the saved weights, which need not be the last ones."""
 
     result: FitResult
     step: int
@@ -52,15 +52,15 @@ class Trained:
 class Training(Generic[Student]):
     """A recipe's part of a training: data and functions.
 
-    student: what is trained; its forward gives the loss of a batch of `rows`. fit, identity, minutes, on_step: see
+    student: the model to train; its forward returns the loss of a batch of `rows`. fit, identity, minutes, on_step: see
     `train.core.fit.fit`.
-    evaluate: numbers by name, of the student after so many steps, without gradients. None: a process that has none.
-    save: writes what is trained, and says so. The main process calls it.
-    finished: the file that `save` writes last. A finished run that has it is left alone, since its card may have a
-    report by now. None: it is saved again.
-    best_of: what the weights with the highest "tau" of all evaluations are known by (see `Best`); they are then what is
-    saved. None: the last ones are.
-    saved_whole: a part of the student of which frozen parameters are saved too.
+    evaluate: metrics by name, of the student after the given number of steps, without gradients. None: not done here.
+    save: writes the trained model and prints a line. The main process calls it.
+    finished: the file that `save` writes last. A finished run with this file is not saved again, since its card may
+    contain a report by now. None: it is saved again.
+    best_of: the identity of the weights with the highest "tau" of all evaluations (see `Best`), which are then saved.
+    None: the last weights are saved.
+    saved_whole: the part of the student whose frozen parameters are saved too.
     """
 
     student: Student

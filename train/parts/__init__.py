@@ -1,1 +1,1 @@
-"""What recipes are made of: students with their losses, rows that teach, evaluations on held-out text, plans."""
+"""Building blocks of recipes: students with their losses, rows with teacher data, held-out evaluations, plans."""

@@ -1,4 +1,4 @@
-"""A calibration head as `fit` trains it, and what was captured in rows."""
+"""The calibration head as a student for `fit`, and captured examples in rows."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ EXAMPLES = 64  # drafted tokens in one row of `fit`
 
 
 class Examples:
-    """Captured tokens as rows of `EXAMPLES` for `fit`; the last row is filled up with tokens that do not count."""
+    """Captured tokens as rows of `EXAMPLES` for `fit`; the last row is padded with tokens labelled IGNORE."""
 
     def __init__(self, captured: Batch):
         self.captured = captured
@@ -30,9 +30,9 @@ class Examples:
 
 
 class CalibrationModel(nn.Module):
-    """The head on standardised inputs, which makes one learning rate fit any model; see `folded`.
+    """The head on standardised inputs, so that one learning rate fits every model; see `folded`.
 
-    It starts from the draft's own odds, shifted to the share that was accepted: few steps take it from there.
+    It is initialised to the draft's own odds, shifted to the mean acceptance, so that few steps are enough.
     """
 
     mean_target: Tensor
@@ -60,11 +60,11 @@ class CalibrationModel(nn.Module):
     def forward(
         self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, confidence: Tensor, labels: Tensor
     ) -> Batch:
-        """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy, and each one's share of
+        """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy, plus each label's share of
         l2 · ‖weights‖². A convex problem.
 
-        Inputs are rows of `Examples`. Thousands of weights stand against thousands of tokens. So without l2 a head is
-        surer than it should be. What weighs the draft's own odds is free.
+        Inputs are rows of `Examples`. There are thousands of weights and only thousands of tokens, so a head without l2
+        is overconfident. The weight of the draft's own odds is not penalised.
         """
         keep = labels != IGNORE
         target = (target_hidden[keep].float() - self.mean_target) / self.scale_target
@@ -77,7 +77,7 @@ class CalibrationModel(nn.Module):
 
     @torch.no_grad()
     def folded(self) -> CalibrationHead:
-        """The same head for inputs as they come: the standardisation goes into its weights."""
+        """The same head for raw inputs: the standardisation is folded into its weights."""
         plain = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0]).to(self.mean_target.device)
         plain.target.copy_(self.head.target / self.scale_target)
         plain.draft.copy_(self.head.draft / self.scale_draft)

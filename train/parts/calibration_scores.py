@@ -1,8 +1,8 @@
-"""How good a calibration head is, token by token and for whole drafts, on held-out text, and its temperatures.
+"""Scores of a calibration head on held-out text, per token and for whole drafts, and its temperatures.
 
-Temperatures make the product of a draft's conditionals a probability: that all its tokens so far are right.
-Conditionals that are each a little too sure make a product that is far too sure. So the temperature of position i is
-chosen with those before it in place, for the product up to i.
+Temperatures calibrate the product of a draft's conditionals: the probability that all its tokens so far are accepted.
+Conditionals that are each slightly overconfident give a product that is far too confident. So the temperature of
+position i is fitted for the product up to i, with the earlier temperatures fixed.
 """
 
 import io
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from draft_models.calibration.head import POSITIONS, CalibrationHead
 
-CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, 1 among them
-FEWEST = 100  # rounds whose drafts were right up to a position, for a temperature of its own: others say little of it
+CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, including 1
+FEWEST = 100  # rounds needed to fit a position's temperature; only rounds with all earlier tokens accepted count
 
 
 class Rounds(NamedTuple):
-    """Drafts one by one. logits, there [r, d]: the head's logit of every token, and whether there is one. accepted [r]:
-    how many tokens were right."""
+    """Drafts, one per row. logits, there [r, d]: the head's logit of every token, and whether the token exists.
+    accepted [r]: the number of accepted tokens."""
 
     logits: Tensor
     there: Tensor
@@ -33,7 +33,7 @@ class Rounds(NamedTuple):
 
 
 def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
-    """From tokens [n] in the order of drafting: position 1 begins a round. label: 1 where accepted."""
+    """Rounds from tokens [n] in the order of drafting: position 1 begins a round. label: 1 if accepted."""
     row = (position == 1).cumsum(0) - 1
     shape = int(row[-1]) + 1, int(position.max())
     found, there = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
@@ -42,8 +42,8 @@ def rounds_of(logits: Tensor, position: Tensor, label: Tensor) -> Rounds:
 
 
 def fit_temperatures(rounds: Rounds) -> Tensor:
-    """T [POSITIONS], one after the other: that of the least log loss of Π_{j≤i} sigmoid(z_j / T_j), 1 where few rounds
-    came so far. Later positions share the last."""
+    """T [POSITIONS], fitted in order: T_i minimises the log loss of Π_{j≤i} sigmoid(z_j / T_j); 1 if too few rounds got
+    that far. Later positions share the last one."""
     found, survival = torch.ones(POSITIONS), torch.ones(len(rounds.accepted))
     for place in range(min(POSITIONS, rounds.logits.shape[1])):
         there = rounds.there[:, place]
@@ -57,12 +57,12 @@ def fit_temperatures(rounds: Rounds) -> Tensor:
 
 
 def log_loss(rounds: Rounds, temperatures: Tensor) -> float:
-    """Of the products up to every token of every round."""
+    """The log loss of the products up to every token of every round."""
     return float(F.binary_cross_entropy(*survivals(rounds, temperatures)))
 
 
 def survivals(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """The products [m] up to every token of every round, and whether all those tokens were right [m]."""
+    """The products [m] up to every token of every round, and whether all these tokens were accepted [m]."""
     places = torch.arange(rounds.logits.shape[1])
     each = (rounds.logits / temperatures[places.clamp(max=POSITIONS - 1)]).sigmoid()
     right = (rounds.accepted[:, None] > places).float()
@@ -74,7 +74,7 @@ Batch = dict[str, Tensor]
 
 
 class Survival(TypedDict):
-    """The calibration error of a draft's products without temperatures and with, and whether the head has them."""
+    """The calibration error of drafts' products without and with temperatures, and whether the head keeps them."""
 
     rounds: int
     ece_before: float
@@ -84,7 +84,7 @@ class Survival(TypedDict):
 
 
 class Score(TypedDict):
-    """Of one predictor. reliability: see `reliability`."""
+    """The scores of one predictor. reliability: see `reliability`."""
 
     brier: float
     ece: float
@@ -92,7 +92,7 @@ class Score(TypedDict):
 
 
 class Scores(TypedDict):
-    """Of the head and of what it is compared with, by name, on held-out tokens. accepted: the share that was."""
+    """The scores of the head and its baselines, by name, on held-out tokens. accepted: the share of accepted tokens."""
 
     tokens: int
     accepted: float
@@ -113,10 +113,9 @@ def logits_of(head: CalibrationHead, captured: Batch) -> Tensor:
 
 @torch.no_grad()
 def temper(head: CalibrationHead, heldout: Batch) -> Survival:
-    """Give `head` temperatures, fitted on the first half of the rounds of `heldout`, if they are better on the other.
-    What is said is of the other half.
+    """Fit temperatures of `head` on the first half of the rounds of `heldout`; keep them if they improve the second.
 
-    heldout: whole rounds, as `capture` leaves them.
+    Returns the scores on the second half. heldout: whole rounds, from `capture`.
     """
     rounds = rounds_of(logits_of(head, heldout), heldout["position"], heldout["label"])
     half = len(rounds.accepted) // 2
@@ -135,19 +134,19 @@ def temper(head: CalibrationHead, heldout: Batch) -> Survival:
 
 
 def later_half(captured: Batch) -> Batch:
-    """The rounds of `captured` on which `temper` has fitted nothing."""
+    """The rounds of `captured` that `temper` did not fit temperatures on."""
     row = (captured["position"] == 1).cumsum(0) - 1
     kept = row >= (int(row[-1]) + 1) // 2
     return {name: value[kept] for name, value in captured.items()}
 
 
 def brier(predicted: Tensor, label: Tensor) -> float:
-    """Mean squared difference of predicted probability and outcome; 0 is a perfect prophet."""
+    """Mean squared difference of predicted probability and outcome; 0 is a perfect prediction."""
     return float((predicted - label).square().mean())
 
 
 def reliability(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
-    """For `BINS` equal bins of predicted probability: mean prediction, share that came true, number of tokens."""
+    """For `BINS` equal bins of predicted probability: mean prediction, mean outcome, number of tokens."""
     place = (predicted * BINS).long().clamp(0, BINS - 1)
     rows = []
     for index in range(BINS):
@@ -159,7 +158,7 @@ def reliability(predicted: Tensor, label: Tensor) -> list[dict[str, float]]:
 
 
 def expected_calibration_error(curve: Sequence[dict[str, float]]) -> float:
-    """ECE: |predicted − observed| of each bin, weighted by its share of the tokens."""
+    """The ECE: |predicted − observed| of each bin, weighted by its share of the tokens."""
     total = sum(row["count"] for row in curve)
     return sum(abs(row["predicted"] - row["observed"]) * row["count"] for row in curve) / total
 
@@ -180,7 +179,7 @@ def judge(head: CalibrationHead, train: Batch, heldout: Batch) -> Scores:
 
 
 def plot_reliability(judged: Scores) -> bytes:
-    """Predicted against observed acceptance, as a PNG; marker area ~ tokens."""
+    """Predicted against observed acceptance, as a PNG; marker area ∝ tokens."""
     figure = Figure(figsize=(5, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--")

@@ -1,4 +1,4 @@
-"""What drafting came to: texts are continued by a target with its drafter, and every tested token is kept.
+"""Capture of drafting outcomes: a target with its drafter continues texts, and every tested token is recorded.
 
 The target decodes them, or what it would say is on record (see `inference.measure.replay`). In shards on disk, so that
 a killed run goes on where it was.
@@ -73,23 +73,23 @@ def capture_splits(
     drafting: Drafting,
     state: PartialState,
 ) -> dict[Split, Batch]:
-    """What is learned from, and what is reported on: `capture` of the texts of each split, kept in `config.out_dir`.
+    """The training and held-out examples: `capture` on the texts of each split, stored in `config.out_dir`.
 
     settings: JSON-able, what decides what is captured of a text. texts_of: so many texts of a split.
 
     Raises `UserError` where no token was drafted.
     """
     out_dir, found = Path(config.out_dir), dict[Split, Batch]()
-    begun = bool(run_dir.checkpoints(out_dir))  # what is learned from is decided
+    begun = bool(run_dir.checkpoints(out_dir))  # then the set of examples is fixed
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
-    minutes, texts = config.minutes, sum(counts.values())  # what is left of both
+    minutes, texts = config.minutes, sum(counts.values())  # the remaining minutes and texts
     for split, count in counts.items():
         prompts = texts_of(split, count)
         known = [text.prompt if text.answer is None else text for text in prompts]
         folder = require_writable(out_dir / "captured" / f"{split}-{digest_of([settings, known])}")
         limit = TimeLimit(minutes and minutes * count / texts)
         there = _captured(folder, prompts)
-        state.wait_for_everyone()  # nobody adds to them before all have looked
+        state.wait_for_everyone()  # no process adds shards before all have listed them
         if not (begun and there):
             capture_shards(config, folder, prompts, drafting, state, limit, whole=split == "heldout")
             state.wait_for_everyone()
@@ -107,18 +107,18 @@ def capture_splits(
 
 
 def _starts(prompts: Sequence[Text]) -> range:
-    """The first prompts of all shards."""
+    """The index of the first prompt of every shard."""
     return range(0, len(prompts), SHARD_PROMPTS)
 
 
 def _captured(folder: Path, prompts: Sequence[Text]) -> list[int]:
-    """Those of the shards that are there."""
+    """The existing shards."""
     return [start for start in _starts(prompts) if _shard(folder, start).exists()]
 
 
 def _end_time(folder: Path, limit: TimeLimit, *, whole: bool, state: PartialState) -> None:
-    """Where time has left some out, put that on file: a resumed run is to find its time over too, as what is learned
-    from is known by it."""
+    """If the time limit left out some shards, record the whole limit as spent: a resumed run must also find its time
+    over, because the examples are part of its identity."""
     if limit.minutes is not None and not whole and state.is_main_process:
         write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
 
@@ -132,11 +132,11 @@ def capture_shards(
     limit: TimeLimit,
     whole: bool = False,
 ) -> None:
-    """Leave in `folder` this process's shards of what `capture` makes of `prompts`, those that are there already kept.
+    """Write this process's shards of `capture` on `prompts` to `folder`; existing shards are kept.
 
-    When the time of `limit` is over the texts that are left are left out. What there is by then is of texts spread over
-    all, and of the first shard as much as makes a row of `Examples`. The seconds taken are kept too, so a resumed run
-    has no more time.
+    When the time of `limit` is over, the remaining texts are left out. The captured texts are then spread over all
+    texts, and the first shard has enough tokens for a row of `Examples`. The seconds spent are stored too, so a resumed
+    run gets no additional time.
     """
 
     def is_over() -> bool:
@@ -160,17 +160,17 @@ def capture_shards(
 
 
 def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list[int]:
-    """First prompts of the shards that are `process`'s to capture and missing in `folder`, in the order of capture.
+    """First prompts of the shards that `process` has to capture and that `folder` lacks, in the order of capture.
 
-    Whose a shard is does not depend on what is there: the processes look at different times. The first of them are
-    spread over all.
+    The assignment to processes does not depend on existing shards, because processes list them at different times. The
+    first shards are spread over all prompts.
     """
     starts = [SHARD_PROMPTS * index for index in spread_order(-(-prompts // SHARD_PROMPTS))[process::processes]]
     return [start for start in starts if not _shard(folder, start).exists()]
 
 
 class Recorder:
-    """A stop rule that never stops early and keeps what the head will see, with the outcome of every tested token.
+    """A stop rule that never stops early and records the head's inputs and the outcome of every tested token.
 
     Tested are the accepted tokens and the first rejected one; nobody has asked the target about the others. whole: keep
     those too, with the label 0. After an accepted one of `ends` there is no text that any could be a part of.
@@ -229,7 +229,7 @@ def capture(
 
 
 def only_tested(captured: Batch) -> Batch:
-    """Of whole rounds the tokens that were put to the test: the first of each, and those after an accepted one."""
+    """The tested tokens of whole rounds: the first of each round, and every token after an accepted one."""
     position, label = captured["position"], captured["label"]
     kept = (position == 1) | (label.roll(1) == 1)
     return {name: value[kept] for name, value in captured.items()}
@@ -240,5 +240,5 @@ def _shard(folder: Path, start: int) -> Path:
 
 
 def digest_of(value: object) -> str:
-    """A short name of what is JSON-able."""
+    """A short digest of a JSON-able value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

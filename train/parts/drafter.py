@@ -1,4 +1,4 @@
-"""What trainings of drafters have in common besides their evaluation: their tokens, dtypes, limits and records."""
+"""Shared parts of drafter trainings, except their evaluation: draft vocabulary, dtypes, limits and records."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,15 +18,15 @@ from outrider.files import write_json
 from train.core.training import Rows, Trained
 from train.settings.fit import FitConfig
 
-COUNTED_ROWS = 20_000  # evenly spread, that say which tokens are frequent
+COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
 
 
 def pick_tokens(
     size: int | None, target: OpenTarget, rows: Rows, heldout: Rows, limit: int | None = None
 ) -> Tensor | None:
-    """The `size` tokens [size] that the drafter predicts; what they cover is said. None for all. Raises `UserError`.
+    """The draft vocabulary [size]; prints its coverage. None for all tokens. Raises `UserError`.
 
-    limit: how many tokens the model has that the drafter starts from, where they are not the target's.
+    limit: the vocabulary size of the model that the drafter starts from, if it differs from the target's.
     """
     if size is None:
         return None
@@ -46,12 +46,12 @@ def pick_tokens(
 
 
 def frozen_dtype(name: str, device: torch.device) -> torch.dtype:
-    """What layers that are not trained run in, by the option of that name."""
+    """The dtype of frozen layers, from the option of that name."""
     return fast_dtype(device) if name == "fast" else getattr(torch, name)
 
 
 def require_context(model: PreTrainedConfig, seq_len: int, decode_tokens: int, whose: str = "target") -> None:
-    """Raise `UserError` where rows or continuations are longer than the model's context. decode_tokens: 0 for none."""
+    """Raise `UserError` if rows or continuations are longer than the model's context. decode_tokens: 0 for none."""
     limit = context_limit(model)
     if seq_len > limit:
         raise UserError(f"seq_len={seq_len}: the {whose}'s context is {limit} tokens")
@@ -60,13 +60,13 @@ def require_context(model: PreTrainedConfig, seq_len: int, decode_tokens: int, w
 
 
 def parameters_of(student: nn.Module) -> tuple[int, int]:
-    """How many are trained, and how many are frozen."""
+    """The numbers of trained and of frozen parameters."""
     trained, frozen = (sum(p.numel() for p in student.parameters() if p.requires_grad == on) for on in (True, False))
     return trained, frozen
 
 
 def write_record(file: Path, target: str, identity: Mapping[str, object], fit: FitConfig, trained: Trained) -> None:
-    """What a finished training leaves beside the weights: what they are for, how good, and from what they were made."""
+    """Write the record of a finished training, next to the weights: their target, metrics and provenance."""
     result = trained.result
     report = {"target": target, "step": trained.step, "metrics": trained.metrics, "steps": result.steps}
     report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head that is trained: what it starts from, and its loss by training-time test beside a frozen target."""
+"""The EAGLE-3 head in training: its initialisation, and its loss by training-time test with a frozen target."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -36,11 +36,11 @@ LOGITS_AT_ONCE = 2**25  # 134 MB in float32
 
 
 class Judged(NamedTuple):
-    """What a head makes of the supervised tokens of a batch [B, T] in each of S steps.
+    """A head's results on the supervised tokens of a batch [B, T] in each of S steps.
 
-    guesses: how many there are, [S]. loss: of the objective, summed over them, [S]. right: at how many the likeliest
-    token is the target's, [S]. accepted: the probability that its token is accepted, by the position whose label it is,
-    [B, T, S], NaN where there is no guess.
+    guesses: the number of predictions, [S]. loss: the objective, summed over them, [S]. right: the number of
+    predictions whose most likely token is the target's, [S]. accepted: the acceptance probability, by the position of
+    the label, [B, T, S], NaN where there is no prediction.
     """
 
     guesses: Tensor
@@ -50,12 +50,12 @@ class Judged(NamedTuple):
 
 
 class Eagle3Student(nn.Module):
-    """A head, float32 and trained, on the frozen layers of a whole target, with the contract of `fit`.
+    """A trainable float32 head on the frozen layers of a whole target, with the contract of `fit`.
 
-    Step t of `steps` guesses token j at place j − 2 − t of its document: from the target's feature there and the token
-    after it in step 0, later from what the step before gave there and the next token of the text. So every token is
-    guessed `steps` times, by drafts that began 0, 1, … tokens earlier. A step counts `decay` times what the one before
-    counts, and all of them add up to 1.
+    Step t of `steps` predicts token j at position j − 2 − t of its document: step 0 from the target's feature there and
+    the token after it, later steps from the previous step's output there and the next token of the text. So every token
+    is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is `decay` times that
+    of the previous step, and all weights sum to 1.
 
     objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from the target.
     """
@@ -76,13 +76,13 @@ class Eagle3Student(nn.Module):
         self.recomputed = False
 
     def train(self, mode: bool = True) -> "Eagle3Student":
-        """What is frozen is the target as it decodes."""
+        """Set the head's mode; the frozen target stays in eval mode, as in decoding."""
         super().train(mode)
         self.stack.eval()
         return self
 
     def gradient_checkpointing_enable(self) -> None:
-        """Keep what each step gives and compute what is inside it again in the backward pass."""
+        """Store the output of each step and recompute its activations in the backward pass."""
         self.recomputed = True
 
     def forward(
@@ -90,7 +90,7 @@ class Eagle3Student(nn.Module):
     ) -> dict[str, Tensor]:
         """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`).
 
-        states: what `states` gave for them; None: the target runs.
+        states: the output of `states` for them; None: the target runs.
         """
         kept = _supervised(labels)
         known = self.states(input_ids, positions, documents) if states is None else states.to(self.stack.dtype)
@@ -101,7 +101,7 @@ class Eagle3Student(nn.Module):
 
     @torch.no_grad()
     def states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-        """The target's k taps and, last, its states after the last norm: [B, T, k + 1, H_t]."""
+        """The target's k aux hidden states and, last, its states after the final norm: [B, T, k + 1, H_t]."""
         stack = self.stack
         with torch.autocast(input_ids.device.type, enabled=False):
             stack.reserve(positions.shape[1])
@@ -112,9 +112,9 @@ class Eagle3Student(nn.Module):
     def guesses(
         self, input_ids: Tensor, positions: Tensor, documents: Tensor, taps: Tensor, kept: Tensor, steps: int
     ) -> Tensor:
-        """What the head gives where step t of `steps` guesses the label of position kept[i], [n, steps, H].
+        """The head's output where step t of `steps` predicts the label of position kept[i], [n, steps, H].
 
-        kept [n]: flat indices into [B, T]. Where a document has no such place the values say nothing (see `valid`).
+        kept [n]: flat indices into [B, T]. If a document has no such position the values are meaningless (see `valid`).
         """
         head, length = self.head, positions.shape[1]
         head.reserve(length + steps)
@@ -138,18 +138,18 @@ class Eagle3Student(nn.Module):
         return self.head.run_embedded(embedding, features, masks, self.head.rotary(positions + step), cache)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        """As `Eagle3.embed`; a launcher that shares the weights out expects them to be asked of their module."""
+        """Like `Eagle3.embed`, but reads weights from their own module, as launchers that shard weights expect."""
         own = self.head.embed_tokens
         return F.embedding(tokens, self.stack.embed_tokens.weight if own is None else own.weight)
 
     def valid(self, positions: Tensor, kept: Tensor, steps: int) -> Tensor:
-        """bool [n, steps]: whether a step's guess at kept[i] lies in its document, whose positions begin at 0."""
+        """bool [n, steps]: whether a step's prediction for kept[i] lies in its document, whose positions begin at 0."""
         return positions.flatten()[kept][:, None] > torch.arange(steps, device=positions.device)
 
     def loss(self, guesses: Tensor, target: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
-        """The sum over guesses [n, S, H] of n tokens, each counted by its share [n, S].
+        """The loss summed over predictions, each weighted by its share: guesses [n, S, H], shares [n, S].
 
-        target [n, H_t]: after its last norm, where it predicts them. labels [n].
+        target [n, H_t]: the target's states after its final norm where it predicts the n tokens. labels [n].
         """
         head, steps = self.head, guesses.shape[1]
         rows, weight = head.normed(guesses).flatten(0, 1), head.lm_head.weight
@@ -168,7 +168,7 @@ class Eagle3Student(nn.Module):
 
     @torch.no_grad()
     def judged(self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, steps: int) -> Judged:
-        """How good it is in each of `steps` steps. Other arguments as in `forward`."""
+        """The head's results in each of `steps` steps. Other arguments as in `forward`."""
         kept = _supervised(labels)
         states = self.states(input_ids, positions, documents)
         taps, target = states[:, :, :-1].flatten(2), states[:, :, -1]
@@ -189,10 +189,10 @@ class Eagle3Student(nn.Module):
 
 
 def judge_steps(student: Eagle3Student, batches: Sequence[Batch], steps: int) -> Metrics:
-    """Over `batches` of rows, for a recipe's evaluation.
+    """The metrics of `student` on `batches` of rows, for a recipe's evaluation.
 
-    loss_<i>, agree_<i>: of the i-th token of a draft, the loss and the share of places where the head's likeliest token
-    is the target's own. tau_analytic: what sampling would come to (see `expected_tau`).
+    loss_<i>, agree_<i>: for the i-th token of a draft, the loss and the share of positions where the head's most likely
+    token is the target's. tau_analytic: the expected τ of sampling (see `expected_tau`).
     """
     device = student.stack.device
     found = [student.judged(**{key: value.to(device) for key, value in batch.items()}, steps=steps)
@@ -207,10 +207,10 @@ def judge_steps(student: Eagle3Student, batches: Sequence[Batch], steps: int) ->
 
 
 def drafts_of(accepted: Tensor) -> Tensor:
-    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, places, WATCHED_DRAFT], NaN where there is none.
+    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, positions, WATCHED_DRAFT], NaN where there is none.
 
-    accepted [B, T, S]: α by label's position and step. Step i of the draft that begins after place t has the label of
-    position t + 1 + i.
+    accepted [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
+    label of position t + 1 + i.
     """
     count = max(0, accepted.shape[1] - WATCHED_DRAFT)
     by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
@@ -218,7 +218,7 @@ def drafts_of(accepted: Tensor) -> Tensor:
 
 
 def rows_at_once(reading: Reading, objective: str) -> int:
-    """Guesses whose logits exist at a time, so many that a GPU is busy with them."""
+    """The number of predictions whose logits exist at a time, large enough to keep a GPU busy."""
     columns = reading.vocabulary if objective in OVERLAPS else reading.draft_vocabulary
     return max(1024, LOGITS_AT_ONCE // columns)
 
@@ -229,7 +229,7 @@ def _supervised(labels: Tensor) -> Tensor:
 
 
 def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrainedConfig) -> Reading:
-    """What the head that is trained is. Raises `UserError` where it cannot be trained so, or not be written."""
+    """The reading of the head to train. Raises `UserError` if it cannot be trained with it, or not be written."""
     if stored is not None:
         reading = stored.reading
     else:
@@ -254,7 +254,7 @@ def make_student(
     tokens: Tensor | None,
     device: torch.device,
 ) -> Eagle3Student:
-    """What is trained: `stored`, or a new head of `tokens`, beside the whole target."""
+    """The student: the `stored` head, or a new head with draft vocabulary `tokens`, and the whole target."""
     stack = target.stack(dtype=frozen_dtype(config.frozen_dtype, device), device=device)
     if stored is None:
         tokens = None if tokens is None else tokens.to(device)
@@ -269,7 +269,7 @@ def make_student(
 
 
 def describe(student: Eagle3Student, config: Eagle3Config) -> str:
-    """One greppable line: what is trained, on what, and by how many processes."""
+    """One greppable line: the head, its objective, parameter counts, and the number of processes."""
     reading = student.head.reading
     trained, frozen = parameters_of(student)
     return (

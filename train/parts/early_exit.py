@@ -1,4 +1,4 @@
-"""The early exit that is trained: its shape by settings, and the layers of the target that it is made on."""
+"""The early exit in training: its shape from the settings, and the target layers that it is built on."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from train.settings.drafters import EesdConfig
 
 
 def as_started(config: EesdConfig) -> EesdConfig:
-    """`config` with the shape of the early exit that it starts from in the place of `start`."""
+    """`config` with `start` replaced by the shape of the early exit stored there."""
     if config.start is None:
         return config
     meta = read_meta(config.start)
@@ -32,7 +32,7 @@ def as_started(config: EesdConfig) -> EesdConfig:
 
 
 def default_exit_layer(target: PreTrainedConfig) -> int:
-    """N where none is given: 8 % of the layers, the middle of the paper's 5–10 %, and at least one."""
+    """The default exit layer N: 8 % of the layers, the middle of the paper's 5–10 %, and at least one."""
     return max(1, round(0.08 * target.num_hidden_layers))
 
 
@@ -44,7 +44,7 @@ def make_student(
     tokens: Tensor | None,
     begun: EarlyExit | None = None,
 ) -> EarlyExitStudent:
-    """What is trained. begun: an early exit of this shape and these tokens to go on with."""
+    """The student. begun: an early exit with this shape and draft vocabulary to continue from."""
     layers = None if config.online else exit_layers(target.config, exit_layer)
     model = target.layers(layers, dtype=frozen_dtype(config.frozen_dtype, device), device=device)
     student = student_on(model, config, exit_layer, None if tokens is None else tokens.to(device))
@@ -54,7 +54,7 @@ def make_student(
 
 
 def student_on(model: PreTrainedModel, config: EesdConfig, exit_layer: int, tokens: Tensor | None) -> EarlyExitStudent:
-    """A new exit of `tokens` on layers of the target, `model`."""
+    """A new exit with draft vocabulary `tokens` on the target layers `model`."""
     return EarlyExitStudent(
         model,
         exit_layer,
@@ -68,7 +68,7 @@ def student_on(model: PreTrainedModel, config: EesdConfig, exit_layer: int, toke
 
 
 def describe(student: EarlyExitStudent, config: EesdConfig, files: TensorFiles, exit_layer: int) -> str:
-    """One greppable line: what was read and what is trained, by how many processes, and what is known of tau."""
+    """One greppable line: bytes read, parameter counts, processes, objective, and the source of tau_analytic."""
     law = "whole_target" if config.online or config.decode_prompts else "none"
     law = "top_k_lower_bound" if law == "none" and config.distils else law
     trained, frozen = parameters_of(student)

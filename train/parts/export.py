@@ -14,12 +14,12 @@ from train.core import run_dir
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The ids under which configs know the tokenizer's special tokens."""
+    """The tokenizer's special token ids, under their names in model configs."""
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
 def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
-    """Write the Hugging Face directory; config.json appears last, so a half-written one does not load."""
+    """Write the Hugging Face directory; config.json is moved last, so an incomplete directory does not load."""
     staged = run_dir.own_staging(out_dir)
     shutil.rmtree(staged, ignore_errors=True)
     try:

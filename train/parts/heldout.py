@@ -1,4 +1,4 @@
-"""What is evaluated of a drafter while it trains, on held-out text: the number that training is for."""
+"""Evaluation of a drafter during training, on held-out text: the metrics by which a training is judged."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from outrider.progress import counted
 from train.core.trained_weights import trained_parameters
 from train.core.training import Batch, Metrics, Rows, Student
 
-WATCHED_DRAFT = 4  # draft length of the τ of an evaluation: fixed, so that τ depends on the weights alone
+WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone
 
 
 def evaluation(
     student: Student, saved_dtype: torch.dtype, *parts: Callable[[Student], Metrics]
 ) -> Callable[[Student, int], Metrics]:
-    """What all `parts` say of the student, in turn, and `norms_moved` (see `MovedNorms`)."""
+    """An evaluation that merges the metrics of all `parts`, in order, and `norms_moved` (see `MovedNorms`)."""
     norms = MovedNorms(student, saved_dtype)
 
     def evaluate(student: Student, step: int) -> Metrics:
@@ -45,9 +45,9 @@ def evaluation(
 
 @dataclass(frozen=True)
 class Decoding:
-    """Real decoding of held-out prompts, greedy, to at most `new_tokens` new ones or a token of `eos`.
+    """Greedy decoding of held-out prompts, up to `new_tokens` new tokens or a token of `eos`.
 
-    What a chat model says after its answer is nothing that anyone asks for.
+    It stops at `eos` because a chat model's output after the end of its answer is irrelevant.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -56,15 +56,15 @@ class Decoding:
 
     @classmethod
     def of(cls, target: OpenTarget, rows: Rows, prompts: int, new_tokens: int) -> Self:
-        """The beginnings of the first rows, so short that the context of the target holds the new tokens too."""
+        """Prompts from the beginnings of the first rows, short enough that the new tokens fit the target's context."""
         longest = context_limit(target.config) - new_tokens
         return cls(heldout_prompts(rows, prompts, longest), new_tokens, end_tokens(target))
 
     def __call__(self, stack: LayerStack, model: DraftModel) -> Metrics:
-        """By the target `stack`, drafted by `model`, `WATCHED_DRAFT` tokens a round.
+        """Decode with the target `stack` and drafts by `model`, `WATCHED_DRAFT` tokens a round.
 
         tau: tokens per target pass, the bonus included.
-        accept_<i>: share of the rounds that drafted an i-th token in which it was accepted.
+        accept_<i>: among the rounds that drafted an i-th token, the share in which it was accepted.
         """
         generations = []
         for prompt in counted(self.prompts, "decoding held-out prompts", "prompts"):
@@ -76,9 +76,9 @@ class Decoding:
 
 
 class MovedNorms:
-    """norms_moved: the share of a model's trained norms that differ, in the dtype they are saved in, from their start.
+    """norms_moved: the share of a model's trained norms that differ from their start in the dtype they are saved in.
 
-    None of them moving is worth a warning: near 1, bfloat16 has steps of 0.8 %. Without any there is nothing to say.
+    It warns if no norm has moved: near 1, bfloat16 has steps of 0.8 %. Without trained norms there is no metric.
     """
 
     def __init__(self, model: nn.Module, saved_dtype: torch.dtype):
@@ -104,9 +104,9 @@ class MovedNorms:
 
 
 class HeldOutText:
-    """Held-out rows, `size` at a time, and what the whole target says at their supervised positions, if it is given.
+    """Held-out rows, `size` at a time, with the whole target's predictions at supervised positions, if it is given.
 
-    laws: whether the target's law there is kept besides its argmax.
+    laws: whether to store the target's distributions there, in addition to its argmax.
     """
 
     def __init__(self, rows: Rows, size: int, target: LayerStack | None = None, *, laws: bool = True) -> None:
@@ -122,9 +122,9 @@ class HeldOutText:
 
     def judge(self, judged: Callable[[Batch, Law | None], tuple[Tensor, Tensor | None]]) -> Metrics:
         """top1: the share of supervised positions at which a drafter's argmax is the text's next token. top1_target:
-        the same against the target's argmax, where that is known. tau_analytic: see `expected_tau`.
+        the same against the target's argmax, if that is known. tau_analytic: see `expected_tau`.
 
-        judged: of a batch, by the target's law there, the drafter's argmax and its acceptance, [B, T] each.
+        judged: (batch, the target's distributions) → the drafter's argmax and acceptance probability, [B, T] each.
         """
         pairs = list(zip(self.batches, self.laws, strict=True))
         found = [judged(*pair) for pair in counted(pairs, "judging held-out text", "batches")]
@@ -136,13 +136,13 @@ class HeldOutText:
 
 
 def batches_of(rows: Rows, size: int) -> list[Batch]:
-    """All of `rows`, `size` at a time and the rest of them last."""
+    """All `rows` in batches of `size`; the last batch may be smaller."""
     numbers = range(len(rows))
     return [default_collate([rows[i] for i in numbers[start : start + size]]) for start in numbers[::size]]
 
 
 def heldout_prompts(rows: Rows, count: int, longest: int) -> list[list[int]]:
-    """The beginnings of up to `count` held-out rows as prompts of at most `longest` tokens, the last ones kept."""
+    """Prompts from the beginnings of up to `count` held-out rows, cut from the left to at most `longest` tokens."""
     return [heldout_prompt(rows[i])[-longest:] for i in range(min(count, len(rows)))]
 
 
@@ -170,7 +170,7 @@ def supervised_hidden(stack: LayerStack, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def target_choices(stack: LayerStack, labels: Tensor, hidden: Tensor) -> Tensor:
-    """The target's argmax [B, T] at the supervised positions, of which `hidden` [n, d] are, IGNORE elsewhere."""
+    """The target's argmax [B, T] at the supervised positions, from their `hidden` [n, d]; IGNORE elsewhere."""
     choices, _ = judge(stack.logits_after_norm, hidden, None)
     return placed(choices, labels.to(stack.device) != IGNORE, IGNORE)
 
@@ -178,14 +178,14 @@ def target_choices(stack: LayerStack, labels: Tensor, hidden: Tensor) -> Tensor:
 @torch.no_grad()
 def judged(drafter: LayerStack, batch: Batch, law: Law | None) -> tuple[Tensor, Tensor | None]:
     """A small LM's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere, and its acceptance
-    [B, T] by the target's `law` there, NaN elsewhere; None without a law."""
+    probability [B, T] under the target's distribution `law`, NaN elsewhere; None without `law`."""
     keep = batch["labels"].to(drafter.device) != IGNORE
     choices, accepted = judge(drafter.logits_after_norm, supervised_hidden(drafter, batch), law)
     return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
 
 
 def agreement(guesses: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The share of the positions [B, T] with something wanted (not IGNORE) at which the guess is that."""
+    """The share of positions [B, T] with a wanted token (not IGNORE) at which the guess equals it."""
     pairs = [(guess, labels.to(guess.device)) for guess, labels in zip(guesses, wanted, strict=True)]
     right = sum(int(((guess == labels) & (labels != IGNORE)).sum()) for guess, labels in pairs)
     return right / sum(int((labels != IGNORE).sum()) for _, labels in pairs)
@@ -194,8 +194,8 @@ def agreement(guesses: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 def expected_tau(accepted: Sequence[Tensor], documents: Sequence[Tensor]) -> Metrics:
     """tau_analytic: the mean over held-out text of `analytic_tau`, for drafts of `WATCHED_DRAFT` tokens.
 
-    It is what sampling at temperature 1 would come to if it went on as the text does. accepted, documents: [B, T] each.
-    Empty where the law is not known of so many positions on end.
+    It is the expected τ of sampling at temperature 1 along the text. accepted, documents: [B, T] each. Empty if there
+    are not that many consecutive positions with a known acceptance probability anywhere.
     """
     pairs = zip(accepted, documents, strict=True)
     found = torch.cat([analytic_tau(one, owner.to(one.device), WATCHED_DRAFT) for one, owner in pairs])

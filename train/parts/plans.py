@@ -1,6 +1,6 @@
-"""What trainings of drafters would hold, from configs alone: no weight is read.
+"""Memory plans of drafter trainings, from configs alone: no weight is read.
 
-No library says it: what a device holds follows from which layers are read, which are trained, and what decodes beside.
+No library computes this: it depends on which layers are loaded, which are trained, and what is loaded for decoding.
 """
 
 from collections.abc import Iterable
@@ -27,14 +27,14 @@ from train.parts.early_exit import student_on
 from train.settings.drafters import EesdConfig
 from train.settings.eagle3 import Eagle3Config
 
-# Of a trained parameter: float32 master, its gradient, and AdamW's two moments; Muon has one of its matrices.
+# Bytes per trained parameter: float32 master, gradient, and AdamW's two moments; Muon has one moment per matrix.
 BYTES_PER_MOMENT = 4
 BYTES_PER_TRAINED = 4 + 4 + 2 * BYTES_PER_MOMENT
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Parameters of one part of the model, read from the target or trained from a copy of what was read."""
+    """Parameters of one part of the model, loaded from the target or trained from a copy of loaded ones."""
 
     name: str
     parameters: int
@@ -59,7 +59,7 @@ class Plan:
 def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> Plan:
     """The plan of `config` for a target of this shape, for every process.
 
-    What is held is counted on the student itself, made without weights.
+    Parameters are counted on the student itself, constructed without weights.
     """
     model = empty_layers(target, range(target.num_hidden_layers) if config.online else exit_layers(target, exit_layer))
     head = model.get_output_embeddings()
@@ -78,10 +78,10 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
     memory = {
         "frozen weights": width * sum(part.parameters for part in parts if not part.trained),
         "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained - BYTES_PER_MOMENT * one_moment,
-        # between the frozen layers and the exit layer, in float32; its own activations come on top, see the log
+        # between the frozen layers and the exit layer, in float32; the exit's own activations are extra, see the log
         f"hidden states of {rows} rows × {config.seq_len} tokens": 4 * rows * config.seq_len * target.hidden_size,
     }
-    if config.decode_prompts:  # beside what is trained, in the dtype that it is served in
+    if config.decode_prompts:  # in addition to the student, in the dtype for serving
         dtype = pick_dtype("auto", target, device)
         served = Place(dtype.itemsize, context_limit(target))
         memory["the whole target, to decode with"] = weight_bytes(target, served) + cache_bytes(target, served)
@@ -89,12 +89,12 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
 
 
 def _stored(model: nn.Module) -> int:
-    """The values that are read for it, of two names for one tensor once."""
+    """The number of values that are loaded for it; tied tensors count once."""
     return sum(tensor.numel() for tensor in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
 
 
 def _parts(student: EarlyExitStudent) -> tuple[Piece, ...]:
-    """What `student` holds. A matrix that two parts share is counted with the first of them."""
+    """The parts of `student`. A matrix that two parts share is counted with the first of them."""
     stack, drafter = student.stack, student.drafter
     before = [stack.embed_tokens, stack.embed_positions, stack.input_norm]
     places: dict[str, tuple[list[nn.Module | None], bool]] = {
@@ -132,7 +132,7 @@ def describe_plan(plan: Plan, exit_layer: int, layers: int) -> str:
 
 
 def describe_eagle3_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> str:
-    """A greppable line, and one for each part of what a device holds."""
+    """The plan as text: greppable first line, then a line per part of the device memory."""
     model = empty_model(target)
     device = planned_device()
     width = frozen_dtype(config.frozen_dtype, device).itemsize
@@ -161,10 +161,10 @@ def describe_eagle3_plan(config: Eagle3Config, reading: Reading, target: PreTrai
 
 
 def kept_bytes(config: Eagle3Config, reading: Reading) -> int:
-    """About how many bytes of a token all steps keep for the backward pass."""
+    """The approximate number of bytes per token that all steps keep for the backward pass."""
     width, heads, keys = reading.hidden, reading.heads * reading.head_dim, reading.key_heads * reading.head_dim
     taps = 4 * len(reading.taps) * reading.target_hidden
-    handed_on = 3 * 4 * width + 2 * 4 * keys  # a step's output, its guesses with their gradient, keys and values
+    handed_on = 3 * 4 * width + 2 * 4 * keys  # a step's output, its predictions with their gradient, keys and values
     inside = (
         0 if config.fit.gradient_checkpointing else 4 * (12 * width + 4 * heads + 4 * keys + 5 * reading.intermediate)
     )
@@ -176,8 +176,8 @@ def _count(parameters: Iterable[Tensor]) -> int:
 
 
 def _stored_bytes(target: PreTrainedConfig) -> int:
-    """Bytes of a parameter in the checkpoint; 2 where the config does not say."""
+    """Bytes of a parameter in the checkpoint; 2 if the config has no dtype."""
     return torch.finfo(target.dtype).bits // 8 if isinstance(target.dtype, torch.dtype) else 2
 
 
-CHUNK_COPIES = 6  # of a chunk's logits, that a loss makes of them on the way
+CHUNK_COPIES = 6  # temporary copies of a chunk's logits that a loss makes

@@ -1,4 +1,4 @@
-"""The small LM that is trained: what it starts from, and its losses: on text, towards a frozen target, on samples."""
+"""The small LM in training: its initialisation, and its losses on text, against a frozen target, and on samples."""
 
 import copy
 import hashlib
@@ -43,9 +43,9 @@ from train.settings.drafters import DrafterConfig, FinetuneConfig
 def drafter_config(
     drafter: DrafterConfig, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedConfig:
-    """The config of the drafter to start from; reads no weights. A shape gets the target's vocabulary and context.
+    """The config of the drafter to start from; reads no weights. A new one gets the target's vocabulary and context.
 
-    Raises `UserError` where a finished drafter's tokens are not the target's.
+    Raises `UserError` if the vocabulary of a finished drafter is not the target's.
     """
     if drafter.path is not None:
         config = load_config(drafter.path, drafter.revision, role="drafter.path")
@@ -65,9 +65,9 @@ def drafter_config(
 
 
 def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> OwnTokens | None:
-    """The tokens that the drafter to go on with is made of already; None where it is of all.
+    """The draft vocabulary of the finished drafter to continue from; None if it has all tokens.
 
-    Raises `UserError` where they are another target's, or others are asked for.
+    Raises `UserError` if it belongs to another target, or if another one is requested.
     """
     path, revision = config.drafter.path, config.drafter.revision
     assert path is not None
@@ -90,9 +90,9 @@ def start_lm(
     device: torch.device,
     own: OwnTokens | None = None,
 ) -> PreTrainedModel:
-    """The drafter before training, float32: a fixed function of config, files and its `own` tokens (None: all).
+    """The drafter before training, float32: a fixed function of config, files and draft vocabulary `own` (None: all).
 
-    Trainable is what is trained.
+    Exactly the parameters to train require a gradient.
     """
     drafter = config.drafter
     with torch.random.fork_rng(devices=[]):
@@ -125,7 +125,7 @@ def start_lm(
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """In a share of the steps the drafter's own continuations are what it is compared with the target on."""
+    """On-policy distillation: in a share of the steps the loss is on the drafter's own continuations."""
 
     share: float
     tokens: int  # sampled per row
@@ -138,11 +138,11 @@ class OnPolicy:
 
 
 class SmallLMStudent(nn.Module):
-    """A small LM, float32 and trainable as it is given (whole, or through adapters), with the contract of `fit`.
+    """A float32 small LM, trained whole or through adapters as given, with the contract of `fit`.
 
     objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
-    target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is no part of
-    this module: it is neither trained, saved nor wrapped.
+    target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is not a submodule:
+    it is not trained, saved or wrapped.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class SmallLMStudent(nn.Module):
         return self._unregistered[1]
 
     def begin_step(self, step: int) -> None:
-        """Told by `fit`: what is sampled depends on the step.
+        """Called by `fit` before each step, since the samples depend on the step.
 
-        Raises `UserError` where parameters are shared out: every forward gathers them from all processes, which need
-        forwards in different numbers to sample.
+        Raises `UserError` if parameters are sharded: every forward gathers them from all processes, but sampling needs
+        a different number of forwards on each process.
         """
         if self.on_policy is not None and any(map(is_shared_out, self.parameters())):
             raise UserError("on_policy: needs whole parameters; use ddp or zero2, or on_policy=0")
@@ -178,7 +178,7 @@ class SmallLMStudent(nn.Module):
         _plain(self.lm).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def merged(self, dtype: torch.dtype) -> PreTrainedModel:
-        """A frozen copy in `dtype`, adapters merged in float32: what is served."""
+        """The model to serve: a frozen copy in `dtype`, adapters merged in float32."""
         lm = copy.deepcopy(self.lm)
         if _plain(lm) is not lm:
             lm = lm.merge_and_unload()  # type: ignore[operator]
@@ -206,7 +206,7 @@ class SmallLMStudent(nn.Module):
         return {"loss_sum": self._divergence(hidden, taught, labels)}
 
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """As `head_product`; the row for any other token is never proposed."""
+        """Like `head_product`, without the row for tokens outside the draft vocabulary, which is never proposed."""
         states, weight = head_product(self.stack.head, hidden)
         own = self.stack.own_tokens
         return states, weight if own is None else weight[: len(own.tokens)]
@@ -231,9 +231,9 @@ class SmallLMStudent(nn.Module):
             return packed_hidden(self.teacher, input_ids, positions, documents)
 
     def _on_own_samples(self, input_ids: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        """The divergence on sampled continuations, a row's mean counted as often as its text has supervised tokens.
+        """The divergence on sampled continuations: each row's mean times the number of supervised tokens of its text.
 
-        So the loop's division by the text's tokens gives each row the weight it has in other steps.
+        So after the loop's division by the text's tokens each row has the same weight as in other steps.
         """
         assert self.on_policy is not None
         assert self.teacher is not None
@@ -262,9 +262,9 @@ class SmallLMStudent(nn.Module):
 def choose_prefix(
     input_ids: Tensor, labels: Tensor, positions: Tensor, room: int, generator: np.random.Generator
 ) -> Tensor:
-    """What a row's continuation begins after: its document up to a supervised place drawn with `generator`.
+    """The prefix of a row's continuation: its document up to a supervised position drawn with `generator`.
 
-    All [T]. The last T − room tokens of it at most, so that `room` new ones keep within T.
+    All [T]. It has at most T − room tokens, cut from the left, so that `room` new ones fit within T.
     """
     supervised = (labels != IGNORE).nonzero()[:, 0]
     if not len(supervised):
@@ -278,12 +278,11 @@ def choose_prefix(
 def continue_prefixes(
     lm: PreTrainedModel, prefixes: list[Tensor], numbers: Tensor, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Each prefix [n_b] continued by draws from `lm`, at temperature 1, over its first `vocabulary` tokens.
+    """Continue each prefix [n_b] by samples from `lm`, at temperature 1, over its first `vocabulary` tokens.
 
     numbers [B, count]: uniform in [0, 1); token i of row b is the one at which the cumulative probability passes
-    numbers[b, i], so a row does not depend on what is beside it. All ids are the target's; an `lm` that is made of some
-    of its tokens draws among these. Returns (ids [B, longest + count], padded with 0,
-    the new tokens [B, count]).
+    numbers[b, i], so a row does not depend on the other rows. All ids are the target's; an `lm` with a draft vocabulary
+    samples from it. Returns (ids [B, longest + count], padded with 0, the new tokens [B, count]).
     """
     count, own = numbers.shape[1], own_tokens_of(lm)
     vocabulary = vocabulary if own is None else len(own.tokens)
@@ -291,7 +290,7 @@ def continue_prefixes(
     ids = numbers.new_zeros((len(prefixes), int(lengths.max()) + count), dtype=torch.long)
     for row, prefix in zip(ids, prefixes, strict=True):
         row[: len(prefix)] = prefix
-    # Float32 whatever the loop's precision; and autocast might keep copies of the weights that know no gradient.
+    # Float32 whatever the loop's precision; also, autocast might cache copies of the weights without gradients.
     with torch.autocast(ids.device.type, enabled=False):
         cache = DynamicCache(config=lm.config)
         feed = ids[:, : int(lengths.min())]
@@ -318,11 +317,11 @@ def own_labels(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None
 
 
 def _row_generator(seed: int, step: int, row: Tensor) -> np.random.Generator:
-    """A stream that depends on the row, not on where in the global batch it stands or who computes it."""
+    """A stream that depends on the row's content, not on its place in the global batch or on its process."""
     content = hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()
     return Streams(seed).arrays("on_policy", step, content)
 
 
 def _plain(lm: PreTrainedModel) -> PreTrainedModel:
-    """The LM itself, inside peft's wrapper or bare."""
+    """The LM itself, without peft's wrapper."""
     return lm.get_base_model() if hasattr(lm, "peft_config") else lm  # type: ignore[operator]

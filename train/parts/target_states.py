@@ -1,12 +1,12 @@
-"""What a target makes of the rows, kept on disk: a head then trains on it without running the target again.
+"""The target's hidden states for all rows, stored on disk: a head then trains without running the target again.
 
     states.bin     [rows, T, k + 1, H_t] of the dtype: the taps, ascending, and the states after the last norm; in int8
                    as `pack` makes it
     states.json    written last: what they were made from
 
-Until then states.filling.json says it, and states.done has a byte for every block of rows, 1 where it is there: a run
-that is killed goes on with those that are not. Every process of a launcher writes its share of the rows into one file,
-so the folder is one that all of them see.
+Until then the identity is in states.filling.json, and states.done has a byte for every block of rows, 1 if written: a
+killed run continues with the missing blocks. Every process of a launcher writes its share of the rows to the same file,
+so the folder must be visible to all of them.
 """
 
 import math
@@ -66,10 +66,10 @@ ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class RowsWithStates:
-    """`Rows` whose items have besides: states [T, k + 1, H_t]."""
+    """`Rows` whose items also have states [T, k + 1, H_t]."""
 
     rows: Rows
-    states: Tensor  # as they are kept
+    states: Tensor  # in the stored format
     width: int  # H_t
 
     def __len__(self) -> int:
@@ -89,11 +89,11 @@ def with_states(
     made_from: Mapping[str, object],
     state: PartialState,
 ) -> RowsWithStates:
-    """`rows` with what the target makes of them, read from `folder`, which is filled where it is not yet.
+    """`rows` with the target's states, read from `folder` after computing the missing ones.
 
-    build: makes the student whose target that is. item: (T, k + 1, H_t). made_from: JSON-able, what decides the states.
-    What they take is said before the first one is made. All processes call this. Raises `UserError` where the folder
-    holds others, where it cannot be written or has no room for them, and where `dtype` cannot hold them.
+    build: makes the student with that target. item: (T, k + 1, H_t). made_from: JSON-able, what determines the states.
+    Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
+    states, is not writable or has too little space, and if `dtype` cannot represent the states.
     """
     require_writable(folder)
     blocks = -(-len(rows) // ROWS_AT_ONCE)
@@ -124,7 +124,7 @@ def _finish(folder: Path, identity: Mapping[str, object]) -> None:
 
 
 def _is_there(folder: Path, identity: Mapping[str, object], size: int) -> bool:
-    """Whether the states are complete, all of their `size` bytes. Raises `UserError` where they are others."""
+    """Whether the states are complete, with all `size` bytes. Raises `UserError` if they are other states."""
     file, states = folder / MADE_FROM_FILE, folder / STATES_FILE
     if not file.exists():
         return False
@@ -138,9 +138,9 @@ def _is_there(folder: Path, identity: Mapping[str, object], size: int) -> bool:
 
 
 def _make_room(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> None:
-    """Keep what an earlier run of these states has made, and remove any other.
+    """Keep the blocks of an earlier run for the same states, or remove old files and start over.
 
-    Raises `UserError` without room: a full disk kills who writes to a mapped file.
+    Raises `UserError` if there is too little space: writing to a mapped file on a full disk kills the process.
     """
     filling, sizes = folder / FILLING_FILE, {STATES_FILE: size, DONE_FILE: blocks}
     begun = read_mapping(filling, "record of a target's states", "remove its folder") if filling.exists() else {}
@@ -162,7 +162,7 @@ def _make_room(folder: Path, identity: Mapping[str, object], size: int, blocks: 
 
 
 def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, folder: Path, state: PartialState) -> None:
-    """This process's share, every so many rows, but for what is `done`, uint8 [blocks]."""
+    """Compute this process's share of the blocks, except those that are `done`, uint8 [blocks]."""
     device = student.stack.device
     shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
     missing = [begin for begin in shares if not done[begin // ROWS_AT_ONCE]]
@@ -180,7 +180,7 @@ def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, fold
                 f"{chosen.stop - 1}; expected finite ones: give features_dtype=bfloat16"
             ) from None
         states[chosen.start : chosen.stop] = kept.cpu()
-        done[begin // ROWS_AT_ONCE] = 1  # both are the kernel's to keep, whatever becomes of this process
+        done[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed
 
 
 def _converted(states: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Packed rows that carry the target's cached top-k: responses of data_prep/generate_responses.py, to distil from."""
+"""Packed rows with the target's cached top-k, for distillation from responses of data_prep/generate_responses.py."""
 
 import hashlib
 from collections import Counter
@@ -24,11 +24,11 @@ from outrider.processes import join_processes
 
 
 class TopKRows:
-    """Rows as `data_prep.text.rows` makes them, in memory (about 6 k bytes a token), and beside each label the law.
+    """Rows like those of `data_prep.text.rows`, in memory (about 6 k bytes a token), with a distribution per label.
 
-    An item has input_ids, labels, positions and documents, int64 [T] each. Besides, it has the target's k likeliest
-    next tokens and the probability of all others (see `linear_topk_divergence`): top_ids int64 [T, k], top_logprobs
-    float32 [T, k] and tail float32 [T]. Labels are only where a law is known. `key` identifies the content.
+    An item has input_ids, labels, positions and documents, int64 [T] each. In addition, it has the target's k most
+    likely next tokens and the probability of all others (see `linear_topk_divergence`): top_ids int64 [T, k],
+    top_logprobs float32 [T, k], tail float32 [T]. Only tokens with these have labels. `key` identifies the content.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TopKRows:
             at = torch.from_numpy(start + places - 1)  # the position that predicts the token
             self._labels[at], self._ids[at] = law.tokens.int(), law.ids.int()
             self._logprobs[at], self._tail[at] = law.logprobs.half(), law.tail.half()
-        # Packed are the documents' places in these arrays, in place of their ids.
+        # `pack` gets the indices of the documents' tokens in these arrays instead of token ids.
         places_of = (
             Document(np.arange(start, stop), np.ones(stop - start, bool), whole=True)
             for start, stop in pairwise(starts.tolist())
@@ -95,7 +95,7 @@ def load_taught_rows(
     cached: bool,
     max_rows: int | None = None,
 ) -> TaughtRows:
-    """The rows of one split, `max_rows` at most, with the target's top-k where that is what is to be learnt."""
+    """The rows of one split, at most `max_rows`, with the target's top-k if it is `cached`."""
     return (load_top_k_rows if cached else load_rows)(config, tokenizer, seq_len, split, max_rows=max_rows)
 
 
@@ -107,10 +107,10 @@ def load_top_k_rows(
     *,
     max_rows: int | None = None,
 ) -> TopKRows:
-    """One split of the first `config.max_records` responses in the files that `config.path` names; its first rows.
+    """The first rows of one split of the first `config.max_records` responses in the files of `config.path`.
 
-    A response without a law is left out. So is one whose text is not tokenised as it was generated. The counts are
-    printed. Raises `UserError` where none is left, or where they were made with different k.
+    Skips responses without a top-k, and responses whose text is now tokenised differently from its generation. Prints
+    the counts. Raises `UserError` if no response is left, or if they have different k.
     """
     counts = Counter(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised"), 0))
     examples = list(_examples(config, tokenizer, seq_len, split, counts))
@@ -157,7 +157,7 @@ def _examples(
 
 
 def _record(response: Response, file: Path) -> Record | None:
-    """In normal form, as `read_records` has it, so that the held-out split is the same; None if it is unusable."""
+    """The record in the normal form of `read_records`, so that the held-out split is the same; None if unusable."""
     where = f"{file}: {response.record['id']}"
     try:
         return to_record(response.record, find_layout(response.record, "auto", None, where), where)

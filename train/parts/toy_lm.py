@@ -22,7 +22,7 @@ BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of `vocabulary` ids that puts BOS in front; a function of its arguments."""
+    """A byte-level BPE tokenizer of `vocabulary` ids that prepends BOS; a pure function of its arguments."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -73,9 +73,9 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether `torch.compile` pays and works here: on a GPU, with Triton, a C compiler and Python's headers at hand."""
+    """Whether `torch.compile` is worthwhile and works: on a GPU, with Triton, a C compiler and Python's headers."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    headers = Path(sysconfig.get_path("include"), "Python.h").exists()  # often a package of its own
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()  # often a separate package
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None and compiler is not None and headers
 
 
@@ -86,7 +86,7 @@ def compile_layers(lm: LlamaForCausalLM, backend: str = "inductor") -> None:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """int64 [V]: how many bytes of text each token stands for, 0 for special ones."""
+    """int64 [V]: the number of bytes of text per token, 0 for special tokens."""
     sizes = torch.zeros(len(tokenizer), dtype=torch.long)
     for token, index in tokenizer.get_vocab().items():
         if index not in tokenizer.all_special_ids:

@@ -1,1 +1,1 @@
-"""One file for each thing that is trained: what is built, what is evaluated, what is saved. The rest is train/core."""
+"""One file per kind of trained model: building, evaluation and saving. The rest is in train/core."""

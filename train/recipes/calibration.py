@@ -1,4 +1,4 @@
-"""A calibration head is trained on what the drafts of a drafter came to (EESD §3.3).
+"""Recipe for calibration heads: trained on the outcomes of a drafter's drafts (EESD §3.3).
 
 The training step is `CalibrationModel` (train/parts/calibration_model.py).
 """
@@ -47,7 +47,7 @@ from train.settings.drafters import CalibrateConfig
 def calibrate(config: CalibrateConfig) -> None:
     """Capture, fit, report, and store the head in `config.checkpoint`.
 
-    Raises `UserError` before a target is loaded when checkpoint, target or directory are unusable.
+    Raises `UserError` before the target is loaded if checkpoint, target or directory are unusable.
     """
     kind = kind_to_calibrate(config)
     if config.plan:
@@ -56,12 +56,12 @@ def calibrate(config: CalibrateConfig) -> None:
         print(plan_capture(config, kind, config.checkpoint, target, positions, _layers_read(config, kind)), flush=True)
         return
     join_processes()
-    digest = kind.load_maker().reading(config.reading).digest(config.checkpoint)  # before anything is made there
+    digest = kind.load_maker().reading(config.reading).digest(config.checkpoint)  # before anything is written there
     run_training(config, Recipe(config, kind, digest).prepare, config.checkpoint)
 
 
 def kind_to_calibrate(config: CalibrateConfig) -> Kind:
-    """The kind of drafter in `config.checkpoint`. Raises `UserError` where it is none that a head can read."""
+    """The kind of drafter in `config.checkpoint`. Raises `UserError` if a calibration head cannot read that kind."""
     kind = kind_in(config.checkpoint)
     if kind is None or kind.calibration is None:
         known = ", ".join(f"{one.name} ({one.file})" for one in KINDS.values() if one.calibration is not None)
@@ -89,7 +89,7 @@ def _layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
 
 
 def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
-    """The target of `config`; an early exit knows its own. Raises `UserError`."""
+    """The target of `config`; the checkpoint of an early exit names its target. Raises `UserError`."""
     if kind == KINDS["early_exit"]:
         return open_target_of(config.checkpoint, config.target, config.revision)
     assert config.target is not None
@@ -98,14 +98,14 @@ def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The head of a drafter of this kind, which `digest` knows."""
+    """A calibration head for a drafter of this kind. digest: identifies the drafter."""
 
     config: CalibrateConfig
     kind: Kind
     digest: str
 
     def prepare(self, state: PartialState) -> Training[CalibrationModel]:
-        """Its training, on what is captured at first. Raises `UserError`."""
+        """The training, on examples that this captures first. Raises `UserError`."""
         config, target = self.config, find_target(self.config, self.kind)
         recorded = config.answers == "recorded"
         if recorded:
@@ -175,12 +175,12 @@ class Recipe:
             "target": target,
             "dtype": dtype,
             "shard_prompts": SHARD_PROMPTS,
-            "whole": True,  # rounds of held-out text
+            "whole": True,  # whole rounds are kept of held-out text
             **({"ends": sorted(ends)} if ends else {}),
         }
 
     def _room(self, target: OpenTarget, drafter_context: int | None) -> int:
-        """The longest text that is continued, in tokens. Raises `UserError` where there is none."""
+        """The longest prompt that can be continued, in tokens. Raises `UserError` if that is less than one."""
         context = min(filter(None, (context_limit(target.config), drafter_context)))
         room = min(self.config.seq_len, context - self.config.new_tokens)
         if room < 1:
@@ -188,7 +188,7 @@ class Recipe:
         return room
 
     def _save(self, head: CalibrationHead, captured: Mapping[Split, Batch], made: Mapping[str, object]) -> None:
-        """Give the head its temperatures, write how good it is, and store it beside its drafter."""
+        """Fit the head's temperatures, write its scores, and store it with its drafter."""
         out_dir = Path(self.config.out_dir)
         survival = temper(head, captured["heldout"])
         scores = judge(head, captured["train"], only_tested(later_half(captured["heldout"])))

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head is trained beside its target, by training-time test.
+"""Recipe for EAGLE-3 heads: trained with the whole target, by training-time test.
 
 The training step is `Eagle3Student` (train/parts/eagle3.py).
 """
@@ -36,9 +36,9 @@ from train.settings.eagle3 import Eagle3Config
 
 @rehearsable
 def train_eagle3(config: Eagle3Config) -> None:
-    """Train a head as `config` says. It is `config.out_dir` itself, a directory that serving engines read.
+    """Train a head according to `config`. The result is `config.out_dir`, a directory that serving engines can load.
 
-    It holds the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
+    It contains the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
     target, head, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
@@ -55,7 +55,7 @@ def train_eagle3(config: Eagle3Config) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A head that is read so. stored: the finished one to go on with."""
+    """A head with this reading. stored: the finished head to continue from."""
 
     config: Eagle3Config
     target: OpenTarget
@@ -63,7 +63,7 @@ class Recipe:
     reading: Reading
 
     def prepare(self, state: PartialState) -> Training[Eagle3Student]:
-        """Its training. Raises `UserError` for what is unusable or does not fit together."""
+        """The training. Raises `UserError` for unusable or incompatible inputs."""
         config, target, stored = self.config, self.target, self.stored
         rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
         heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
@@ -94,7 +94,7 @@ class Recipe:
     def _with_states(
         self, rows: Rows, build: Callable[[], Eagle3Student], made_from: Mapping[str, object], state: PartialState
     ) -> RowsWithStates:
-        """`rows` with what the target makes of them, kept in the folder `config.features`."""
+        """`rows` with the target's hidden states, stored in the folder `config.features`."""
         config, reading = self.config, self.reading
         assert config.features is not None
         made_from = {**made_from, "frozen_dtype": str(frozen_dtype(config.frozen_dtype, state.device))}
@@ -107,7 +107,7 @@ class Recipe:
         config, reading, target = self.config, self.reading, self.target.config
         out_dir, tau = Path(config.out_dir), trained.metrics["tau"]
         head = copy.deepcopy(student.head).to(stored_dtype(target)).requires_grad_(False)
-        # Of another's head, a doctor has still to see how it is read.
+        # The reading of another trainer's head still has to be examined (doctor=true).
         made_here = self.stored is None or self.stored.made_here
         drafted = min(config.draft_steps, 7)
         save_head(out_dir, head, config.dialect, target, config.target, drafted, made_here=made_here)
@@ -123,8 +123,8 @@ class Recipe:
 def evaluation_of(
     config: Eagle3Config, target: OpenTarget, heldout: Rows, student: Eagle3Student
 ) -> Callable[[Eagle3Student, int], Metrics]:
-    """What is evaluated while training, on the main process: `judge_steps`, then real decoding (`Decoding`) with
-    what would be served, and `MovedNorms`."""
+    """The evaluation during training, on the main process: `judge_steps`, then real decoding (`Decoding`) with the head
+    as it would be served, and `MovedNorms`."""
     batches, steps = batches_of(heldout, config.eval_batch_rows), max(config.draft_steps, WATCHED_DRAFT)
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
 
@@ -135,7 +135,7 @@ def evaluation_of(
 
 
 def decode_student(decoding: Decoding, student: Eagle3Student) -> Metrics:
-    """What real decoding by the target says of the student's head."""
+    """Metrics of real decoding by the target with the student's head."""
     stack = student.stack
     head = copy.deepcopy(student.head).to(stack.dtype).requires_grad_(False)
     if not head.reading.own_embedding:

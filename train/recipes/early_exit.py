@@ -1,4 +1,4 @@
-"""EESD: an early exit is trained on the few layers of its target that it needs.
+"""Recipe for EESD: an early exit is trained on the few target layers that it needs.
 
 The training step is `EarlyExitStudent` (draft_models/early_exit/model.py): the frozen layers, the exit, its loss.
 """
@@ -37,9 +37,9 @@ from train.settings.drafters import EesdConfig
 
 @rehearsable
 def train_early_exit(config: EesdConfig) -> None:
-    """Train an exit layer as `config` says. The drafter is `config.out_dir` itself (see `early_exit.checkpoint`).
+    """Train an exit layer according to `config`. The drafter is `config.out_dir` (see `early_exit.checkpoint`).
 
-    With `decode_prompts` it holds the weights with the highest τ of all evaluations, else the last ones. Raises
+    With `decode_prompts` it contains the weights with the highest τ of all evaluations, else the last ones. Raises
     `UserError` for an unusable target, data set or directory, before any weight is read.
     """
     target = open_target(config.target, config.revision)
@@ -54,7 +54,7 @@ def train_early_exit(config: EesdConfig) -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An exit after `exit_layer` layers of the target. start: the directory of one to go on with."""
+    """An exit after `exit_layer` layers of the target. start: the directory of an early exit to continue from."""
 
     config: EesdConfig
     target: OpenTarget
@@ -62,9 +62,9 @@ class Recipe:
     start: str | None
 
     def prepare(self, state: PartialState) -> Training[EarlyExitStudent]:
-        """Its training. Raises `UserError` for what is unusable or does not fit together."""
+        """The training. Raises `UserError` for unusable or incompatible inputs."""
         config, target = self.config, self.target
-        exit_layers(target.config, self.exit_layer)  # raises where there is no such layer
+        exit_layers(target.config, self.exit_layer)  # raises if there is no such layer
         require_context(target.config, config.seq_len, config.decode_tokens if config.decode_prompts else 0)
         fingerprint, trained_on = from_main(state, self._identify)
         rows, heldout = self._rows()
@@ -79,7 +79,7 @@ class Recipe:
         made = config.deciding() | {"exit_layer": self.exit_layer, "data_key": rows.key}
         made |= {} if self.start is None else {"start": read_meta(self.start).weights_sha256}
         known = asdict(fingerprint)
-        if not self._reads_all:  # of a target on the Hub there may be more tomorrow than today
+        if not self._reads_all:  # the local copy of a target on the Hub may have more files later
             known.pop("tensors")
         identity = {**made, "target": known, "trained_on": trained_on}
 
@@ -112,7 +112,7 @@ class Recipe:
         return known, parts_below(target.files, target.config, self.exit_layer)
 
     def _rows(self) -> tuple[TaughtRows, TaughtRows]:
-        """To learn from, and held out."""
+        """Training rows and held-out rows."""
         config, cached = self.config, self.config.teacher == "cached"
         given = (config.data, self.target.tokenizer, config.seq_len)
         rows = load_taught_rows(*given, "train", cached=cached)
@@ -136,14 +136,14 @@ class Recipe:
 def evaluation_of(
     config: EesdConfig, target: OpenTarget, heldout: Rows, student: EarlyExitStudent, *, active: bool
 ) -> Callable[[EarlyExitStudent, int], Metrics] | None:
-    """What is evaluated while training, on the main process, which is `active`.
+    """The evaluation during training, on the main process. active: whether this is the main process.
 
-    Its names are those of `HeldOutText.judge`, `Decoding` and `MovedNorms`. tau_analytic is of the whole target
-    where that is at hand: it runs along for the loss, or there are `decode_prompts`. Of its cached top-k it is a lower
-    bound (see `top_k_law`). Else there is none.
+    Metric names are those of `HeldOutText.judge`, `Decoding` and `MovedNorms`. tau_analytic uses the whole target if it
+    is loaded, for the loss or for `decode_prompts`. With the target's cached top-k it is a lower bound (see
+    `top_k_law`). Else it is absent.
     With `decode_prompts` the whole target is loaded too, for top1_target and real decoding.
 
-    Make it before `fit`: DeepSpeed shares out every module made after it has begun.
+    Construct it before `fit`: DeepSpeed shards every module constructed after its start.
     """
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
     if not active:
@@ -163,14 +163,14 @@ def evaluation_of(
 
 
 def judged(student: EarlyExitStudent, batch: Batch, law: Law | None) -> tuple[Tensor, Tensor | None]:
-    """The drafter's argmax and its acceptance, as `EarlyExitStudent.judged` has them."""
+    """The drafter's argmax and its acceptance probability, from `EarlyExitStudent.judged`."""
     device = student.stack.device
     return student.judged(**{key: value.to(device) for key, value in batch.items()}, law=law)
 
 
 def decode_student(student: EarlyExitStudent, stack: LayerStack, decoding: Decoding) -> Metrics:
-    """What real decoding by the whole target says of the student's drafter."""
-    shared = {id(head): head for head in student.drafter.shared_head}  # the target's: not to be copied
+    """Metrics of real decoding by the whole target with the student's drafter."""
+    shared = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
     drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
     prepare(stack, {"early_exit": Calibrated(drafter)})
     return decoding(stack, EarlyExitSource(drafter))

@@ -1,4 +1,4 @@
-"""A small LM is trained as a drafter: on text, or towards its target.
+"""Recipe for small LMs as drafters: trained on text, or distilled from the target.
 
 The training step is `SmallLMStudent` (train/parts/small_lm.py).
 """
@@ -36,9 +36,9 @@ from train.settings.drafters import FinetuneConfig
 
 @rehearsable
 def finetune_drafter(config: FinetuneConfig) -> None:
-    """Train a small LM as `config` says. The drafter is `config.out_dir` itself, a Hugging Face directory.
+    """Train a small LM according to `config`. The drafter is `config.out_dir`, a Hugging Face directory.
 
-    It holds the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
+    It contains the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
     target, drafter, data set or directory, before any weight is read.
     """
     transformers_logging.disable_progress_bar()
@@ -46,7 +46,7 @@ def finetune_drafter(config: FinetuneConfig) -> None:
 
 
 def prepare(config: FinetuneConfig, state: PartialState) -> Training[SmallLMStudent]:
-    """The training. Raises `UserError` for what is unusable or does not fit together."""
+    """The training. Raises `UserError` for unusable or incompatible inputs."""
     target = open_target(config.target, config.revision)
     shape = drafter_config(config.drafter, target.config, target.tokenizer)
     for whose, model in (("target", target.config), ("drafter", shape)):
@@ -59,7 +59,7 @@ def prepare(config: FinetuneConfig, state: PartialState) -> Training[SmallLMStud
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, limit))
         own = None if tokens is None else OwnTokens(tokens, target.config.vocab_size)
     stack = None
-    if config.online or state.is_main_process:  # the others decode nothing
+    if config.online or state.is_main_process:  # other processes do not decode
         dtype = pick_dtype(config.frozen_dtype, target.config, state.device)
         stack = target.stack(dtype=dtype, device=state.device)
     sampled = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, target.tokenizer.eos_token_id)
@@ -80,14 +80,14 @@ def prepare(config: FinetuneConfig, state: PartialState) -> Training[SmallLMStud
         partial(save, config, target, student, own, identity),
         finished=TRAINING_FILE,
         best_of=identity,
-        saved_whole=student,  # adapters are merged into what is frozen
+        saved_whole=student,  # adapters are merged into frozen weights
         on_step=student.begin_step,
         minutes=config.minutes,
     )
 
 
 def identity_of(config: FinetuneConfig, target: OpenTarget, data_key: str, state: PartialState) -> dict[str, object]:
-    """What decides the result."""
+    """The identity of the run: everything that determines the result."""
     identity = {
         **config.deciding(),
         "target": asdict(from_main(state, lambda: target.fingerprint)),
@@ -100,7 +100,7 @@ def identity_of(config: FinetuneConfig, target: OpenTarget, data_key: str, state
 
 
 def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:
-    """One greppable line: what is trained, and on what."""
+    """One greppable line: the drafter, its objective, and parameter counts."""
     trained, frozen = parameters_of(student)
     taught = f" teacher={config.teacher} on_policy={config.on_policy}" if config.distils else ""
     return (
@@ -112,10 +112,10 @@ def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:
 def evaluation_of(
     config: FinetuneConfig, target: OpenTarget, heldout: Rows, student: SmallLMStudent, stack: LayerStack | None
 ) -> Callable[[SmallLMStudent, int], Metrics] | None:
-    """What is evaluated while training, where the whole target is at hand as `stack`: of what would be served.
+    """The evaluation during training, of the model as it would be served. None without the whole target, `stack`.
 
-    top1_target, tau_analytic: of the rows whose beginnings are the prompts (see `HeldOutText`). Besides, real decoding
-    (`Decoding`) and `MovedNorms`.
+    top1_target, tau_analytic: of the rows whose beginnings are the prompts (see `HeldOutText`). In addition, real
+    decoding (`Decoding`) and `MovedNorms`.
     """
     if stack is None:
         return None
@@ -142,7 +142,7 @@ def save(
     """Write the drafter, its card and, last, the record of its training."""
     out_dir, metrics = Path(config.out_dir), trained.metrics
     drafter = student.merged(stored_dtype(target.config))
-    drafter.set_attn_implementation(stock_name(drafter))  # ours is of no use to others
+    drafter.set_attn_implementation(stock_name(drafter))  # ours does not exist outside this project
     export(drafter, target.tokenizer, out_dir)
     facts: dict[str, object] = {"objective": config.objective, "data": config.data.source}
     facts |= {} if own is None else {"tokens": f"{len(own.tokens)} of the target's {own.vocabulary}"}

@@ -1,4 +1,4 @@
-"""The toy target is trained: a small Llama, from scratch, on text."""
+"""Recipe for the toy target: a small Llama, trained from scratch on text."""
 
 import functools
 import math
@@ -51,7 +51,7 @@ class ToyTarget(nn.Module):
 
 
 def train_toy_target(config: ToyTargetConfig) -> None:
-    """Tokenizer, training, held-out bits per byte; leaves a Hugging Face directory in `out_dir`."""
+    """Train a tokenizer and a model, measure held-out bits per byte, write a Hugging Face directory to `out_dir`."""
     transformers_logging.disable_progress_bar()
     run_training(config, functools.partial(prepare, config, time.perf_counter()))
 
@@ -92,9 +92,9 @@ def _texts(config: ToyTargetConfig) -> Iterator[str]:
         yield record["text"]
 
 
-@torch.compiler.set_stance("force_eager")  # other shapes than in training: each would be compiled again
+@torch.compiler.set_stance("force_eager")  # shapes differ from training, and each would be compiled again
 def bits_per_byte(model: nn.Module, rows: Rows, sizes: Tensor, batch_rows: int = 8) -> float:
-    """Loss of `rows` in bits per byte of the text predicted (EOS costs bits too); split over processes."""
+    """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
     process = join_processes()
     sums = torch.zeros(2, dtype=torch.float64)
     mine = range(process.process_index, len(rows), process.num_processes)
@@ -116,7 +116,7 @@ def greedy_sample(
     new_tokens: int,
     prompt_tokens: int = 48,
 ) -> str:
-    """A held-out beginning, `⟫`, and the model's greedy continuation; empty for no tokens."""
+    """The beginning of a held-out row, `⟫`, and the model's greedy continuation; empty if `new_tokens` is 0."""
     if not new_tokens:
         return ""
     prompt = rows[len(rows) // 2]["input_ids"][:prompt_tokens][None].to(lm.device)
@@ -127,7 +127,7 @@ def greedy_sample(
 
 
 def describe(trained: Trained, parameters: int, seconds: float, sample: str, out_dir: Path) -> str:
-    """What it came to, for the screen."""
+    """The result of the training, for the screen."""
     shown = f"greedy text after ⟫:\n{sample}\n" if sample else ""
     return (
         f"{shown}toy target: {trained.metrics['bits_per_byte']:.3f} bits per byte held out, "

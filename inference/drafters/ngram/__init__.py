@@ -1,1 +1,1 @@
-"""Drafting from n-grams: of a corpus, of the text at hand, of what the target said before; alone or with a model."""
+"""Drafting from n-grams of a corpus, the current text and earlier target outputs, with or without a draft model."""

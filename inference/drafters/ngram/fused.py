@@ -1,10 +1,10 @@
-"""One tree from everything known: a model's q where it was asked, n-grams of text, corpus and logits everywhere.
+"""Fused drafts: one tree from a model's q, at the nodes where it ran, and n-grams of text, corpus and logits.
 
-A round begins with the tree of the n-grams (see `fused_growth`). The drafter is asked at nodes of it, the root first,
-then those where its answer is worth most, a level at a time. After every answer the tree is grown anew. It stops where
-another pass would cost more than it is expected to bring (see `inference.sizing.feeding`).
+A round begins with the n-grams' tree (see `fused_growth`). The draft model runs at some of its nodes: first at the
+root, then level by level where its output has the largest expected value. After every pass the tree is grown again.
+Drafting stops when another pass would cost more than its expected gain (see `inference.sizing.feeding`).
 
-The tree is a function of the past only. So under sampling, too, a drafted token is accepted where the target chooses it
+The tree is a function of the past only. So under sampling a drafted token is also accepted if the target samples it
 (`verify.Matching`).
 """
 
@@ -41,14 +41,14 @@ from inference.sizing.feeding import Feeding, Gains
 from inference.sizing.policy import Tuning
 from inference.stopping.factory import required
 
-_LIKELIEST = 16  # tokens of a q that may become children
+_LIKELIEST = 16  # top tokens of q that may become children
 _NOTHING, _SAID_NOTHING = np.empty(0, np.int64), np.empty((0, 2 * _LIKELIEST), np.float32)
 
 
 class Fused(Drafter):
-    """A draft model and n-grams, of one generation.
+    """A drafter of a draft model and n-grams, for one generation.
 
-    table: None: the text and, where ngrams.recycle says so, the target's logits are all that n-grams are taken from.
+    table: if None, n-grams come from the text and, with ngrams.recycle, the target's logits only.
     """
 
     def __init__(self, model: DraftModel, table: TrigramTable | None, method: MethodConfig, tuning: Tuning | None):
@@ -78,7 +78,7 @@ class Fused(Drafter):
         self._pool, self._ranked, self._candidates = new_pool(nodes), new_ranked(nodes), new_candidates(nodes)
         self._unfed, self._later = np.empty(nodes, np.int64), np.empty(self.feeding.max_depth)
         self._waiting = 0  # tokens of the text, without the root, that the model has not run yet
-        self._path: tuple[list[int], list[int]] | None = None  # accepted in the last round: numbers in the pool, tokens
+        self._path: tuple[list[int], list[int]] | None = None  # accepted in the last round: pool indices, tokens
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         token = int(root)
@@ -109,8 +109,8 @@ class Fused(Drafter):
         return self._draft(root, count)
 
     def _grow(self, fed: np.ndarray, said: np.ndarray, count: int, depth: int) -> tuple[int, float]:
-        """How many nodes there are to choose from after the model was asked at the nodes `fed`, and by that the sum of
-        the path probabilities of the `count` nodes that were the best before."""
+        """Grow the tree after the model ran at the nodes `fed`; returns the number of nodes to choose from, and the
+        updated sum of path probabilities of the previous best `count` nodes."""
         answer = (fed, self._rows - len(fed), said, self._weights.now, self._maximum)
         found = grow(self._pool, self._made, *answer, self._ranked, count, depth, *self._text, self._scratch)
         size, self._made, kept = found
@@ -124,9 +124,9 @@ class Fused(Drafter):
     def _candidates_for(
         self, size: int, count: int, depth: int
     ) -> tuple[np.ndarray, list[float], list[int], list[float]]:
-        """The nodes that the model may be asked at next, with their worths, bands and values (see `frontier`)."""
+        """The nodes at which the model can run next, with their worths, bands and values (see `frontier`)."""
         least = self._ranked.paths[count - 1] if count == len(self._ranked.order) else 0.0
-        gains = np.array(self._gains.shares())  # a list would take numba ten times as long to look at
+        gains = np.array(self._gains.shares())  # numba takes ten times as long to read a list
         place = (self._pool, self._ranked, count, depth, gains, least)
         found = frontier(*place, *self._candidates)
         self._passes = later_passes(*place, self._places[1], self._unfed, self._later)
@@ -134,7 +134,7 @@ class Fused(Drafter):
         return nodes, *(fact.tolist() for fact in facts)
 
     def _ask(self, root: Tensor, nodes: np.ndarray) -> np.ndarray:
-        """What the model says after the nodes, float32 [n, 2k]: one transfer."""
+        """The model's top-k after the nodes, float32 [n, 2k]: one transfer."""
         tokens, parents = root, [ROOT]
         if self._rows:
             asked = self._pool[nodes]
@@ -148,7 +148,7 @@ class Fused(Drafter):
         return successors(logits, _LIKELIEST).cpu().numpy()
 
     def _draft(self, root: Tensor, count: int) -> DraftTree:
-        """The first `count` of the best nodes."""
+        """The draft of the best `count` nodes."""
         tokens, parents, rows = (column[:count] for column in self._places)
         self._drafted = tokens, parents
         on_device = torch.from_numpy(tokens).to(root.device)

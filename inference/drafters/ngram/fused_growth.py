@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""The tree of a fused draft, grown best-first by the n-grams' mixture, and by a model's q as well where that is known.
+"""The tree of a fused draft, grown best-first by the n-grams' mixture and, where the draft model ran, by its q.
 
-Every token that a round has looked at is a node of a pool. Its children come from the n-grams after its own context.
-Where the drafter was fed the node, the children are the union of the n-grams' and of q's likeliest, and their
-probability is joined: P = λ·q + (1 − λ)·(n + r·q), n being the n-grams' probability and r what they leave over. λ, the
-share of q, depends on how sure both are of their likeliest token. It follows what came true in this generation, by one
-step of expectation–maximisation a fed node, as the n-grams' own weights do.
+Every token that a round considers is a node of a pool. Its children come from the n-grams after its context. If the
+draft model ran at the node, the children are the union of the n-grams' and q's most likely tokens, with the probability
+P = λ·q + (1 − λ)·(n + r·q), n being the n-grams' probability and r their remaining mass. λ, the weight of q, depends on
+the confidence of both in their most likely token. It adapts to the tokens of this generation by one step of
+expectation–maximisation per fed node, as the n-grams' own weights do.
 """
 
 from functools import partial
@@ -18,19 +18,19 @@ from inference.drafters.ngram.ngram_mixing import SUREST, Scratch, Sources, pred
 from inference.sizing.feeding import BANDS
 from outrider.compiled import kept
 
-_LEAST = 1e-4  # path probability of a node that is kept at all
-_UNSEEN = -2  # `first` of a node whose children nobody has asked for
+_LEAST = 1e-4  # smallest path probability of a node
+_UNSEEN = -2  # `first` of a node whose children are not computed yet
 _INTEGERS = "token parent depth row first following kind"
 _NUMBERS = "prob path sure by_q by_n"
-# A node that was looked at. parent: −1 of the root, which is node 0. row: under which the drafter was fed it, −1: it
-# was not. first, following: the list of its children. kind: the class of its λ, where it was fed. prob: after its
-# parent; path: with all above it. sure: the n-grams' probability of its likeliest child. by_q, by_n: what q says of
-# it, and what the n-grams with the rest do.
+# A node. parent: −1 for the root, which is node 0. row: its row in the draft model, −1 if it was not fed. first,
+# following: its first child and its next sibling, a linked list. kind: the class of its λ, if it was fed. prob: its
+# probability given its parent; path: their product along its path. sure: the n-grams' probability of its likeliest
+# child. by_q, by_n: its probability under q, and under the n-grams with q for the remaining mass.
 _NODE = np.dtype([(name, np.int64) for name in _INTEGERS.split()] + [(name, np.float64) for name in _NUMBERS.split()])
 
 
 class Join(NamedTuple):
-    """λ by class: float64 [BANDS²], and with it the prior it began as, hits and trials seen, as expected numbers."""
+    """λ by class, float64 [BANDS²]; its prior; the expected numbers of hits and trials."""
 
     now: np.ndarray
     prior: np.ndarray
@@ -39,42 +39,42 @@ class Join(NamedTuple):
 
 
 def new_join() -> Join:
-    """λ as it is before a generation has said anything."""
+    """λ at the start of a generation: the prior."""
     return Join(SHARES.copy(), SHARES, np.zeros_like(SHARES), np.zeros_like(SHARES))
 
 
 class Ranked(NamedTuple):
-    """The best B nodes by falling path probability: their numbers int64 [B], and those probabilities float64 [B]."""
+    """The best B nodes by descending path probability: node numbers int64 [B], and path probabilities float64 [B]."""
 
     order: np.ndarray
     paths: np.ndarray
 
 
 def new_ranked(budget: int) -> Ranked:
-    """Room for `budget` nodes."""
+    """A workspace for `budget` nodes."""
     return Ranked(np.empty(budget, np.int64), np.empty(budget))
 
 
 def new_pool(budget: int) -> np.ndarray:
-    """Room for what is looked at where up to `budget` nodes are drafted."""
+    """A pool for drafts of up to `budget` nodes."""
     return np.zeros(256 + 64 * budget, _NODE)
 
 
 def new_candidates(budget: int) -> tuple[np.ndarray, ...]:
-    """Room for what `frontier` finds where `budget` nodes are drafted."""
+    """A workspace for `frontier` with drafts of `budget` nodes."""
     size = budget + 1
     return np.empty(size, np.int64), np.empty(size), np.empty(size, np.int64), np.empty(size)
 
 
 @partial(kept, inline="always")
 def band(share):
-    """0 … BANDS − 1 for 0 … 1, and for any other number too: arrays are indexed by it without a check."""
+    """The band 0 … BANDS − 1 of a share in 0 … 1; clipped for any other number, as it is an unchecked array index."""
     return max(0, min(BANDS - 1, np.int64(min(1.0, share) * BANDS)))
 
 
 @kept
 def start(pool: np.ndarray, token: int) -> int:
-    """Make the root node 0. Returns how many nodes there are."""
+    """Make the root node 0. Returns the number of nodes."""
     pool[0].token, pool[0].parent, pool[0].depth, pool[0].row = token, -1, 0, -1
     pool[0].first, pool[0].prob, pool[0].path, pool[0].sure = _UNSEEN, 1.0, 1.0, 0.0
     return 1
@@ -95,7 +95,7 @@ def _add_child(pool: np.ndarray, made: int, node: int, token: int, prob: float, 
 def _ngrams_after(
     pool: np.ndarray, node: int, sources: Sources, ids: np.ndarray, stop: int, scratch: Scratch
 ) -> tuple[int, float, float]:
-    """`predict` after a node: how many candidates, and the largest probability and the sum of theirs."""
+    """`predict` after a node: the number of candidates, their largest probability, and the sum of probabilities."""
     levels, known, longest, recycled, suffixes, weights, vocabulary = sources
     recent, length, above = scratch.recent, 0, node
     while above > 0 and length < len(recent):
@@ -131,14 +131,14 @@ def _rank(ranked: Ranked, size: int, done: int, node: int, path: float) -> int:
 def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sources, ids, stop, scratch):
     """Rank the likeliest nodes under ids[:stop], no deeper than `depth`.
 
-    Returns how many, how many are in the pool, and the sum of path probabilities of the first `count` of those that
-    were ranked before, by what is known now.
+    Returns the number of ranked nodes, the number of nodes in the pool, and the updated sum of path probabilities of
+    the first `count` nodes of the previous ranking.
 
-    Before that the drafter was fed the nodes `fed`, as its rows `row`, `row` + 1, …, and said `found` float32 [n, 2k]:
-    k likeliest tokens and their q (see `sampling.successors`). shares: λ by class; maximum: P is the larger one of q
-    and n instead, divided by the sum where that is more than 1.
+    Before the call, the draft model ran at the nodes `fed`, as its rows `row`, `row` + 1, …, and returned `found`
+    float32 [n, 2k]: the k likeliest tokens and their q (see `sampling.successors`). shares: λ by class; maximum:
+    P = max(q, n) instead, divided by its sum if that exceeds 1.
 
-    A child is never likelier than its parent, so the best nodes are settled in order, and any first ones are a tree.
+    A child is never likelier than its parent, so the best nodes become final in order, and every prefix is a tree.
     """
     for i in range(len(fed)):
         made = _join(pool, made, fed[i], row + i, found[i], shares, maximum, sources, ids, stop, scratch)
@@ -153,9 +153,9 @@ def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sou
 
 @kept
 def _join(pool, made, node, row, found, shares, maximum, sources, ids, stop, scratch):
-    """`found` [2k] of `grow`, after `node`, which is the drafter's row `row`. Returns how many nodes there are.
+    """Merge `found` [2k] of `grow` into the children of `node`, the draft model's row `row`. Returns the pool's size.
 
-    Where q is no number the children stay the n-grams'.
+    If q is NaN, the children remain the n-grams'.
     """
     pool[node].row, pool[node].kind = row, -1
     width = len(found) // 2
@@ -183,7 +183,7 @@ def _join(pool, made, node, row, found, shares, maximum, sources, ids, stop, scr
     scale = max(1.0, scale)
     child = np.int64(-1) if pool[node].first == _UNSEEN else pool[node].first
     pool[node].first = child
-    while child >= 0:  # those that exist keep what is below them
+    while child >= 0:  # existing children keep their subtrees
         place = 0
         while place < count and tokens[place] != pool[child].token:
             place += 1
@@ -222,7 +222,7 @@ def _grow(pool, made, ranked, depth, sources, ids, stop, scratch):
             if unseen and not (full and path * SUREST <= ranked.paths[size - 1]):
                 found, largest, _ = _ngrams_after(pool, node, sources, ids, stop, scratch)
                 pool[node].first, pool[node].sure = -1, largest
-                for i in range(found - 1, -1, -1):  # so that the list of children has their order
+                for i in range(found - 1, -1, -1):  # reversed, so that the linked list has the candidates' order
                     prob = scratch.probs[i]
                     made = _add_child(pool, made, node, scratch.tokens[i], prob, 0.0, prob)
             child = pool[node].first
@@ -238,7 +238,7 @@ def _grow(pool, made, ranked, depth, sources, ids, stop, scratch):
 
 @kept
 def learn(pool: np.ndarray, nodes: np.ndarray, following: np.ndarray, weights: Join, strength: float) -> None:
-    """Adjust λ: after the root and after each of `nodes`, which were accepted, came what is next in `following`."""
+    """Update λ; `following`: the tokens after the root and after each of the accepted `nodes`."""
     for i in range(len(following)):
         node = nodes[i - 1] if i else 0
         if pool[node].row < 0 or pool[node].kind < 0:
@@ -256,11 +256,11 @@ def learn(pool: np.ndarray, nodes: np.ndarray, following: np.ndarray, weights: J
 
 @kept
 def frontier(pool, ranked, count, depth, gains, least, nodes, worths, bands, values):
-    """The nodes that the drafter can be fed next, the root or children of what it was fed; returns how many.
+    """The nodes that can be fed next, the root or children of fed nodes, by descending value; returns their number.
 
-    They are among the first `count` ranked and above `depth`. Of each, the most valuable first: its number, its worth
-    (the path probability above `least`, which is what the last ranked node has, that a new one would displace), its
-    band of how sure the n-grams are, and its value, gains[band] · worth.
+    They are among the first `count` ranked and shallower than `depth`. Written for each: its number; its worth, the
+    path probability minus `least` (that of the last ranked node, which a new one would displace); its band of the
+    n-grams' confidence; and its value, gains[band] · worth.
     """
     found = 0
     for place in range(-1, count):
@@ -280,11 +280,11 @@ def frontier(pool, ranked, count, depth, gains, least, nodes, worths, bands, val
 
 @kept
 def later_passes(pool, ranked, count, depth, gains, least, parents, unfed, later):
-    """What the best node of each later pass is expected to bring, as `frontier` values nodes; returns how many passes.
+    """The value, as in `frontier`, of the best node of each later pass; returns the number of such passes.
 
-    A node under k − 1 others that the drafter was not fed either can be fed in the k-th pass from now. later[k − 2] is
-    of that pass. parents: as `drafted` has them. unfed: int64 [nodes], scratch by place among the ranked: how many of
-    those there are, the node itself included.
+    A node with k − 1 unfed ancestors can be fed in the k-th pass from now, whose value is later[k − 2]. parents: as
+    returned by `drafted`. unfed: int64 [nodes], scratch by rank: the number of unfed nodes on the path, including the
+    node itself.
     """
     passes = 0
     for place in range(count):
@@ -303,7 +303,7 @@ def later_passes(pool, ranked, count, depth, gains, least, parents, unfed, later
 
 @kept
 def drafted(pool: np.ndarray, ranked: Ranked, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first `count` ranked nodes as a draft: tokens, parents as places (−1: the root), rows."""
+    """The first `count` ranked nodes as a draft: tokens, parents as ranks (−1: the root), rows."""
     tokens, parents, rows = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     places = np.full(len(pool), -1)
     for place in range(count):

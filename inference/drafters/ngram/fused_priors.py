@@ -1,14 +1,14 @@
-"""What joining q and n-grams begins with (see `fused_growth`), before a generation has said anything.
+"""The prior of the weights that join q and n-grams (see `fused_growth`).
 
-SHARES: λ, the share of q, by class: BANDS of how sure q is of its likeliest token, times BANDS of how sure the n-grams
-are of theirs. It was fitted on a 135M chat model's greedy answers to questions, sums, code and texts to sum up, with an
-early exit and a small LM as drafters. What one of them says fits the other as well. The script that fitted
-it: `git show 5a060c4:benchmarks/fit_fused.py`.
+SHARES: λ, the share of q, by class: BANDS of q's confidence in its likeliest token × BANDS of the n-grams' confidence
+in theirs. It was fitted on a 135M chat model's greedy answers to questions, arithmetic, code and summarisation, with an
+early exit and a small LM as drafters. The fit to either drafter also suits the other. The fitting script:
+`git show 5a060c4:benchmarks/fit_fused.py`.
 """
 
 import numpy as np
 
-_PERCENT = (  # a row is a band of q, the least sure first
+_PERCENT = (  # a row per band of q, the least confident first
     "10 09 11 11 10 10 08 05",
     "19 13 14 12 11 09 09 04",
     "32 19 21 16 21 15 12 04",

@@ -1,4 +1,4 @@
-"""Prompt lookup: the draft is what followed the last tokens when they occurred before, in prompt or output."""
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the text's last tokens."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,23 +20,23 @@ from inference.sizing.node_sizes import BestNodes
 from inference.sizing.policy import OWN, Tuning
 from outrider.streams import Streams
 
-# With max_draft=auto: what a drafted token is taken to be right with where the one before it is, until seen otherwise.
-_FIRST = (0.3, 0.4, 0.6)  # by the length of the n-gram that occurred before; each lies in a band of its own
+# With max_draft=auto: the prior probability that a drafted token is right if the previous one is.
+_FIRST = (0.3, 0.4, 0.6)  # of the first token, by the length of the matched n-gram; each lies in a separate band
 _FURTHER = 0.8
-_FILLING = 1e-6  # of what fills a draft up to a length whose cost is measured
-# Drafts that do not pay after which so many tokens of one are submitted all the same, at first and at most.
+_FILLING = 1e-6  # of padding tokens, which fill a draft up to a length whose cost is measured
+# After `_PATIENCE` (at first, at most) unprofitable drafts, `_TRIAL` tokens of one are submitted anyway.
 _TRIAL, _PATIENCE = 2, (8, 128)
-_LOSS = 0.01  # see `Allowance`; generations are short, and each one begins with all of it
+_LOSS = 0.01  # see `Allowance`; generations are short, and each one starts with the full allowance
 
 
 class PromptLookup(Drafter):
-    """Needs no model, so a round costs one dictionary look-up per n-gram length.
+    """A drafter without a model: a round costs one dictionary look-up per n-gram length.
 
-    The longest suffix of the text, `max_ngram` tokens down to one, that occurred before gives the draft: the
-    up to `max_draft` tokens after its latest earlier occurrence.
+    The draft is up to `max_draft` tokens after the latest earlier occurrence of the longest repeated suffix of the
+    text, of at most `max_ngram` tokens.
 
-    tuning: for max_draft=auto. As many of the tokens are submitted as pay, often none. An allowance bounds what wrong
-    ones cost. None: all of them.
+    tuning: for max_draft=auto, which submits only as many of these tokens as pay, often none; an allowance bounds the
+    cost of wrong ones. None: all of them are submitted.
     """
 
     def __init__(self, max_ngram: int = 3, max_draft: int = 10, tuning: Tuning | None = None):
@@ -44,11 +44,11 @@ class PromptLookup(Drafter):
         self.max_rows = max_draft
         self._allowance = None
         if tuning is not None:
-            # How often copies are right is up to the text, so what is known of another one counts for little.
+            # The accuracy of copies depends on the text, so evidence from other texts has little weight.
             self.sizes, self._allowance = BestNodes(tuning, own=OWN, neighbour=OWN), Allowance(tuning.costs, _LOSS)
         self._skipped: Counter[int] = Counter()  # by the length of the n-gram
         self._patience: dict[int, int] = {}
-        self._tried = 0  # the length of which this round tries one, 0: of none
+        self._tried = 0  # the n-gram length that this round tries again, 0: none
 
     @property
     def totals(self) -> Mapping[str, float]:
@@ -56,12 +56,12 @@ class PromptLookup(Drafter):
 
     def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
         self._text: list[int] = []
-        self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → where its latest continuation begins
+        self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → the start of its latest continuation
         self._append(session.tokens.tolist())
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         last = int(root)
-        self._note_end()  # what ends the text is followed by the root
+        self._note_end()  # the n-grams at the end of the text are followed by the root
         found: list[int] = []
         if self._allowance is None or not self._allowance.spent():
             found = self._submitted(last, min(limit, self.max_rows))
@@ -80,14 +80,14 @@ class PromptLookup(Drafter):
         self._tried = 0
 
     def _submitted(self, last: int, room: int) -> list[int]:
-        """What to submit after the token `last`, at most `room` tokens."""
+        """The tokens to submit after the token `last`, at most `room`."""
         found, size = self._found(last, room)
         if self.sizes is None:
             return found
         room = min(room, self.sizes.room())
         found = found[:room]
         sure = [_FIRST[min(size, len(_FIRST)) - 1], *[_FURTHER] * room][: len(found)]
-        if self._allowance is None:  # what lengths cost is measured, whatever is found
+        if self._allowance is None:  # the costs of lengths are being measured, so pad to the full length
             sure += [_FILLING] * (room - len(found))
             found += [last] * (room - len(found))
         self._paths = np.cumprod(sure)
@@ -97,7 +97,7 @@ class PromptLookup(Drafter):
         return found[:count]
 
     def _found(self, last: int, room: int) -> tuple[list[int], int]:
-        """At most `room` tokens that followed the longest suffix before, and that one's length."""
+        """At most `room` tokens that followed an earlier occurrence of the longest suffix, and the suffix's length."""
         suffix = [*self._text[-self.max_ngram :], last]
         for size in range(min(self.max_ngram, len(suffix)), 0, -1):
             at = self._followed_at.get(tuple(suffix[-size:]))
@@ -106,7 +106,7 @@ class PromptLookup(Drafter):
         return [], 0
 
     def _is_due(self, size: int) -> bool:
-        """Whether n-grams of this length, whose drafts do not pay, were left alone for long enough."""
+        """Whether to try n-grams of this length again, although their drafts did not pay."""
         self._skipped[size] += 1
         if self._skipped[size] < self._patience.get(size, _PATIENCE[0]):
             return False
@@ -123,7 +123,7 @@ class PromptLookup(Drafter):
             self._text.append(token)
 
     def _note_end(self) -> None:
-        """Whatever comes next follows the n-grams that end the text now."""
+        """Index the n-grams at the end of the text, which the next token follows."""
         end = len(self._text)
         for size in range(1, min(self.max_ngram, end) + 1):
             self._followed_at[tuple(self._text[end - size :])] = end

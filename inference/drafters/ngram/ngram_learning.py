@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Learning the mixture of `inference.drafters.ngram.ngram_mixing` from what comes true, and the text itself."""
+"""Online learning: the weights of `inference.drafters.ngram.ngram_mixing`, and the text's index."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from draft_models.ngrams.recycled import recycled_rows
 from draft_models.ngrams.suffixes import LEAST, known_suffixes, successors_at
 from inference.drafters.ngram.ngram_mixing import TAIL, class_of, level_context, text_class, text_contexts
 
-_ELSEWHERE = 1e-5  # probability of a token that no source knows, to learn by
+_ELSEWHERE = 1e-5  # probability of a token that no source knows, used in learning
 
 
 @lean
@@ -62,9 +62,9 @@ def _suffix_evidence(suffixes, before, m, length, token, scratch, weights):
 
 @lean
 def learn_weights(levels, known, longest, recycled, suffixes, weights, strength, vocabulary, length, token, scratch):
-    """Adjust λ to `token` having come after `scratch.recent`, before the text index is told. Returns log P(token).
+    """Update λ for `token` after `scratch.recent`, before the text index learns it. Returns log P(token).
 
-    A source is tried as far as the token was left to it, and hit by its share in P(token).
+    A source's trials grow by the probability left to it, its hits by its share of P(token).
     """
     two, three, four = levels
     recent, slots = scratch.recent, scratch.slots
@@ -93,7 +93,7 @@ def learn_weights(levels, known, longest, recycled, suffixes, weights, strength,
     left = 1.0
     for i in range(m):
         source, kind = sources[0, i], sources[1, i]
-        # λ of 1, which few texts and no strength may come to, has left nothing to a token that its source did not know.
+        # λ = 1, possible with little text and hardly any strength, leaves nothing to tokens that its source lacks.
         hit = left * weights.now[source, kind] * probs[i] / below[i] if below[i] > 0 else 0.0
         weights.hits[source, kind] += hit
         weights.trials[source, kind] += left
@@ -110,7 +110,7 @@ def learn_weights(levels, known, longest, recycled, suffixes, weights, strength,
 def learn_text(
     levels, known, longest, decay, recycled, suffixes, weights, strength, vocabulary, ids, start, stop, scratch
 ):
-    """Take in ids[start : stop] one by one: adjust λ to each, then index it. Returns Σ log P."""
+    """Learn ids[start : stop] one by one: update λ, then index the token. Returns Σ log P."""
     total = 0.0
     for end in range(start, stop):
         length = min(len(scratch.recent), end)

@@ -1,11 +1,11 @@
-"""What n-gram drafters learnt, kept from one text to the next (ngrams.keep): contexts, recycled logits, weights.
+"""Memory of n-gram drafters across texts (ngrams.keep): contexts, recycled logits, weights.
 
-A generation works on a copy. What it learnt is taken over when the next one begins with another prompt. So several runs
-of one prompt (a warm-up, a repeat) all find what was there before it, and none of them its own answer.
+A generation works on a copy. Its state is adopted when the next generation starts with another prompt. So several runs
+of one prompt (a warm-up, a repeat) all start from the state before it, and none sees its own answer.
 
-A file belongs to one target, one tokenizer and one way of learning. One process at a time has it open. It is written
-when decoding ends, and as a generation begins if the last time is a minute ago. The contexts that were used least are
-left out until it is no larger than ngrams.keep_mb.
+A file belongs to one target, tokenizer and learning configuration. Only one process can open it at a time. It is
+written when decoding ends, and at the start of a generation if the last write is more than a minute ago. The least
+used contexts are dropped until it is no larger than ngrams.keep_mb.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ from outrider.run_dirs import changes, system_lock
 from outrider.settings import listed
 
 _FORMAT = 1
-_RECYCLED_CONTEXT = 2  # a row of the target's is known by its last token and by its last two
-_EVERY = 60.0  # seconds between two writes while decoding goes on
-_LEAVES = 0.9  # of the limit, where it was reached: so that it is not reached again at once
-_BYTES = (32, 12)  # that a context takes in the file, and a successor
-_TRUST = 0.99  # of λ from one text to the next, at most, and 1 less that at least: what always came true may end
-_NOTES = "ngrams_memory"  # where the file says, as JSON, what it belongs to
+_RECYCLED_CONTEXT = 2  # the target's rows are indexed by their last token and by their last two
+_EVERY = 60.0  # least seconds between two writes during decoding
+_LEAVES = 0.9  # share of the limit that pruning leaves, so that the limit is not reached again at once
+_BYTES = (32, 12)  # in the file, per context and per successor
+_TRUST = 0.99  # λ is clipped to 1 − _TRUST … _TRUST between texts: a source that was always right may become wrong
+_NOTES = "ngrams_memory"  # the file's metadata key of what it belongs to, as JSON
 
 
 class Learnt(NamedTuple):
@@ -49,12 +49,12 @@ class Learnt(NamedTuple):
 
     @property
     def bytes_beside_contexts(self) -> int:
-        """What a file takes whatever contexts it has."""
+        """The size of a file without its contexts."""
         return sum(array.nbytes for array in (*self.recycled[1:], self.shares))
 
 
 def nothing(table: TrigramTable, config: NgramConfig) -> Learnt:
-    """Where learning begins."""
+    """The initial state of learning."""
     if config.evidence == "table":
         return Learnt(new_map(), new_recycled(0, 0), np.empty((0, 0)))
     recycled = new_recycled(_RECYCLED_CONTEXT, config.recycle)
@@ -63,7 +63,7 @@ def nothing(table: TrigramTable, config: NgramConfig) -> Learnt:
 
 
 def carried(shares: np.ndarray) -> np.ndarray:
-    """λ as the next text begins with it. A source that was right in every text may be wrong in the next."""
+    """λ at the start of the next text, bounded: a source that was always right may be wrong there."""
     return shares.clip(1 - _TRUST, _TRUST)
 
 
@@ -74,17 +74,17 @@ def _copy(learnt: Learnt) -> Learnt:
 
 
 class Memory:
-    """A file of what was learnt, open in this process."""
+    """A file of learnt state, open in this process."""
 
     def __init__(self, path: Path, notes: Mapping[str, object], limit: float, learnt: Learnt, lock: FileLock):
-        """notes: what it belongs to. limit: bytes of the file."""
+        """notes: what the file belongs to. limit: the file's maximum size in bytes."""
         self.path, self.notes, self.limit, self._lock = path, dict(notes), limit, lock
         self._before = learnt
-        self._last: tuple[bytes, Callable[[], Learnt]] | None = None  # the prompt, and what was learnt since
+        self._last: tuple[bytes, Callable[[], Learnt]] | None = None  # the prompt's digest, and the state learnt since
         self._saved = time.monotonic()
 
     def begin(self, prompt: Sequence[int], learnt: Callable[[], Learnt]) -> Learnt:
-        """What to start from. learnt: says what has become of that; asked when the next text begins."""
+        """The state to start from. learnt: returns the state after this text; called when the next text begins."""
         digest = hashlib.sha256(np.asarray(prompt, np.int64).tobytes()).digest()
         if self._last is not None and self._last[0] != digest:
             self._before = self._within_limit(self._last[1]())
@@ -98,7 +98,7 @@ class Memory:
         self._write(self._before if self._last is None else self._within_limit(self._last[1]()))
 
     def close(self) -> None:
-        """Save, and leave the file to others."""
+        """Save, and release the file."""
         self.save()
         self._lock.release()
 
@@ -108,7 +108,7 @@ class Memory:
         if taken + others <= self.limit:
             return learnt
         kept = most_used(contexts_of(known), _LEAVES * self.limit - others)
-        # Counted anew by half, so that what was seen often long ago makes room for what is seen now.
+        # Counts are halved, so that contexts seen often long ago are dropped in favour of recent ones.
         return learnt._replace(known=map_of(kept._replace(seen=np.maximum(1, kept.seen // 2))))
 
     def _write(self, learnt: Learnt) -> None:
@@ -129,7 +129,7 @@ def _digests(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 # ------------------------------------------------------------------------------------------------------- open files
 
-_open: dict[Path, Memory] = {}  # the drafters of a process share what is kept in a file
+_open: dict[Path, Memory] = {}  # by file: all drafters of a process share one memory
 
 
 def memory_of(path: str) -> Memory:
@@ -138,10 +138,10 @@ def memory_of(path: str) -> Memory:
 
 
 def open_memory(config: NgramConfig, table: TrigramTable, target: Mapping[str, Any]) -> Memory:
-    """The memory in config.keep, empty where there is no such file yet.
+    """The memory in config.keep; empty if the file does not exist yet.
 
-    target: what it belongs to, JSON-able. Raises `UserError` where the file is another target's, tokenizer's or way of
-    learning's, is damaged, cannot be written, or is open in another process.
+    target: the target's identity, JSON-able. Raises `UserError` if the file belongs to another target, tokenizer or
+    learning configuration, is damaged, cannot be written, or is open in another process.
     """
     assert config.keep is not None
     path = Path(config.keep).resolve()
@@ -161,7 +161,7 @@ def open_memory(config: NgramConfig, table: TrigramTable, target: Mapping[str, A
         raise UserError(f"ngrams.keep={path}: cannot be locked ({error}); give a file elsewhere") from None
     try:
         learnt = nothing(table, config)
-        least = 2 * learnt.bytes_beside_contexts / 1e6  # as much again for contexts
+        least = 2 * learnt.bytes_beside_contexts / 1e6  # the same size again for contexts
         room = f"more than {least:.3g}, half of which is not contexts"
         require(config.keep_mb > least, "ngrams.keep_mb", config.keep_mb, room)
         if path.exists():
@@ -181,7 +181,7 @@ def save_all() -> None:
 
 
 def close(path: str) -> None:
-    """Save the memory in `path`, and leave the file to others; nothing where it is not open."""
+    """Save the memory in `path` and release the file; does nothing if it is not open."""
     memory = _open.pop(Path(path).resolve(), None)
     if memory is not None:
         memory.close()
@@ -200,7 +200,7 @@ def _require_same(path: Path, found: Mapping[str, object], wanted: Mapping[str, 
 
 
 def _read(path: Path, notes: Mapping[str, object], empty: Learnt, vocabulary: int) -> Learnt:
-    """What is in the file. Raises `UserError`."""
+    """Read the file. Raises `UserError`."""
     try:
         with safe_open(path, "numpy") as file:
             written = unsealed(parse_json((file.metadata() or {}).get(_NOTES, "")))
@@ -219,7 +219,7 @@ def _read(path: Path, notes: Mapping[str, object], empty: Learnt, vocabulary: in
         shares = arrays["shares"]
     except (ValueError, KeyError) as error:
         raise _damaged(path, str(error)) from None
-    # Before anything else: compiled code follows these numbers, and does not look where they lead.
+    # First of all, because compiled code uses these numbers as indices without bounds checks.
     fault = fault_of_contexts(contexts, vocabulary) or _fault_of_others(recycled, shares, empty, vocabulary)
     if fault:
         raise _damaged(path, fault)
@@ -227,13 +227,13 @@ def _read(path: Path, notes: Mapping[str, object], empty: Learnt, vocabulary: in
 
 
 def _fault_of_others(recycled: Recycled, shares: np.ndarray, empty: Learnt, vocabulary: int) -> str:
-    """Why what is not contexts cannot be used, or ""; empty: of the shapes that it must have."""
+    """The reason why the arrays other than contexts cannot be used, or ""; empty: a state of the expected shapes."""
     alike = zip((*recycled[1:], shares), (*empty.recycled[1:], empty.shares), strict=True)
     if any(one.shape != other.shape or one.dtype != other.dtype for one, other in alike):
         return "arrays of other shapes"
     if (recycled.tokens < 0).any() or (recycled.tokens >= vocabulary).any() or (recycled.seen < 0).any():
         return "recycled rows of tokens that are not in the vocabulary, or of less than no occurrences"
-    if not all(((array >= 0) & (array <= 1)).all() for array in (recycled.probs, shares)):  # so not a number neither
+    if not all(((array >= 0) & (array <= 1)).all() for array in (recycled.probs, shares)):  # false for NaN
         return "probabilities that are not between 0 and 1"
     return ""
 

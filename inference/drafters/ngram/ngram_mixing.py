@@ -1,14 +1,14 @@
 # mypy: allow-untyped-defs
-"""The better drafter's distribution: what followed the longest contexts, in the text so far and in the corpus.
+"""The n-gram mixture: interpolated distributions after the longest contexts of the text so far and of the corpus.
 
-Every context that is known is one source of evidence. First come those of 1 to K tokens in the text, longest first,
-then the target's own recycled logits after the last two tokens and the last one, then contexts of 12 to 4 tokens in the
-corpus, where the table has it by longest suffix, then those of 3, 2 and 1 tokens in the table. A source gives its share
-λ of the probability that is left, and leaves the rest to the next:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).
+Every known context is a source. First come contexts of K to 1 tokens in the text, then the target's recycled logits
+after the last two tokens and the last one, then contexts of 12 to 4 tokens in the corpus (if the table has suffixes),
+then those of 3, 2 and 1 tokens in the table. A source gets the share λ of the remaining probability and leaves the rest
+to the next source:  P = λ₁P₁ + (1 − λ₁)(λ₂P₂ + (1 − λ₂)(…)).
 
-λ depends on how often the context was seen (N) and on how sure it is (m, the share of its likeliest successor). Per
-source and class of (N, m) it begins at what `ngram_priors` says and follows what came true in this generation. That is
-one step of expectation–maximisation per token, the prior counting as `strength` tokens.
+λ depends on how often the context was seen (N) and on its confidence (m, the share of its most likely successor). Per
+source and class of (N, m) it starts at the prior of `ngram_priors` and adapts to the tokens of this generation by one
+step of expectation–maximisation per token; the prior counts as `strength` tokens.
 """
 
 from typing import NamedTuple
@@ -24,17 +24,17 @@ from inference.drafters.ngram.ngram_search import offer, tree_of
 
 CORPUS_ORDERS = (2, 3, 4)  # sources 0 … 2; then the text's contexts of 1 to K tokens, the recycled ones of 1 to R, and
 # the corpus's of `LEAST` to `REACH`
-TAIL = 48  # successors of a context that are looked at
-CANDIDATES = 128  # tokens at a node at most
-_SURENESS = np.array([0.15, 0.3, 0.5, 0.7, 0.85, 0.95])  # upper ends of the classes of m, but the last
-SUREST = 0.9  # a child likelier than this is not looked for where only it could enter a full draft
+TAIL = 48  # most successors of a context that are read
+CANDIDATES = 128  # most candidate tokens at a node
+_SURENESS = np.array([0.15, 0.3, 0.5, 0.7, 0.85, 0.95])  # upper bounds of the classes of m, except for the last class
+SUREST = 0.9  # if only a child likelier than this could enter a full draft, the node is not expanded
 
 
 class Weights(NamedTuple):
     """λ by source and class: float64 [S = 3 + K + R, CLASSES], and with it:
 
-    the prior it began as; hits and trials seen, as expected numbers; scratch for one token (integers int64 [2, S],
-    numbers float64 [2, S]).
+    its prior; expected numbers of hits and trials; scratch for one token (integers int64 [2, S], numbers float64
+    [2, S]).
     """
 
     now: np.ndarray
@@ -57,18 +57,18 @@ def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weig
 
 
 def weights_from(prior: np.ndarray) -> Weights:
-    """λ that begins at `prior`, float64 [S, CLASSES]."""
+    """λ that starts at `prior`, float64 [S, CLASSES]."""
     integers, numbers = np.empty((2, len(prior)), np.int64), np.empty((2, len(prior)))
     return Weights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
 
 
-# What `predict` asks: levels, text, the longest context in it, recycled, suffixes, λ, the table's vocabulary.
+# The sources of `predict`: levels, text, the longest context in it, recycled, suffixes, λ, the table's vocabulary size.
 Sources = tuple[Levels, ContextMap, int, Recycled, Suffixes, Weights, int]
 
 
 class Scratch(NamedTuple):
-    """Room to work in. recent: the last tokens, latest first, as many as any source looks at. slots: of contexts of 1,
-    2, … tokens. tokens, probs: candidates at a node. places: in the corpus."""
+    """A workspace. recent: the last tokens, latest first, as many as any source reads. slots: of contexts of 1, 2, …
+    tokens. tokens, probs: candidates at a node. places: the workspace for corpus suffixes."""
 
     recent: np.ndarray
     slots: np.ndarray
@@ -78,7 +78,7 @@ class Scratch(NamedTuple):
 
 
 def new_scratch(longest: int) -> Scratch:
-    """For text contexts of up to `longest` tokens."""
+    """A workspace for text contexts of up to `longest` tokens."""
     reach = max(longest, REACH)
     candidates = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES)
     return Scratch(np.empty(reach, np.int64), np.empty(reach, np.int64), *candidates, new_places())
@@ -115,7 +115,7 @@ def level_context(level: LevelArrays, recent: np.ndarray, length: int, size: int
 
 @lean
 def text_contexts(known: ContextMap, recent: np.ndarray, length: int, longest: int, slots: np.ndarray) -> int:
-    """How many tokens back the text has seen the context; `slots` of the contexts of 1, 2, … tokens."""
+    """The length of the longest known context in the text; writes the `slots` of its contexts of 1, 2, … tokens."""
     size, key = 0, np.uint64(0)
     while size < min(longest, length):
         key = longer_key(key, recent[size])
@@ -129,7 +129,7 @@ def text_contexts(known: ContextMap, recent: np.ndarray, length: int, longest: i
 
 @lean
 def text_class(known: ContextMap, slot: int) -> int:
-    """Class of a context of the text."""
+    """The class of a context of the text."""
     return class_of(
         np.int64(known.slots[slot].seen), known.entries[known.slots[slot].head].weight / known.slots[slot].sum
     )
@@ -199,7 +199,7 @@ def _add_suffixes(suffixes, before, weights, length, left, floor, scratch, count
 
 @lean
 def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch):
-    """Likely tokens after `scratch.recent`, `length` of them, and their P, in no order; returns how many.
+    """Write likely tokens after the `length` tokens in `scratch.recent` and their P, unordered; returns their number.
 
     Contributions below `floor` are left out.
     """
@@ -235,7 +235,7 @@ def predict(levels, known, longest, recycled, suffixes, weights, vocabulary, len
 
 @lean
 def mixed_best_first(levels, known, longest, recycled, suffixes, weights, vocabulary, ids, stop, depth, nodes, scratch):
-    """As `ngram_search.best_first`, by the mixed distribution."""
+    """`ngram_search.best_first` with the mixture's probabilities."""
     recent, tokens, probs = scratch.recent, scratch.tokens, scratch.probs
     budget, reach = len(nodes.order), len(recent)
     size, done, made = 0, -1, 0
@@ -255,7 +255,7 @@ def mixed_best_first(levels, known, longest, recycled, suffixes, weights, vocabu
         for place in range(stop - 1, max(-1, stop - 1 - (reach - length)), -1):
             recent[length] = ids[place]
             length += 1
-        floor = max(1e-6, worst / path / 4)  # four contributions may add up to a probability that counts
+        floor = max(1e-6, worst / path / 4)  # four contributions may add up to a relevant probability
         found = predict(levels, known, longest, recycled, suffixes, weights, vocabulary, length, floor, scratch)
         for i in range(found):
             size, made, _ = offer(nodes, size, done, made, tokens[i], parent, below, path * probs[i])

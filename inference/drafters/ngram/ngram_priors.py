@@ -1,15 +1,14 @@
-"""λ of every source of the n-gram mixture before a generation has said anything, by class (see `ngram_mixing`).
+"""The prior λ of every source of the n-gram mixture, by class (see `ngram_mixing`).
 
-In percent: 10 classes of how often a context was seen, from once to 512 times and more, times 7 of how sure it is. They
-were fitted on one model's recorded answers, Vicuna-7B to MT-Bench, by three rounds of expectation–maximisation with
-depth=30 (`git show 5a060c4:benchmarks/ngram_sources.py`, its command `fit`). Of contexts by their number of tokens, the
-last row is also that of all longer ones. A recording has no logits, so what recycled ones begin with is a formula that
-was chosen.
+In percent: 10 classes of the context's count, from once to 512 times or more, × 7 of its confidence. They were fitted
+on one model's recorded answers, Vicuna-7B to MT-Bench, by three rounds of expectation–maximisation with depth=30
+(`git show 5a060c4:benchmarks/ngram_sources.py`, command `fit`). The last row of contexts by length is used for all
+longer ones. A recording has no logits, so the prior of recycled rows is a chosen formula.
 """
 
 import numpy as np
 
-CLASSES = 70  # of a source: 10 of N × 7 of m
+CLASSES = 70  # per source: 10 of N × 7 of m
 
 
 def _shares(*percent: str) -> np.ndarray:
@@ -24,7 +23,7 @@ CORPUS = _shares(  # contexts of 1, 2 and 3 tokens, in a table without suffixes
     """03 04 06 07 08 08 09 07 10 14 16 19 20 43 12 03 15 23 33 48 61 09 12 23 36 43 55 76 03 21 35 40 24 55 79
     20 33 46 52 62 74 84 29 40 55 61 66 76 89 31 47 58 67 60 84 93 40 54 62 74 77 78 92 39 58 62 69 90 86 94""",
 )
-BELOW_SUFFIXES = _shares(  # the same in a table with suffixes, which come before them
+BELOW_SUFFIXES = _shares(  # the same in a table with suffixes, which are earlier sources
     """09 12 16 19 21 23 23 17 24 31 36 41 43 45 23 32 41 32 55 64 60 28 52 50 53 66 61 72 27 43 58 63 77 78 81
     29 47 50 57 59 83 87 45 33 46 50 74 85 90 32 43 58 58 63 94 92 38 78 64 74 69 88 94 30 57 53 77 88 83 89""",
     """03 04 06 07 08 09 09 07 10 14 18 19 21 39 11 13 14 26 41 33 80 13 16 16 42 58 46 87 06 21 29 46 47 61 77
@@ -59,7 +58,7 @@ SUFFIXES = _shares(  # contexts of 4, 5, … tokens of the corpus
 
 
 def recycled_shares() -> np.ndarray:
-    """[1, CLASSES] of recycled rows: m^½ · N / (N + 1)."""
+    """The prior [1, CLASSES] of recycled rows: m^½ · N / (N + 1)."""
     seen = 2.0 ** np.arange(10)
     sure = np.array([0.1, 0.22, 0.4, 0.6, 0.78, 0.9, 0.98])
     return np.outer(seen / (seen + 1), sure**0.5).reshape(1, CLASSES)

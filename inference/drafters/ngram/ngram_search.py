@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """Searches for the draft tree over tri-gram probabilities: ADED's PUCT search, and best-first by path probability.
 
-A state is the last n − 1 tokens (two for tri-grams). What may follow it are the successors in the table, and those in
-the overlay, whose probabilities stand for the table's. They are in order of probability, the overlay first among
-equals. All of it is compiled and works in arrays that are allocated once.
+A state is the last n − 1 tokens (two for tri-grams). Its successors are those of the table and of the overlay, whose
+probabilities replace the table's, in order of probability; ties go to the overlay. Everything is compiled and uses
+arrays that are allocated once.
 """
 
 from typing import NamedTuple
@@ -18,9 +18,9 @@ _ONE = np.uint64(1)
 
 
 class Nodes(NamedTuple):
-    """Draft nodes, at most B = budget. By rank: order int64 [B], node numbers by falling path probability, and ranked
-    float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths, places (see `tree_of`)
-    int64 [B]. tree: int64 [2, B], see there."""
+    """Draft nodes, at most B = budget. By rank: order int64 [B], node numbers by descending path probability, and
+    ranked float64 [B], those probabilities. By node number: tokens, parents (−1: the root), depths, places (see
+    `tree_of`) int64 [B]. tree: int64 [2, B], see `tree_of`."""
 
     order: np.ndarray
     tokens: np.ndarray
@@ -32,16 +32,16 @@ class Nodes(NamedTuple):
 
 
 def new_nodes(budget: int) -> Nodes:
-    """Room for a draft of up to `budget` nodes."""
+    """A workspace for drafts of up to `budget` nodes."""
     order, tokens, parents, depths, places = np.empty((5, budget), np.int64)
     return Nodes(order, tokens, parents, depths, places, np.empty(budget), np.empty((2, budget), np.int64))
 
 
 @lean
 def offer(nodes, size, done, made, token, parent, depth, prob):
-    """Put a candidate among the best, of which the first `done` are settled; the last falls out where there is no room.
+    """Insert a candidate among the best nodes, of which the first `done` are final; a full ranking drops its last node.
 
-    Returns (size, made, number): nodes kept, node numbers given out, the candidate's own (−1: it fell out).
+    Returns (size, made, number): nodes kept, node numbers assigned, the candidate's number (−1: it was dropped).
     """
     order, ranked = nodes.order, nodes.ranked
     if size == len(order):
@@ -62,9 +62,9 @@ def offer(nodes, size, done, made, token, parent, depth, prob):
 
 @lean
 def tree_of(nodes: Nodes, size: int) -> int:
-    """Put tokens and parents of the kept nodes into `nodes.tree`, likeliest first, parents as places in that order.
+    """Write tokens and parents of the kept nodes to `nodes.tree`, likeliest first, parents as indices in that order.
 
-    Returns how many there are. Their path probabilities are the first ones of `nodes.ranked`.
+    Returns their number. Their path probabilities are the first entries of `nodes.ranked`.
     """
     for place in range(size):
         number = nodes.order[place]
@@ -79,8 +79,8 @@ def tree_of(nodes: Nodes, size: int) -> int:
 
 @lean
 def enter(level, known, packed):
-    """Successors of the state `packed`: first and end of those in the table, its total, the first overlay entry, and
-    the sum of those."""
+    """Successors of the state `packed`: begin and end of those in the table, the table's total, the first overlay
+    entry, and the sum of the overlay's entries."""
     key = mix(packed, (level.order - 1) * level.bits)
     index = find(level.buckets, level.shift, level.keys, key)
     begin, end, total = 0, 0, 0.0
@@ -101,7 +101,7 @@ def _replaced(entries, head, token):
 
 @lean
 def following(tokens, counts, entries, at, end, total, entry, head):
-    """The next likeliest successor: (token or −1, probability, and where to go on: at, entry)."""
+    """The next likeliest successor: (token or −1, probability, and where to continue: at, entry)."""
     while at < end and head >= 0 and _replaced(entries, head, tokens[at]):
         at += 1
     probability = counts[at] / total if at < end else -1.0
@@ -122,7 +122,7 @@ def shifted(level: LevelArrays, packed: np.uint64, token: int) -> np.uint64:
 
 @lean
 def state_of(level: LevelArrays, ids: np.ndarray, stop: int, vocabulary: int) -> tuple[np.uint64, bool]:
-    """The state at the end of ids[:stop], and whether it is one: long enough, every id within the table."""
+    """The state at the end of ids[:stop], and whether it is valid: long enough, with every id within the table."""
     packed = np.uint64(0)
     if stop < level.order - 1:
         return packed, False
@@ -138,9 +138,9 @@ def state_of(level: LevelArrays, ids: np.ndarray, stop: int, vocabulary: int) ->
 
 @lean
 def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):
-    """The nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; `tree_of` them.
+    """Find the nodes with the largest path probabilities under ids[:stop], no deeper than `depth`; returns `tree_of`.
 
-    A child is never likelier than its parent, so the best nodes are settled in order. states: uint64 [B], scratch.
+    A child is never likelier than its parent, so the best nodes become final in order. states: uint64 [B], scratch.
     """
     root, inside = state_of(level, ids, stop, vocabulary)
     size, done, made = 0, -1, 0
@@ -170,9 +170,9 @@ def best_first(level, known, ids, stop, vocabulary, depth, nodes, states):
 
 _INTEGERS = "token parent depth first last sibling visits chosen at end head entry ahead"
 _NUMBERS = "prob score value prospect total ahead_prob"
-# A node of the search tree. Children are first visited in order of probability. So those visited are a linked list
-# (first, sibling, last), and the rest are found at `at` and `entry` (see `following`; at −1: not expanded). The next of
-# them is `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
+# A node of the search tree. Children are first visited in order of probability. So visited children are a linked list
+# (first, sibling, last), and the others start at `at` and `entry` (see `following`; at −1: not expanded). The next one
+# is `ahead` (−1: none). visits: N; chosen: Σ N of its children; prob: P; value: Q; prospect: P / (1 + N).
 _SEARCH_NODE = np.dtype(
     [("state", np.uint64)]
     + [(name, np.int64) for name in _INTEGERS.split()]
@@ -181,12 +181,12 @@ _SEARCH_NODE = np.dtype(
 
 
 def new_search(iterations: int) -> np.ndarray:
-    """Room for a search tree of `iterations`, each of which adds at most two nodes."""
+    """A workspace for a search tree of `iterations` iterations, each of which adds at most two nodes."""
     return np.zeros(2 * iterations + 1, _SEARCH_NODE)
 
 
 def exploration(iterations: int, c1: float, c2: float) -> np.ndarray:
-    """E · √ΣN by ΣN = 0 … iterations (ADED eqs. 2 and 3)."""
+    """E · √ΣN for ΣN = 0 … iterations (ADED eqs. 2 and 3)."""
     total = np.arange(iterations + 1)
     return (c1 + np.log((total + c2 + 1) / c2)) * np.sqrt(total)
 
@@ -230,7 +230,7 @@ def _expand(search: np.ndarray, node: int, level: LevelArrays, known: ContextMap
 
 @lean
 def _visit_next(search: np.ndarray, node: int, made: int, level: LevelArrays, known: ContextMap) -> None:
-    """Make the likeliest child not visited yet node number `made`."""
+    """Add the likeliest unvisited child as node number `made`."""
     packed = shifted(level, search[node].state, search[node].ahead)
     _add_node(search, made, search[node].ahead, node, search[node].depth + 1, packed, search[node].ahead_prob)
     if search[node].first < 0:
@@ -243,9 +243,9 @@ def _visit_next(search: np.ndarray, node: int, made: int, level: LevelArrays, kn
 
 @lean
 def _select(search: np.ndarray, node: int, explore: np.ndarray) -> int:
-    """The child with the largest PUCT value, the likelier one among equals; −1: the likeliest not visited yet.
+    """The child with the largest PUCT value, ties to the more likely; −1: the most likely unvisited child.
 
-    A child that was never visited has Q = N = 0, so the likeliest of them stands for all.
+    Unvisited children have Q = N = 0, so the most likely one represents all of them.
     """
     factor = explore[search[node].chosen]
     best, best_value = -1, -1.0
@@ -262,9 +262,9 @@ def _select(search: np.ndarray, node: int, explore: np.ndarray) -> int:
 
 @lean
 def _sample(level, known, begin, end, total, head, mass, seed):
-    """A successor drawn in proportion to its probability: (token or −1, probability).
+    """A successor sampled by its probability: (token or −1, probability).
 
-    mass: of those in the overlay. What hits a successor in the table that the overlay replaces is drawn again.
+    mass: the overlay's total probability. A draw that hits a table entry replaced by the overlay is repeated.
     """
     kept = np.int64(0)
     for at in range(begin, end):
@@ -291,13 +291,13 @@ def _sample(level, known, begin, end, total, head, mass, seed):
 
 @kept
 def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences, seed, search, found, nodes):
-    """ADED's search under ids[:stop]: the tree of the `sentences` best ones of up to `depth` tokens; as `tree_of`.
+    """ADED's search under ids[:stop]: the tree of the `sentences` best sentences of up to `depth` tokens; as `tree_of`.
 
-    Each iteration selects down to a state not expanded yet and expands it. It goes to the likeliest child and completes
-    the sentence with sampled successors. Then it adds the score 1 + Σ P to every node that it passed. Of a state's
-    successors in the table the `widest` likeliest count.
+    Each iteration selects down to an unexpanded state and expands it. It goes to the likeliest child and completes the
+    sentence with sampled successors. Then it adds the score 1 + Σ P to every node that it passed. Only the `widest`
+    likeliest table successors of a state are used.
 
-    explore: see `exploration`. There are as many iterations as it has entries, less one.
+    explore: see `exploration`; its length is the number of iterations + 1.
     `found`: int64 [iterations, depth] and float64 [iterations], scratch for the sentences and their scores.
     """
     words, scores = found
@@ -351,7 +351,7 @@ def puct(level, known, ids, stop, vocabulary, depth, widest, explore, sentences,
 
 @kept
 def _join(words: np.ndarray, scores: np.ndarray, sentences: int, depth: int, nodes: Nodes) -> int:
-    """The tree of the best sentences, shared beginnings once, within the node budget; parents as places."""
+    """The tree of the best sentences, with shared prefixes merged, within the node budget; as `tree_of`."""
     budget, size, kept = len(nodes.order), 0, 0
     for iteration in np.argsort(-scores, kind="mergesort"):
         if kept == sentences or size == budget:

@@ -1,6 +1,6 @@
 """Drafting from an n-gram table: ADED's tri-gram search with adaptation, and a mixture of longer contexts.
 
-Neither runs a model, and both see nothing but tokens.
+Neither runs a model: both read tokens only.
 """
 
 import weakref
@@ -35,14 +35,14 @@ from outrider.errors import require
 from outrider.processes import join_processes
 from outrider.streams import Streams
 
-_Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, what was found
-_Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities where they are known
+_Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, continuations
+_Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities if known
 
 
 class _OverText(Drafter):
-    """Keeps the text as an array of ids and has every token of it learnt once, in order.
+    """Keeps the text as an array of ids and learns every token once, in order.
 
-    With nodes=auto it looks for as many nodes as `sizes` says, and for the most where that is None.
+    With nodes=auto it searches for as many nodes as `sizes` chooses, or for the maximum if `sizes` is None.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
@@ -67,14 +67,14 @@ class _OverText(Drafter):
         self._learnt = self._length
 
     def read(self, root: int) -> None:
-        """A round begins with `root`, the last token of the text; learn what is new of it."""
+        """Begin a round with `root`, the last token of the text; learn the text's new tokens."""
         self._reserve(1)
-        self._ids[self._length] = root  # committed, but only with the round it opens
+        self._ids[self._length] = root  # committed only at the end of the round that it starts
         self._learn(self._ids, self._learnt, self._length + 1)
         self._learnt = self._length + 1
 
     def _catch_up(self) -> None:
-        """Learn the end of the text, which no further draft has asked for."""
+        """Learn the end of the text, after the last draft."""
         self._learn(self._ids, self._learnt, self._length)
         self._learnt = self._length
 
@@ -113,11 +113,11 @@ class _OverText(Drafter):
 
     @abstractmethod
     def _reset(self, learnt: Learnt) -> None:
-        """A new text begins, with what was learnt from others."""
+        """Start a new text from the state learnt from others."""
 
     @abstractmethod
     def _known(self) -> Learnt:
-        """What was learnt, of all the text so far."""
+        """The learnt state, including all the text so far."""
 
     @abstractmethod
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
@@ -128,13 +128,13 @@ class _OverText(Drafter):
 
     @abstractmethod
     def _search(self, ids: np.ndarray, stop: int, limit: int, nodes: Nodes) -> _Found:
-        """The draft under ids[:stop], no deeper than `limit`, of as many nodes as there is room for."""
+        """The draft under ids[:stop] of depth at most `limit`, with as many nodes as `nodes` can hold."""
 
 
 class TrigramDrafter(_OverText):
     """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
 
-    What it learns from a text it forgets with it, but for ngrams.keep.
+    It forgets what it learnt at the end of a text, unless ngrams.keep is given.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig, seed: int):
@@ -169,23 +169,23 @@ class TrigramDrafter(_OverText):
         size = (config.widest, self._explore, config.sentences)
         count = puct(*place, *size, self._seed, self._tree, self._found, nodes)
         tokens, parents, _ = _found(nodes, count)
-        return tokens, parents, None  # scores of sentences are no path probabilities
+        return tokens, parents, None  # scores of sentences are not path probabilities
 
 
 class MixedDrafter(_OverText):
     """The `Mixture`, best-first. Uses the orders 2 to 4 that the table has, and its suffixes.
 
-    Its rows of a round are the root and the nodes in their order: it shares nothing with the target.
+    Its rows of a round are the root and the nodes in order, as it shares nothing with the target.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         super().__init__(table, config)
         self.mixture = Mixture(table, config)
         self.successors = config.recycle
-        self._verified: _Verified | None = None  # the last round's rows, as `recycle` takes them, until it does
+        self._verified: _Verified | None = None  # the last round's arguments of `recycle`, until it runs
 
     def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
-        # A memory holds this drafter longer, and not its target's cache.
+        # A memory keeps this drafter alive for longer; a proxy does not keep the target's cache alive as well.
         self._session: Session = weakref.proxy(session)
         super().begin(session, chooser, watch)
 
@@ -195,19 +195,19 @@ class MixedDrafter(_OverText):
         super().commit(tree, nodes, tokens)
 
     def verified(self, tokens: np.ndarray, parents: np.ndarray, rows: Sequence[int]) -> None:
-        """The target ran a draft's `tokens` under `parents`, int64 [n]; rows: of the root and of each token."""
+        """Record that the target ran `tokens` under `parents`, int64 [n]; rows: of the root and of each token."""
         ran, found = self._session.recycled()
         place = {row: i for i, row in enumerate(rows)}
         numbers = np.array([place[row] for row in ran], np.int64)
         self._verified = (self._length + 1, tokens, parents, numbers, found.cpu().numpy())
 
     def append(self, tokens: Sequence[int]) -> None:
-        """The round ended with `tokens` committed, the root first."""
+        """End the round with `tokens` committed, the root first."""
         self._append(tokens)
 
     @property
     def text(self) -> tuple[np.ndarray, int]:
-        """The text's ids with room behind them, and how many there are, the root included."""
+        """The array of the text's ids, with spare capacity, and the number of ids, including the root."""
         return self._ids, self._length + 1
 
     def _reset(self, learnt: Learnt) -> None:
@@ -223,7 +223,7 @@ class MixedDrafter(_OverText):
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         self.mixture.learn(ids, start, stop)
-        if self._verified is not None:  # only now: its rows are what these very tokens were chosen by
+        if self._verified is not None:  # only now, as these tokens were chosen from these very rows
             recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
@@ -239,9 +239,9 @@ def _found(nodes: Nodes, count: int) -> _Found:
 def make_ngram_drafter(
     table: TrigramTable, config: NgramConfig, seed: int, tuning: Tuning | None = None
 ) -> TrigramDrafter | MixedDrafter:
-    """The drafter of `config` over `table`, fresh. Raises `UserError` where the table lacks what it needs.
+    """A new drafter of `config` over `table`. Raises `UserError` if the table lacks orders that it needs.
 
-    tuning: for nodes=auto; None: as many nodes as that ever chooses.
+    tuning: for nodes=auto; None: the most nodes that auto can choose.
     """
     mixed = config.evidence == "mixed"
     drafter = MixedDrafter(table, config) if mixed else TrigramDrafter(table, config, seed)
@@ -253,7 +253,7 @@ def make_ngram_drafter(
 def open_table(where: str, digest: str, vocabulary: int | None = None) -> TrigramTable:
     """The n-gram table in `where`.
 
-    digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's, which every id must be in. Raises
+    digest: `vocabulary_digest` of the target's tokenizer; vocabulary: the target's size, which bounds every id. Raises
     `UserError` for a table of another tokenizer, or a damaged one.
     """
     table = TrigramTable.open(where)
@@ -264,7 +264,7 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
 
 
 def identity_of(target: object) -> dict[str, object]:
-    """What a memory belongs to: the target, wherever it lies. A recording is known by its tokenizer alone."""
+    """The identity to which a memory is bound: the target's without its path, or a recording's tokenizer."""
     fingerprint = getattr(target, "fingerprint", None)
     known = {} if fingerprint is None else asdict(fingerprint)
     return {name: value for name, value in known.items() if name not in ("target", "revision")}

@@ -1,1 +1,1 @@
-"""Decoding on a CPU: compiled passes over few rows, shared by PyTorch's own threads."""
+"""Decoding on a CPU: compiled passes over few rows, run in parallel by PyTorch's own threads."""

@@ -1,4 +1,4 @@
-"""Layers and products on a CPU by `inference.engines.cpu`: what of a model they can run, and how they are called."""
+"""Layers and products on a CPU by `inference.engines.cpu`: the parts of a model that it can run, and their calls."""
 
 import math
 import statistics
@@ -25,17 +25,17 @@ from inference.engines.cpu.vectors import LANES
 
 ONE_BY_ONE, AT_ONCE = "one by one", "at once"
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured
-SEEN = 2**20  # rows times positions of a call: a float each and for each head is room for scores
-TOGETHER = 64  # rows of a call for a norm and a product: every thread has all of them for itself
-COLD = 64 * 2**20  # bytes of weights that are read in turn where times are taken, so that none is in a cache
-SMALL = 2**19  # bytes of a layer whose time is that of its calls
-SOME = 256  # positions by which room grows
-REPEATS = 3  # after a first one that does not count
+SEEN = 2**20  # most rows × positions of a call: the workspace for scores has one float per head for each
+TOGETHER = 64  # most rows of a call for a norm and a product: every thread has its own copy of all of them
+COLD = 64 * 2**20  # bytes of weights that are read in turn by a timing, so that none is in a cache
+SMALL = 2**19  # bytes of a layer below which call overhead dominates
+SOME = 256  # positions by which the workspace grows
+REPEATS = 3  # after one warm-up
 _FLOATS = (entries.SCALES, entries.BIASES, entries.NORMS, entries.HEAD_NORMS, entries.EPS)
 
 
 def fits_panels(linear: object) -> TypeGuard[Linear]:
-    """Whether the kernels multiply by such a layer's weight on a CPU."""
+    """Whether the kernels can multiply by this layer's weight on a CPU."""
     if isinstance(linear, Int8Linear):
         kind, device = linear.scale.dtype, linear.codes.device
     elif type(linear) is nn.Linear:
@@ -55,7 +55,7 @@ def _biases(linear: Linear) -> Tensor:
 
 
 class PanelLinear(nn.Module):
-    """A linear layer without gradient by `products`, for one that `fits_panels`. Sums are in float32."""
+    """A linear layer without gradient that uses `products`, made of one that `fits_panels`. Sums are in float32."""
 
     def __init__(self, linear: Linear):
         super().__init__()
@@ -78,7 +78,7 @@ class PanelLinear(nn.Module):
         return plain * self._scales.to(self._dtype)[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out]. Given `x` of another dtype it computes in that, as `precise` does."""
+        """x [..., in] → [..., out]. If `x` has another dtype, it computes in that dtype, as `precise` does."""
         if x.dtype != self._dtype:
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         return self._call(self._function, x, self.layout.operand(x.reshape(-1, self.shape[1])))
@@ -86,7 +86,7 @@ class PanelLinear(nn.Module):
     __call__ = forward
 
     def after(self, weight: Tensor, eps: float, x: Tensor) -> Tensor | None:
-        """`forward` of weight · round(x / rms(x)), with nothing between; None for an x of another dtype."""
+        """`forward` of weight · round(x / rms(x)) in one call; None if unsupported, as for an x of another dtype."""
         size = self.shape[1]
         rows = x.numel() // size
         if x.dtype != self._dtype or weight.dtype != x.dtype or size % LANES or rows == 0:
@@ -99,7 +99,7 @@ class PanelLinear(nn.Module):
         return self._call(self._normed, x, x.contiguous(), table)
 
     def _call(self, entry: int, x: Tensor, operand: Tensor, more: dict[int, int] | None = None) -> Tensor:
-        """Outputs [..., out] for x [..., in] of an entry, which is given `operand` and what else it asks for."""
+        """Outputs [..., out] of an entry for x [..., in], passed as `operand`; more: other items of its table."""
         out = x.new_empty(*x.shape[:-1], self.shape[0])
         table = self._table.copy()
         table[entries.WEIGHTS], table[entries.SCALES] = self._panels.data_ptr(), self._scales.data_ptr()
@@ -113,9 +113,9 @@ class PanelLinear(nn.Module):
 
 
 class LayersAtOnce:
-    """Consecutive layers of one shape, any range of which runs in one call where a pass has few rows.
+    """Consecutive layers of one shape, any range of which runs in one call if a pass has few rows.
 
-    layout: of its weights, which it has a second time, beside the layers' own.
+    layout: of its weights, which are a second copy in addition to the layers' own.
     """
 
     def __init__(self, layers: Sequence[Any]):
@@ -129,7 +129,7 @@ class LayersAtOnce:
         self.layout = Layout.of(linears, self._dtype)
         sizes = [linear.out_features * linear.in_features for linear in first.products]
         self._weights = in_large_pages(torch.empty(len(layers), sum(sizes), dtype=self.layout.stored))
-        # One by one, so that there is no third copy of a large model.
+        # Layer by layer, so that there is no third copy of a large model.
         for row, layer in zip(self._weights, layers, strict=True):
             for part, linear in zip(row.split(sizes), layer.products, strict=True):
                 part.copy_(self.layout.panels(linear))
@@ -149,24 +149,24 @@ class LayersAtOnce:
         table[entries.LAYERS] = len(layers)
         table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
         table[entries.WIDTH], table[entries.INNER] = self._shape[3:]
-        self._table = table  # addresses are put in where it is used: those of a copy are others
+        self._table = table  # addresses are filled in at each use: a copy of this object has others
         self._rooms: dict[tuple[int, int, int], int] = {}
 
     def chosen(self, layers: Sequence[Any]) -> str:
-        """Which is the faster way through `layers`, here and now: `AT_ONCE` or `ONE_BY_ONE`; or what is recorded.
+        """The measured faster way through `layers`, `AT_ONCE` or `ONE_BY_ONE`; or the recorded one.
 
-        It is the way of all passes behind a text, few rows or many, as the two round differently.
+        It is used for all passes after a text, of few rows or many, as the two round differently.
         """
         hidden, inner = self._shape.hidden, self._shape.inner
         question = f"{len(layers)} layers of {hidden} and {inner} in {str(self._dtype).removeprefix('torch.')}"
         return settle(question, (ONE_BY_ONE, AT_ONCE), lambda: AT_ONCE if self.is_faster(layers) else ONE_BY_ONE)
 
-    @torch.inference_mode()  # with gradients it would run nothing, which takes no time
+    @torch.inference_mode()  # with gradients `run` would do nothing, which takes no time
     def is_faster(self, layers: Sequence[Any], clock: Callable[[], float] = time.perf_counter) -> bool:
-        """Whether passes of `WIDTHS` are faster at once than layer by layer: the mean of the logarithms decides.
+        """Whether passes of `WIDTHS` rows are faster at once than layer by layer, by the mean of log times.
 
-        Over as many `layers` as exceed the caches. Where a layer is so small that its calls take all the time, it is
-        not measured: at once is faster then.
+        Uses as many `layers` as exceed the caches. If a layer is so small that call overhead dominates, it is not
+        measured: at once is faster then.
         """
         size = self._weights[0].nbytes
         if size < SMALL:
@@ -181,7 +181,7 @@ class LayersAtOnce:
             seconds: tuple[list[float], list[float]] = ([], [])
             for _ in range(1 + REPEATS):
                 cache = KVCache(range(self._first, self._first + count), rows + 1)
-                cache.length = 1  # behind a text
+                cache.length = 1  # after a text
                 started = clock()
                 done = self.run(hidden, 0, count, (table, table), mask, cache)
                 between = clock()
@@ -195,7 +195,7 @@ class LayersAtOnce:
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> "LayersAtOnce | None":
-        """`layers`, `inference.engines.fused_layers.FusedLayer`s; None where the kernels cannot run them."""
+        """For `layers`, `inference.engines.fused_layers.FusedLayer`s; None if the kernels cannot run them."""
         able = layers and all(layer.gates_by_silu for layer in layers)
         if not able or not all(fits_panels(part) for layer in layers for part in layer.products):
             return None
@@ -218,10 +218,10 @@ class LayersAtOnce:
         mask: Mask,
         cache: LayerCache | None,
     ) -> Tensor | None:  # fmt: skip
-        """Layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None where it does not run such a pass.
+        """Run layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None if the pass is not supported.
 
-        rotary, mask, cache: as a layer is given them. It runs passes behind a text over a `KVCache`, without gradients,
-        where everything is of the dtype of the layers. A prompt, whose rows see no text before them, is none of them.
+        rotary, mask, cache: as a layer receives them. Supported are passes after a text over a `KVCache`, without
+        gradients, with all tensors in the layers' dtype. A prompt, whose rows see no earlier text, is not supported.
         """
         batch, rows, _ = hidden.shape
         if batch != 1 or not isinstance(cache, KVCache) or cache.fixed is not None:
@@ -239,7 +239,7 @@ class LayersAtOnce:
         first, past = cache.layers.start - self._first, cache.length
         most = max(1, SEEN // (past + rows))
         done = []
-        for begin in range(0, rows, most):  # those of a later call see the keys and values of the ones before
+        for begin in range(0, rows, most):  # later calls see the keys and values of earlier ones
             end = min(rows, begin + most)
             own = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
             place = (rotary[0][:, begin:end], rotary[1][:, begin:end])
@@ -252,11 +252,11 @@ class LayersAtOnce:
         return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
     def run_each(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], kept: Tensor, seats: Tensor) -> Tensor:
-        """All layers on one more token of each of R sequences, hidden [R, d] → [R, d]; any number of rows.
+        """Run all layers on one more token of each of R sequences, hidden [R, d] → [R, d]; any number of rows.
 
-        kept [L, 2, S, G, positions, D]: keys and values of S sequences, where those of the rows go too. seats int64
-        [R, 2]: which of these a row belongs to, and how many positions it has before. rotary: cos and sin [R, D]. All
-        are of the dtype of the layers, and contiguous.
+        kept [L, 2, S, G, positions, D]: the KV cache of S sequences, to which the rows' keys and values are written.
+        seats int64 [R, 2]: each row's sequence, and the number of earlier positions in it. rotary: cos and sin [R, D].
+        All have the layers' dtype and are contiguous.
         """
         past = int(seats[:, 1].max())
         more = {entries.SEATS: seats.data_ptr(), entries.PAST: past}
@@ -266,7 +266,7 @@ class LayersAtOnce:
         self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], kept: Tensor, positions: int,
         more: dict[int, int],
     ) -> Tensor:  # fmt: skip
-        """Layers start … stop − 1 on rows hidden [..., d], of up to so many `positions`; kept as in `run_each`."""
+        """Run layers start … stop − 1 on rows hidden [..., d] of up to `positions` positions; kept: see `run_each`."""
         hidden = hidden.contiguous()
         rows, threads = hidden.numel() // self._shape.hidden, most_threads()
         out = torch.empty_like(hidden)
@@ -288,7 +288,7 @@ class LayersAtOnce:
         return out
 
     def _room(self, rows: int, threads: int, positions: int) -> int:
-        """How many floats a pass over so many positions works in, or some more: asking takes as long as ten of them."""
+        """The workspace of a pass over `positions` positions in floats, rounded up; cached, as computing it is slow."""
         size = (rows, threads, -(-positions // SOME) * SOME)
         if size not in self._rooms:
             self._rooms[size] = sum(entries.room_sizes(self._shape, *size, self.layout.parts))
@@ -296,6 +296,6 @@ class LayersAtOnce:
 
 
 def dtype_of(layer: Any) -> torch.dtype:
-    """Of what a fused layer computes."""
+    """The dtype in which a fused layer computes."""
     dtype: torch.dtype = layer.attention_norm.weight.dtype
     return dtype

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Attention of a few queries, compiled: what a head's keys and values are read for is done while they are near."""
+"""Compiled attention of a few queries: all work on a head's keys and values is done while they are in a near cache."""
 
 import numpy as np
 from numba import types
@@ -23,15 +23,15 @@ from inference.engines.cpu.vectors import (
     sums_of_lanes,
 )
 
-_KEYS = 8  # whose scores are summed at once
-_VECTORS = 4  # of a value, which are summed at once
-NEAR = 64  # positions whose keys or values stay in the nearest cache while all queries look at them
+_KEYS = 8  # keys whose scores are summed at once
+_VECTORS = 4  # vectors of a value that are summed at once
+NEAR = 64  # positions whose keys or values stay in the nearest cache while all queries read them
 
 
 def _scores_of(keys_at_once):
-    """A function (query [D], keys [positions, D], row, scores, place) for the scores of some keys from a row on.
+    """A function (query [D], keys [positions, D], row, scores, place) for the scores of `keys_at_once` keys from `row`.
 
-    They go into scores, from a place on. What a score is does not depend on how many are computed at once.
+    They are written to `scores` from `place` on. A score does not depend on how many are computed at once.
     """
 
     @intrinsic
@@ -61,9 +61,9 @@ def _scores_of(keys_at_once):
 
 
 def _weighed(vectors):
-    """A function (weights, place, values [positions, D], row, count, column, sums [D]) for vectors from a column on.
+    """A function (weights, place, values [positions, D], row, count, column, sums [D]) for `vectors` from `column` on.
 
-    sums[column:] += Σ_j weights[place + j] · values[row + j] over `count` rows, in their order.
+    sums[column:] += Σ_j weights[place + j] · values[row + j] over `count` rows, in order.
     """
 
     @intrinsic
@@ -99,10 +99,10 @@ _weigh_some, _weigh_one = _weighed(_VECTORS), _weighed(1)
 
 @kernel
 def attend(task, first, last, halves, out):
-    """out [R, H·D] of queries first … last − 1: the means of values by softmax(scale · query · key + mask).
+    """Write to out [R, H·D], for queries first … last − 1, the means of values by softmax(scale · query · key + mask).
 
-    They are counted by key heads, then by the task's rows, then by the heads that share a key head. What nothing seen
-    comes after is not looked at, so a row of a chain gets what it gets alone.
+    Queries are numbered by key head, then by the task's rows, then by the heads that share a key head. Positions after
+    a row's last visible one are not read, so a row of a chain gets the same result as alone.
     """
     heads = task.queries.shape[1] // task.keys.shape[2]
     each = task.rows * heads // task.keys.shape[0]
@@ -118,7 +118,7 @@ def _attend_head(task, heads, head, first, last, halves, out):
     """`attend` for queries first … last − 1 of one key head."""
     keys, values, near = task.keys[head], task.values[head], task.near
     width, group = keys.shape[1], heads // task.keys.shape[0]
-    widen = keys.itemsize == 2 and last - first > 2  # once for all of them
+    widen = keys.itemsize == 2 and last - first > 2  # once for all queries
     for begin in range(0, task.seen, NEAR):
         if widen:
             _widen(keys, begin, min(begin + NEAR, task.seen), near)

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
-"""Attention over bfloat16s by AMX, of 16 queries of a key head at once.
+"""Attention over bfloat16s by AMX, for 16 queries of a key head at once.
 
-A step reads keys as they are stored: 16 positions by 32 numbers of a register, times queries, are scores with positions
-in rows. These are transposed to where they are softmaxed. A weight is the sum of two bfloat16s, in the place of the
-float that it was, so 32 weights of each query are a register and their rests are another. Values are interleaved, two
-positions at a time, as that instruction reads its right side.
+A step reads keys as they are stored: a register of 16 positions × 32 numbers, times queries, gives scores with
+positions in rows. These are transposed for the softmax. A weight is the sum of two bfloat16s, which are stored instead
+of its float, so 32 weights of each query are one register and their remainders another. Values are interleaved by pairs
+of positions, as the instruction reads its right operand.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def _bytes_of(builder, array):
 
 
 def _line_of(builder, array):
-    """How many bytes after each other the rows of an array of two axes begin."""
+    """The row stride of a two-dimensional array in bytes."""
     return cgutils.unpack_tuple(builder, array.strides, 2)[0]
 
 
@@ -78,7 +78,7 @@ def _vector_at(builder, address, kind):
 
 @intrinsic
 def _place_queries(context, block, count, packed):
-    """Queries float32 block[:count] [16, D], rounded, as a right side: pairs of one query in a column."""
+    """Pack queries float32 block[:count] [16, D], rounded, as a right operand: pairs of one query in a column."""
 
     def make(context, builder, signature, given):
         of_block, of_packed = arrays_of(context, builder, (block, packed), (given[0], given[2]))
@@ -108,7 +108,7 @@ def _place_queries(context, block, count, packed):
 
 
 def _copy_tail(builder, keys, position, positions, width, into):
-    """Copy keys from a position on, 16 of them, to one after the other; the last one stands for those behind it."""
+    """Copy 16 keys from a position on to contiguous memory; positions after the last key get the last one."""
     last = builder.sub(positions, LONG(1))
 
     def copy(block, nothing):
@@ -129,7 +129,7 @@ def _copy_tail(builder, keys, position, positions, width, into):
 def _score_keys(context, keys, position, packed, room, tail, scores, line, count):
     """scores[line + i, position + j] = query i · keys[position + j], i < count ≤ 16, j < 16.
 
-    room: of 16 · 16 floats; tail: of 16 keys, where there are fewer.
+    room: a workspace of 16 · 16 floats; tail: one of 16 keys, used if fewer are left.
     """
 
     def make(context, builder, signature, given):
@@ -163,7 +163,7 @@ def _score_keys(context, keys, position, packed, room, tail, scores, line, count
         for number, row in enumerate(_transposed(builder, rows)):
             into = place_in(builder, row_of(builder, of_scores, builder.add(line, LONG(number))), position, INT)
             there = builder.icmp_signed("<", LONG(number), count)
-            into = builder.select(there, builder.bitcast(into, BYTE.as_pointer()), between)  # else to where none look
+            into = builder.select(there, builder.bitcast(into, BYTE.as_pointer()), between)  # else to the workspace
             builder.store(row, _vector_at(builder, into, INTS), align=4)
         return context.get_dummy_value()
 
@@ -173,7 +173,7 @@ def _score_keys(context, keys, position, packed, room, tail, scores, line, count
 
 @intrinsic
 def _split_weights(context, scores, line, steps):
-    """In place of every 32 floats of a line, 32 bfloat16s nearest to them and 32 of what is left."""
+    """Replace every 32 floats of a line by the 32 nearest bfloat16s and 32 bfloat16s of the remainders."""
 
     def make(context, builder, signature, given):
         (of_scores,) = arrays_of(context, builder, (scores,), given[:1])
@@ -198,7 +198,7 @@ def _split_weights(context, scores, line, steps):
 def _weigh_values(context, scores, line, values, seen, nothing, room, block, column):
     """block[i, column:][:32] = Σ_j weight j of a split line i of scores · values[j, column:][:32], j < seen.
 
-    nothing: 32 bfloat16s, 0; room: of 32 · 32 bfloat16s.
+    nothing: 32 bfloat16 zeros; room: a workspace of 32 · 32 bfloat16s.
     """
 
     def make(context, builder, signature, given):
@@ -254,16 +254,16 @@ def _weigh_values(context, scores, line, values, seen, nothing, room, block, col
     return types.void(scores, whole, values, whole, nothing, room, block, whole), make
 
 
-# What stands where in a thread's room, in rows of as many floats as a head is wide: queries, and later their results,
-# [16, D]; queries as a right side; scores or values on the way, 2 KiB; keys, where fewer than 16 are left, [16, D].
+# Offsets in a thread's workspace, in rows of D floats: queries, and later their results, [16, D]; queries as a right
+# operand; intermediate scores or values, 2 KiB; keys, if fewer than 16 are left, [16, D]; zeros.
 _PACKED, _BETWEEN, _TAIL, _NOTHING, WORK = 16, 24, 40, 48, 50
 
 
 @kernel
 def attend_by_amx(task, first, last, halves, out):
-    """`attention.attend` for keys and values of bfloat16s whose heads have a multiple of 32 numbers.
+    """`attention.attend` for bfloat16 keys and values whose head dimension is a multiple of 32.
 
-    Queries are rounded to bfloat16. Weights of what a query does not see are 0, and its values are read all the same.
+    Queries are rounded to bfloat16. Weights of hidden positions are 0, but their values are read nevertheless.
     """
     width = task.keys.shape[2]
     each = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
@@ -281,12 +281,12 @@ def attend_by_amx(task, first, last, halves, out):
 
 @kernel
 def _attend_block(task, head, first, count, halves, out):
-    """Queries first … first + count − 1, all of one key head."""
+    """`attend_by_amx` for queries first … first + count − 1, all of one key head."""
     keys, values, near, scores = task.keys[head], task.values[head], task.near, task.scores
     seen, width = task.seen, task.keys.shape[2]
     heads = task.queries.shape[1] // width
     group = heads // task.keys.shape[0]
-    each, line = group * task.rows, task.row * heads + first  # of scores: each query has its own
+    each, line = group * task.rows, task.row * heads + first  # lines of scores: one per query
     steps = -(-seen // STEP)
     for i in range(count):
         row, place = task.row + (first + i - head * each) // group, head * group + (first + i) % group

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
 """Products by AMX, Intel's matrix registers: 16 rows by 16 outputs over 32 inputs in one instruction.
 
-A panel of pairs of bfloat16s lies as that instruction reads it. It multiplies 16 rows in about the time in which it
-multiplies one, and in less than memory takes to bring the weights, so a pass of few rows takes as long as one of one.
-A float32 is the sum of three bfloat16s. So what is multiplied in a float32 run are three times as many rows, and the
-results are as exact as those of floats.
+A panel of pairs of bfloat16s is stored as that instruction reads it. It multiplies 16 rows in about the time of one
+row, and faster than memory delivers the weights, so a pass of few rows takes as long as a pass of one.
+A float32 is the sum of three bfloat16s. So in float32 three times as many rows are multiplied, and the results are as
+exact as those of floats.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ from inference.engines.cpu.vectors import BYTE, FEATURES, FLOAT, LANES, LONG, ar
 
 BLOCK = 16  # rows of a register
 STEP = 32  # inputs of a register: bfloat16s in a row of 64 bytes
-LINE = 64  # bytes of a row of a register, and of a line of a cache
+LINE = 64  # bytes of a row of a register, and of a cache line
 REGISTER = BLOCK * LINE
 _REGISTERS = 8
-_MOST = 4  # panels that are read at once: their sums, `x`, and the other registers are for weights
+_MOST = 4  # most panels read at once: registers hold their sums and `x`, and the others weights
 _SUMS = PARTS * REGISTER  # bytes of the sums of a panel
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 _SHORT = ir.IntType(16)
@@ -35,7 +35,7 @@ _POINTER = types.CPointer(types.float32)
 
 @cache
 def has_amx() -> bool:
-    """Whether the processor has AMX for bfloat16s and this process may use it, for which Linux wants to be asked."""
+    """Whether the processor has AMX for bfloat16s and this process may use it, which it must request from Linux."""
     if not (FEATURES.get("amx-tile") and FEATURES.get("amx-bf16") and FEATURES.get("avx512f")):
         return False
     if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -45,15 +45,15 @@ def has_amx() -> bool:
 
 
 def call_amx(builder, name, *given):
-    """One of LLVM's functions for AMX. Registers are numbers of 8 bits, known when compiled."""
+    """Call one of LLVM's functions for AMX. Registers are 8-bit constants at compile time."""
     kinds = [BYTE if isinstance(one, int) else one.type for one in given]
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}")
     builder.call(function, [BYTE(one) if isinstance(one, int) else one for one in given])
 
 
 def _lines(builder, size):
-    """Bytes on the stack, at a line's begin."""
-    with builder.goto_entry_block():  # numba's own way stores a 0 in each byte, which takes LLVM 15 s
+    """Bytes on the stack, aligned to a cache line."""
+    with builder.goto_entry_block():  # numba's own function stores a 0 in each byte, which takes LLVM 15 s
         room = builder.alloca(ir.ArrayType(BYTE, size))
     room.align = LINE
     return builder.bitcast(room, BYTE.as_pointer())
@@ -61,7 +61,7 @@ def _lines(builder, size):
 
 @intrinsic
 def _room_of_sums(context):
-    """Room for the sums of a block, [panels, PARTS, rows, PANEL]."""
+    """A workspace for the sums of a block, [panels, PARTS, rows, PANEL]."""
 
     def make(context, builder, signature, given):
         return builder.bitcast(_lines(builder, _MOST * _SUMS), FLOAT.as_pointer())
@@ -71,7 +71,7 @@ def _room_of_sums(context):
 
 @intrinsic
 def set_up(context, rows, panels):
-    """Registers for blocks of so many rows; see `_add_block`."""
+    """Configure the registers for blocks of `rows` rows; see `_add_block`."""
 
     def make(context, builder, signature, given):
         rows, panels = given
@@ -81,7 +81,7 @@ def set_up(context, rows, panels):
         for register in range(_REGISTERS):
             width = builder.bitcast(builder.gep(table, [LONG(16 + 2 * register)]), _SHORT.as_pointer())
             builder.store(_SHORT(LINE), width)
-            weights = builder.icmp_signed(">", LONG(register), panels)  # these have all rows
+            weights = builder.icmp_signed(">", LONG(register), panels)  # they have all 16 rows
             height = builder.select(weights, LONG(BLOCK), rows)
             builder.store(builder.trunc(height, BYTE), builder.gep(table, [LONG(48 + register)]))
         call_amx(builder, "ldtilecfg", table)
@@ -92,7 +92,7 @@ def set_up(context, rows, panels):
 
 @intrinsic
 def set_down(context):
-    """Registers as they are in a process that has none: what is not used is not kept when threads change."""
+    """Release the registers, so that context switches do not save them."""
 
     def make(context, builder, signature, given):
         call_amx(builder, "tilerelease")
@@ -102,10 +102,10 @@ def set_down(context):
 
 
 def _add_block(builder, weights, source, line, depth, panel, ahead_of, room, panels):
-    """The code for the sums of a block of rows, whose first begins at `source` and the next a `line` later.
+    """Emit code for the sums of a block of rows, whose first begins at `source` and each next one `line` bytes later.
 
     Registers are, in order, sums of each panel, `x`, and weights. A sum's terms are added in the order of inputs, and
-    those of one step as the processor does. So it does not depend on other rows, and not on other panels.
+    those of one step in the processor's order. So a sum does not depend on other rows or other panels.
     """
     of_weights = range(panels + 1, _REGISTERS)
     size = builder.mul(depth, LONG(REGISTER))
@@ -120,7 +120,7 @@ def _add_block(builder, weights, source, line, depth, panel, ahead_of, room, pan
         at = builder.mul(k, LONG(REGISTER))
         for place, (start, distance) in enumerate(zip(starts, ahead, strict=True)):
             here, register = builder.gep(start, [at]), of_weights[place % len(of_weights)]
-            # Where it is not this turn's to ask, it asks for what is near: a load of a line costs more than that.
+            # If another turn prefetches this line, prefetch cached data instead, which is cheaper than loading a line.
             own = builder.icmp_signed("!=", distance, LONG(0))
             asked = builder.select(own, builder.gep(here, [distance]), source)
             for offset in range(0, REGISTER, LINE):
@@ -136,7 +136,7 @@ def _add_block(builder, weights, source, line, depth, panel, ahead_of, room, pan
 
 @intrinsic
 def _multiply_block(context, weights, x, depth, row, panel, panels, turn, turns, room, at):
-    """Sums of a block of x's rows from `row` on, of panels from output `panel` on, into room from row `at` on."""
+    """Sums of a block of x's rows from `row` on for panels from output `panel` on, into `room` from row `at` on."""
 
     def make(context, builder, signature, given):
         of_weights, of_x = arrays_of(context, builder, (weights, x), given[:2])
@@ -159,7 +159,7 @@ def _multiply_block(context, weights, x, depth, row, panel, panels, turn, turns,
 
 @intrinsic
 def _put_sums(context, scales, biases, out, room, row, rows, panel, parts, apart, halves):
-    """Outputs of a panel for rows from `row` on: of the sums of all parts, which lie `apart` rows from each other."""
+    """Write a panel's outputs for rows from `row` on, from the sums of all parts, which are `apart` rows apart."""
     kinds = {"scales": scales, "biases": biases, "out": out}
 
     def make(context, builder, signature, given):
@@ -188,7 +188,7 @@ def _put_sums(context, scales, biases, out, room, row, rows, panel, parts, apart
 
 @intrinsic
 def _sums_of_panel(context, room, place):
-    """Where in `room` the sums of a panel begin."""
+    """The address of a panel's sums in `room`."""
 
     def make(context, builder, signature, given):
         return builder.gep(given[0], [builder.mul(given[1], LONG(_SUMS // 4))])
@@ -198,11 +198,11 @@ def _sums_of_panel(context, room, place):
 
 @kernel
 def by_amx(linear, x, rows, first, last, halves, out):
-    """`products.product` where weights are uint64."""
+    """`products.product` for uint64 weights."""
     weights, inputs, scales, biases = linear
     parts = x.shape[0] // rows
     turns = -(-rows // BLOCK)
-    at_once = parts if parts * rows <= BLOCK else 1  # of the parts of some rows
+    at_once = parts if parts * rows <= BLOCK else 1  # parts of the same rows in one block
     blocks = parts // at_once
     panels = min(_MOST, (last - first) // PANEL)
     panels = _MOST if panels == _MOST else 1
@@ -211,7 +211,7 @@ def by_amx(linear, x, rows, first, last, halves, out):
         panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
         row = 0
         for turn in range(turns):
-            some = (rows - row + turns - turn - 1) // (turns - turn)  # as many in each, nearly
+            some = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
             if turns > 1 or group == first:
                 set_up(at_once * some, panels)
             for block in range(blocks):

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Products by vectors: rows of `x` in turn, a tile of sums in registers, each weight widened once for a tile."""
+"""Products by vectors: rows of `x` in turns, a tile of sums in registers, each weight widened once per tile."""
 
 from typing import NamedTuple
 
@@ -28,18 +28,18 @@ from inference.engines.cpu.vectors import (
 
 DOTS = bool(FEATURES.get("avx512bf16"))  # an instruction for the sum of two products of bfloat16s, see `Linear`
 _WIDE = bool(FEATURES.get("avx512f"))  # a register holds `LANES` floats, and there are 32
-_SUMS = 16 if _WIDE else 4  # vectors of sums that a tile of few rows is widened to, by more panels
-_MOST = 4  # panels that are read at once
+_SUMS = 16 if _WIDE else 4  # vectors of sums to which a tile of few rows is extended, by more panels
+_MOST = 4  # most panels read at once
 TILE = 8 if _WIDE else 6  # rows whose sums over a panel fit the processor's registers
 
 
 @kernel
 def _panels_of(rows):
-    """How many panels are read at once where tiles have so many rows at most."""
+    """The number of panels read at once if tiles have at most `rows` rows."""
     return max(1, min(_MOST, _SUMS // rows))
 
 
-# (rows, panels) of a tile. Where a pass has several, they have all as many rows, or one fewer.
+# (rows, panels) of a tile. If a pass has several tiles, all have the same number of rows, or one fewer.
 _TILES = sorted(
     {(rows, _panels_of.py_func(rows)) for rows in range(1, TILE + 1)}
     | {(rows - 1, _panels_of.py_func(rows)) for rows in range(TILE // 2 + 1, TILE + 1)}
@@ -48,7 +48,7 @@ _TILES = sorted(
 
 
 class _Sides(NamedTuple):
-    """What a tile is made of, in LLVM's terms: arrays, their numba types, and where it stands in them."""
+    """The operands of a tile as LLVM values: arrays, their numba types, and the tile's position in them."""
 
     weights: object
     x: object
@@ -62,10 +62,10 @@ class _Sides(NamedTuple):
 
 
 def _add_tile(builder, sides, rows, panels):
-    """The code for some rows of a product and the outputs of some panels.
+    """Emit code for some rows of a product and the outputs of some panels.
 
     Each panel is read once, in order, each number is widened once, and every sum stays in a register. A sum's terms are
-    added in the order of inputs. So it does not depend on other rows, and not on other panels.
+    added in the order of inputs. So a sum does not depend on other rows or other panels.
     """
     weights, x = sides.kinds["weights"], sides.kinds["x"]
     widens = weights == types.uint32 and x == types.float32
@@ -120,17 +120,17 @@ def _multiply_tile(context, weights, scales, biases, x, out, depth, row, rows, p
 
 @kernel
 def by_vectors(linear, x, rows, first, last, halves, out):
-    """`products.product` where weights are no uint64."""
+    """`products.product` for weights other than uint64."""
     weights, inputs, scales, biases = linear
     depth = inputs // weights_in(weights)
     turns = -(-rows // TILE)
     panels = _panels_of(-(-rows // turns))
-    if last - first < panels * PANEL:  # next to no outputs: by the smallest tile
+    if last - first < panels * PANEL:  # very few outputs: use the smallest tile
         turns, panels = rows, 1
     for group in range(first, last, panels * PANEL):
         panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
         row = 0
         for turn in range(turns):
-            some = (rows - row + turns - turn - 1) // (turns - turn)  # as many in each, nearly
+            some = (rows - row + turns - turn - 1) // (turns - turn)  # nearly as many in each turn
             _multiply_tile(weights, scales, biases, x, out, depth, row, some, panel, panels, turn, turns, halves)
             row += some

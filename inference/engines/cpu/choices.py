@@ -1,4 +1,4 @@
-"""The functions of `inference.core.ops` on a CPU, each in one compiled call; None for what it does not handle."""
+"""The functions of `inference.core.ops` on a CPU, each in one compiled call; None for unsupported inputs."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,8 +10,8 @@ from inference.engines.cpu import entries
 from inference.engines.cpu.layout import STORED, Make, call
 from inference.engines.cpu.vectors import LANES
 
-MANY = 2**12  # numbers in a row of which the largest is looked for here
-MOST_COLUMNS = 62  # of this round: bits of an int64
+MANY = 2**12  # fewest numbers in a row for which the maximum is found here
+MOST_COLUMNS = 62  # most columns of this round: bits of an int64
 
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -66,7 +66,7 @@ def likeliest_children(
 
 
 def ancestor_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dtype) -> Tensor | None:
-    """See `ops.ancestor_mask`. None for another dtype, or more of those columns than `MOST_COLUMNS`."""
+    """See `ops.ancestor_mask`. None for other dtypes, or more than `MOST_COLUMNS` columns of this round."""
     if columns > MOST_COLUMNS or dtype not in (torch.float32, torch.bfloat16):
         return None
     bits, mask = torch.tensor(seen), torch.empty(1, 1, len(seen), past + columns, dtype=dtype)
@@ -79,7 +79,7 @@ def ancestor_mask(seen: Sequence[int], past: int, columns: int, dtype: torch.dty
 
 @cache
 def _entry_of(make: Make, dtype: torch.dtype) -> int:
-    """The address of one of `entries` for numbers of a dtype."""
+    """The address of one of `entries` for a dtype."""
     address = make(STORED[dtype]).address
     assert address is not None
     return address

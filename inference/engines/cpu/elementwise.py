@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""What is done to each number of a row between products, `LANES` of them at a time."""
+"""Elementwise operations on rows between products, `LANES` numbers at a time."""
 
 from llvmlite import ir
 from numba import types
@@ -29,9 +29,9 @@ from inference.engines.cpu.vectors import (
 
 
 def put_read(builder, values, array, kind, row, at, halves):
-    """Store floats into an array of two axes that products read, from column `at` of a row on.
+    """Store floats into a two-dimensional array that products read, from column `at` of a row on.
 
-    Where it holds bfloat16s and numbers are not `halves`, three of each, in the thirds of its rows: their sum is it.
+    If it holds bfloat16s and numbers are not `halves`, each is stored as a sum of three, in the thirds of the rows.
     """
     if kind.dtype != types.uint16:
         stored(builder, values, row_of(builder, array, row), at, kind.dtype, halves)
@@ -48,7 +48,7 @@ def put_read(builder, values, array, kind, row, at, halves):
 
 
 def _whole_of(builder, array, axes):
-    """How many whole vectors the last axis of an array has."""
+    """The number of whole vectors in the last axis of an array."""
     return builder.sdiv(cgutils.unpack_tuple(builder, array.shape, axes)[-1], LONG(LANES))
 
 
@@ -113,7 +113,7 @@ def gate_row(context, both, row, inner, begin, end, halves, out):
 
 @intrinsic
 def add_row(context, left, right, row, begin, end, halves):
-    """left[row, i] += right[row, i], rounded where `halves`, begin ≤ i < end, both multiples of `LANES`."""
+    """left[row, i] += right[row, i], rounded if `halves`, begin ≤ i < end, both multiples of `LANES`."""
 
     def make(context, builder, signature, given):
         lines = [row_of(builder, array, given[2]) for array in arrays_of(context, builder, (left, right), given[:2])]

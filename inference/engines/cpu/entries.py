@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """Compiled passes as C functions, for a team of threads that is not Python's.
 
-A function is called with the address of a table of addresses and numbers, int64. Constants below say what stands where.
+A function is called with the address of a table of addresses and numbers, int64. The constants below are its indices.
 """
 
 import zlib
@@ -26,16 +26,16 @@ from inference.engines.cpu.products import part, product
 from inference.engines.cpu.vectors import LANES
 from outrider.compiled import kept_entry
 
-Numbers = type  # of numpy's, of a kind that compiled code knows
-# numba keeps compiled functions on disk, by their own file and what they close over. These close over all files here.
+Numbers = type  # a numpy type that compiled code supports
+# numba caches compiled functions on disk by their own file and their closures. These close over all files here.
 _SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-_inlined = njit(inline="always")  # what returns an array that it makes cannot be a `kernel`
+_inlined = njit(inline="always")  # a function that returns an array it makes cannot be a `kernel`
 _entry = partial(kept_entry, signature="void(int64)", fastmath=FAST)
 
 
 @intrinsic
 def _call(context, address):
-    """What the C function int f(void) at an address returns."""
+    """The return value of the C function int f(void) at an address."""
 
     def make(context, builder, signature, given):
         kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
@@ -44,31 +44,31 @@ def _call(context, address):
     return types.int64(types.int64), make
 
 
-# What stands where in a table. Of both entries: functions that say a thread's number and how many there are, 0 where it
-# is alone; the counter of `wait`, in the table itself.
+# Indices of a table. THREAD, THREADS: functions that return a thread's number and the number of threads, 0 for a single
+# thread; ARRIVED: the counter of `wait`, in the table itself.
 THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, ROOM, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
 NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, MASK = range(12, 23)
 CACHE, CACHED, SEQUENCES, FIRST, CAPACITY, PAST, SEATS, START, STOP, MOST, VALUES = range(23, 34)
 TABLE = 34
 
 
-_WEIGHTS_IN: dict[Numbers, int] = {np.uint32: 2, np.uint64: 4}  # weights in a number of these, see `Linear`
+_WEIGHTS_IN: dict[Numbers, int] = {np.uint32: 2, np.uint64: 4}  # weights per number of this type, see `Linear`
 
 
 def parts_of(stored: Numbers, kept: Numbers) -> int:
-    """Of how many bfloat16s the sum is what products read: more than one where AMX multiplies float32s."""
+    """The number of bfloat16s whose sum is an operand of products: more than one if AMX multiplies float32s."""
     return PARTS if stored is np.uint64 and kept is np.float32 else 1
 
 
 @_inlined
 def _table(address, sources):
-    """The table at an address. sources: closed over by who asks, see `_SOURCES`."""
+    """The table at an address. sources: closed over by the caller, see `_SOURCES`."""
     return carray(array_at(address, np.int64), TABLE)
 
 
 @kernel
 def _team(table):
-    """(a thread's number, how many there are)."""
+    """(this thread's number, the number of threads)."""
     if table[THREADS] == 0:
         return np.int64(0), np.int64(1)
     return _call(table[THREAD]), _call(table[THREADS])
@@ -81,7 +81,7 @@ def _floats(address, first, second):
 
 @kernel
 def room_sizes(shape, rows, threads, positions, parts):
-    """How many floats each field of `Room` but the last takes. parts: numbers that what products read is the sum of."""
+    """The size in floats of each field of `Room` except the last. parts: see `parts_of`."""
     return (
         rows * (shape.heads + 2 * shape.key_heads) * shape.width,
         parts * rows * shape.heads * shape.width,
@@ -97,7 +97,7 @@ def room_sizes(shape, rows, threads, positions, parts):
 
 @_inlined
 def _roomarray_at(at, sizes, shape, rows, most, positions, arrived, read, parts):
-    """Room that begins at an address; see `room_sizes`. read: the type of what products read."""
+    """The workspace at an address; see `room_sizes`. read: the type of operands of products."""
     heads = _floats(at, rows, sizes[0] // rows)
     at += 4 * sizes[0]
     mixed = carray(array_at(at, read), (parts * rows, shape.heads * shape.width))
@@ -121,7 +121,7 @@ def _roomarray_at(at, sizes, shape, rows, most, positions, arrived, read, parts)
 def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`product` over a whole layer as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, of what they are multiplied by, and of outputs.
+    stored, read, kept: the types of weights, operands and outputs.
     """
     in_one, parts = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept)
 
@@ -149,7 +149,7 @@ def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = 
 def maxima_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
 
-    Places int64 to OUT, the numbers there to VALUES, where there is such; else a place is −1 where the number is not
+    Places int64 to OUT, the numbers there to VALUES, if given; without VALUES a place is −1 if the number is not
     finite. ROOM has 8 · LANES bytes.
     """
 
@@ -177,7 +177,7 @@ def maxima_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
 def children_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`likeliest_children` as a C function void f(int64 *table), for logits of this type.
 
-    WEIGHTS: of rows; EPS: the sharpness. OUTPUTS results: values float32 to VALUES, rows and then columns int64 to OUT.
+    WEIGHTS: of rows; EPS: the sharpness; OUTPUTS: results. Values float32 to VALUES, rows, then columns int64 to OUT.
     """
 
     @_entry
@@ -195,11 +195,11 @@ def children_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
 
 
 def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
-    """`product` over a whole layer of what a norm gives, as a C function void f(int64 *table).
+    """`product` over a whole layer of a norm's output, as a C function void f(int64 *table).
 
-    stored, read, kept: as in `product_entry`, and `kept` of what is normed. NORMS: the weight, of that type too.
-    ROOM: float32 [2 · INPUTS + 1], for the weight and a row of each thread, then epsilon, which is given; behind it
-    what products read, `parts` · ROWS · INPUTS for each thread.
+    stored, read, kept: as in `product_entry`; the norm's input and its weight NORMS are also of type `kept`.
+    ROOM, float32: epsilon, which is given; then, for each thread, [2 · INPUTS] for the weight and a row, followed by
+    the operand of products, `parts` · ROWS · INPUTS.
     """
     in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
 
@@ -233,7 +233,7 @@ def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SO
 def mask_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """An additive mask [ROWS, PAST + OUTPUTS] of this type to OUT, as a C function void f(int64 *table).
 
-    A row sees the first PAST columns and, of the OUTPUTS behind them, those whose bit is set in its number of int64 X.
+    A row sees the first PAST columns and, of the OUTPUTS after them, those whose bit is set in its number of int64 X.
     """
     nothing = kept(0)
     least = kept(0xFF7F) if kept is np.uint16 else np.finfo(np.float32).min  # of bfloat16
@@ -256,8 +256,8 @@ def mask_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
 def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`run` as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, of what they are multiplied by, and of caches and hidden states. PAST:
-    where there are SEATS the most positions of any of them, else `past`.
+    stored, read, kept: the types of weights, of operands, and of caches and hidden states. PAST: with SEATS the most
+    positions before any row, else `past`.
     """
     in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
 
@@ -286,7 +286,7 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
         kept_in = (table[CACHED], 2, table[SEQUENCES], key_heads, table[CAPACITY], width)
         cache = carray(array_at(table[CACHE], kept), kept_in)
         x, out = carray(array_at(table[X], kept), (rows, size)), carray(array_at(table[OUT], kept), (rows, size))
-        # By every thread the same. None changes it before all of them have arrived once.
+        # Every thread writes the same values. None changes them before all threads have arrived once.
         for row in range(rows):
             for i in range(size):
                 room.hidden[row, i] = wide(x[row, i])

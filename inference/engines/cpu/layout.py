@@ -1,4 +1,4 @@
-"""How a linear layer's weights lie for this engine, what multiplies them, and how compiled functions are called."""
+"""The layout of a linear layer's weights for this engine, their multiply kernels, and calls of compiled functions."""
 
 import statistics
 import time
@@ -22,12 +22,12 @@ from inference.engines.cpu.recorded import settle
 from inference.engines.cpu.team import call_in_team, most_threads, team
 from outrider.progress import Stage
 
-SHARE = 2**15  # bytes of weights for each thread that are worth sharing them out
+SHARE = 2**15  # least bytes of weights per thread for which several threads pay
 Make = Callable[..., CFunc]  # one of `entries`, for some `Numbers`
 STORED: dict[torch.dtype, Numbers] = {
     torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16, torch.int8: np.int8,
 }  # fmt: skip
-_TRIED = (16 * PANEL, 512)  # outputs and inputs of a product that is timed: its weights stay in a near cache
+_TRIED = (16 * PANEL, 512)  # outputs and inputs of a timed product, whose weights stay in a near cache
 _REPEATS = 20
 
 
@@ -35,10 +35,10 @@ Way = Literal["floats", "pairs", "amx"]
 
 
 class Layout(NamedTuple):
-    """Of weights, and of what is computed with them.
+    """The layout of weights, and the dtypes of computations with them.
 
-    stored: their dtype; together: how many inputs of an output lie side by side, 2 where they are bfloat16s; way: as
-    what they are multiplied; kept: the dtype of results.
+    stored: the weights' dtype; together: the pack factor, adjacent inputs of an output, 2 for bfloat16s; way: the
+    multiply kernel; kept: the dtype of activations and results.
     """
 
     stored: torch.dtype
@@ -48,13 +48,13 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, linears: Sequence[Linear], kept: torch.dtype) -> "Layout":
-        """The one for some layers, on this processor."""
+        """The layout for some layers on this processor."""
         stored = fewest_bytes(linears)
         if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
             return cls(stored, 1, "floats", kept)
         steps = all(linear.in_features % STEP == 0 for linear in linears)
         able = [way for way in ways() if way != "amx" or steps]
-        if kept != torch.bfloat16 and "pairs" in able:  # of a float32 the rest of its digits would be lost
+        if kept != torch.bfloat16 and "pairs" in able:  # float32s would lose their lower digits
             able.remove("pairs")
         question = f"bfloat16 weights in {_name(kept)}" + ("" if steps else f" (inputs in no steps of {STEP})")
         way = settle(question, able, lambda: _fastest(able, kept))
@@ -62,12 +62,12 @@ class Layout(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Of how many bfloat16s the sum is a number of `x`; 1 where it is a number itself."""
+        """The number of bfloat16s whose sum is a number of `x`; 1 if numbers are not split."""
         return entries.parts_of(self._numbers, STORED[self.kept])
 
     @property
     def read(self) -> torch.dtype:
-        """The dtype of what weights are multiplied by."""
+        """The dtype of the operand by which weights are multiplied."""
         return torch.float32 if self.way == "floats" else torch.bfloat16
 
     @property
@@ -77,11 +77,11 @@ class Layout(NamedTuple):
         return np.uint32 if self.together == 2 else STORED[self.stored]
 
     def entry(self, make: Make) -> int:
-        """The address of one of `entries` for it."""
+        """The address of one of `entries` for this layout."""
         return _address(make, self._numbers, self.read, self.kept)
 
     def panels(self, linear: Linear) -> Tensor:
-        """A layer's weights as they lie."""
+        """A layer's weights in this layout."""
         weight = linear.codes if isinstance(linear, Int8Linear) else linear.weight.detach().to(self.stored)
         return in_panels(weight, self.together)
 
@@ -97,9 +97,9 @@ class Layout(NamedTuple):
 
 
 def fewest_bytes(linears: Sequence[Linear]) -> torch.dtype:
-    """The smallest dtype that keeps the weights of layers of a kind exactly.
+    """The smallest dtype that represents the weights of layers of one type exactly.
 
-    Where a weight was a bfloat16 once, it is one here.
+    Weights that were bfloat16s originally are stored as bfloat16s.
     """
     if isinstance(linears[0], Int8Linear):
         return torch.int8
@@ -110,9 +110,9 @@ def fewest_bytes(linears: Sequence[Linear]) -> torch.dtype:
 
 
 def in_panels(weight: Tensor, together: int = 1) -> Tensor:
-    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], in one axis.
+    """A weight [out, in] in the order in which the kernels read it: panels [out / PANEL, in, PANEL], flattened.
 
-    together: how many inputs of an output lie side by side, [out / PANEL, in / together, PANEL, together].
+    together: the number of adjacent inputs of an output, [out / PANEL, in / together, PANEL, together].
     """
     return weight.view(-1, PANEL, weight.shape[1] // together, together).transpose(1, 2).flatten()
 
@@ -132,8 +132,8 @@ def _address(make: Make, stored: Numbers, read: torch.dtype, kept: torch.dtype) 
 
 
 def call(entry: int, table: list[int], size: int) -> None:
-    """Call an entry with a table, in all threads where the reading of `size` bytes of weights is worth it."""
-    # Never in some of them: OpenMP ends the others then, and starts them anew for the next operation of PyTorch.
+    """Call an entry with a table, in all threads if reading `size` bytes of weights is worth it, else in one."""
+    # Never in some of them: OpenMP would end the others and start them again for PyTorch's next operation.
     threads = most_threads()
     if size < SHARE * threads:
         threads = 1
@@ -144,7 +144,7 @@ def call(entry: int, table: list[int], size: int) -> None:
 
 
 def _fastest(able: Sequence[Way], kept: torch.dtype) -> Way:
-    """AMX where there is such: it is beyond comparison. Between the others a clock decides."""
+    """AMX if available, as it is by far the fastest; otherwise the measured fastest."""
     return "amx" if "amx" in able else min(able, key=lambda way: seconds_of_product(way, kept))
 
 
@@ -154,15 +154,15 @@ def _name(dtype: torch.dtype) -> str:
 
 @cache
 def ways() -> tuple[Way, ...]:
-    """The ways in which this processor can multiply bfloat16s."""
+    """The kernels by which this processor can multiply bfloat16s."""
     return ("floats", *(("pairs",) if DOTS else ()), *(("amx",) if has_amx() else ()))
 
 
 @cache
 def seconds_of_product(way: Way, kept: torch.dtype) -> float:
-    """What one thread takes for a product of some rows with weights that are near, here and now.
+    """Measured seconds of one thread for a product of some rows with weights in a near cache.
 
-    There are processors that have an instruction for pairs and take as long for it as for four products of floats.
+    On some processors the instruction for pairs takes as long as four products of floats.
     """
     outputs, inputs = _TRIED
     layout = Layout(torch.bfloat16, 2, way, kept)

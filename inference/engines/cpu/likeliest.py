@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""The most probable tokens after several rows of logits, compiled: one call in the place of a softmax and searches.
+"""The most probable tokens after several rows of logits, in one compiled call instead of a softmax and searches.
 
-Logits are looked at twice, `LANES` at a time: for the largest of every such group, and for the sum of exponentials.
-Then only groups are looked into whose largest is among those sought so far.
+Logits are read twice, `LANES` at a time: for the maximum of every such group, and for the sum of exponentials. Then
+only groups are searched whose maximum is among the largest found so far.
 """
 
 import math
@@ -32,7 +32,7 @@ from inference.engines.cpu.vectors import (
 
 @intrinsic
 def _group_maxima(context, row, maxima):
-    """maxima[i] = the largest of row[LANES · i:][:LANES], for every whole group; NaN where one of them is NaN."""
+    """maxima[i] = the largest of row[LANES · i:][:LANES], for every whole group; NaN if any of them is NaN."""
 
     def make(context, builder, signature, given):
         of_row, of_maxima = arrays_of(context, builder, signature.args, given)
@@ -72,7 +72,7 @@ def _sum_of_exponentials(context, row, peak, sharpness):
 
 @kernel
 def _enter(value, row, column, values, rows, columns):
-    """Put a value that is larger than the last one where it belongs; equal ones stay before it."""
+    """Insert a value that is larger than the last one at its rank; equal ones stay before it."""
     place = values.shape[0] - 1
     while place > 0 and values[place - 1] < value:
         values[place], rows[place], columns[place] = values[place - 1], rows[place - 1], columns[place - 1]
@@ -84,9 +84,9 @@ def _enter(value, row, column, values, rows, columns):
 def likeliest_children(logits, weights, sharpness, maxima, values, rows, columns):
     """The largest of weights[r] · softmax(sharpness · logits[r])[c] of [n, V], descending, with their r and c.
 
-    values float32, rows, columns int64 [k]: results. Where fewer than k are above 0, and in rows with a NaN or an
-    infinite maximum, the rest of them are 0. Of equal ones the first counts, by row and then by column.
-    maxima float32 [V / LANES]: room.
+    values float32, rows, columns int64 [k]: results. If fewer than k are above 0, the rest are 0. Rows with a NaN or an
+    infinite maximum are skipped. Of equal values the first counts, by row and then by column.
+    maxima float32 [V / LANES]: workspace.
     """
     for place in range(values.shape[0]):
         values[place], rows[place], columns[place] = np.float32(0.0), 0, 0

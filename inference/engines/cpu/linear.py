@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""A linear layer as compiled products read it, and what becomes of a sum of its products."""
+"""A linear layer as compiled products read it, and the conversion of sums to its outputs."""
 
 from typing import NamedTuple
 
@@ -9,17 +9,17 @@ from numba.extending import overload
 
 from inference.engines.cpu.vectors import LANES, LONG, added, arrays_of, loaded, row_of, stored
 
-PANEL = LANES  # outputs whose weights lie together, those of one input after those of another
+PANEL = LANES  # outputs whose weights are stored together, input by input
 PARTS = 3  # bfloat16s whose sum is a float32
 
 
 class Linear(NamedTuple):
-    """A linear layer: weights [outputs / PANEL, inputs, PANEL], panels, in one axis; scales, biases float32 [outputs].
+    """A linear layer: weights, panels [outputs / PANEL, inputs, PANEL], flattened; scales, biases float32 [outputs].
 
     Weights are float32, the bits of bfloat16 (uint16) or of float16 (int16), or int8 codes. Or they are pairs of
     bfloat16s (uint32), those of two inputs, the first one in the lower bits: [outputs / PANEL, inputs / 2, PANEL]. Two
-    such pairs of neighbouring outputs (uint64) lie the same way and are for AMX. What is multiplied as bfloat16s, by
-    pairs or by AMX, counts for zero where it is below the normal floats.
+    such pairs of neighbouring outputs (uint64) have the same layout and are for AMX. Products of bfloat16s, by pairs or
+    by AMX, treat subnormal numbers as zero.
     """
 
     weights: np.ndarray
@@ -29,7 +29,7 @@ class Linear(NamedTuple):
 
 
 def weights_in(weights):
-    """How many weights a number of a `Linear`'s holds. In compiled code: see `_weights_of`."""
+    """The number of weights per stored number of a `Linear`. In compiled code: see `_weights_of`."""
 
 
 @overload(weights_in)
@@ -39,7 +39,7 @@ def _weights_of(weights):
 
 
 class Outputs(NamedTuple):
-    """What becomes of sums, in LLVM's terms: scales, biases and out, the outputs, of a numba type, `halves` or not."""
+    """LLVM values to turn sums into outputs: scales, biases, and `out` of numba type `kind`, rounded if `halves`."""
 
     scales: object
     biases: object
@@ -49,7 +49,7 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, context, builder, kinds, given, halves):
-        """Of arguments of an intrinsic: the arrays of these kinds."""
+        """From arguments of an intrinsic, which are arrays of these kinds."""
         arrays = dict(zip(kinds, arrays_of(context, builder, kinds.values(), given), strict=True))
         return cls(**arrays, kind=kinds["out"].dtype, halves=halves)
 
@@ -58,15 +58,15 @@ class Outputs(NamedTuple):
         return tuple(loaded(builder, array.data, column, types.float32) for array in (self.biases, self.scales))
 
     def put(self, builder, total, scaled, row, column):
-        """Scale a vector of sums, add biases, and put it into a row of the outputs."""
+        """Scale a vector of sums, add biases, and store it in a row of the outputs."""
         value = added(builder, scaled[0], total, scaled[1])
         stored(builder, value, row_of(builder, self.out, row), column, self.kind, self.halves)
 
 
 def distances_ahead(builder, size, panels, turn, turns):
-    """How far before each of some panels of `size` the next ones lie, where this turn has memory bring those; else 0.
+    """The distances from some panels of `size` to the next ones that this turn prefetches; 0 for those of other turns.
 
-    So the next panels come while these are computed with, in the turns of all blocks of rows.
+    So the next panels are fetched while these are used, spread over the turns of all blocks of rows.
     """
     turn_of = [builder.sdiv(builder.mul(turns, LONG(place)), LONG(panels)) for place in range(panels)]
     own = [builder.icmp_signed("==", one, turn) for one in turn_of]
@@ -74,7 +74,7 @@ def distances_ahead(builder, size, panels, turn, turns):
 
 
 def switch_between(builder, cases, number, add):
-    """add(case) for the one of `cases`, numbers, that `number` is."""
+    """Emit a switch that runs add(case) for the one of `cases` that equals `number`."""
     after = builder.append_basic_block("after")
     choice = builder.switch(number, after)
     for case in cases:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""The largest of many numbers, compiled: PyTorch looks at one after the other."""
+"""Compiled maximum of many numbers: PyTorch compares them one by one."""
 
 import numpy as np
 from llvmlite import ir
@@ -13,9 +13,9 @@ from inference.engines.cpu.vectors import FLOATS, INTS, LANES, LONG, arrays_of, 
 
 @intrinsic
 def _maxima_of_lanes(context, row, best, block):
-    """Of numbers [≥ LANES]: best float32 [LANES], the largest of each lane, and block int32 [LANES], where it is first.
+    """Of numbers [≥ LANES]: best float32 [LANES], the maximum of each lane, and block int32 [LANES], its first vector.
 
-    Returns whether any of the numbers is none. What is left over after whole vectors is not looked at.
+    Returns whether any of the numbers is NaN. Numbers after the last whole vector are not read.
     """
 
     def make(context, builder, signature, given):
@@ -43,7 +43,7 @@ def _maxima_of_lanes(context, row, best, block):
 
 @kernel
 def first_largest(row, best, block):
-    """The first place of the largest number of `row` [≥ LANES], or of one that is none. best, block [LANES]: room."""
+    """The first index of the maximum of `row` [≥ LANES], or of a NaN. best, block [LANES]: workspaces."""
     whole = row.shape[0] // LANES * LANES
     odd = _maxima_of_lanes(row, best, block)
     place, value = np.int64(0), wide(row[0])

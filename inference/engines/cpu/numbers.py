@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""What compiled passes are made of: stored numbers, and waiting for other threads."""
+"""Primitives of compiled passes: stored numbers, and waiting for other threads."""
 
 import os
 
@@ -8,14 +8,14 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-# Sums may be taken in any order, as every vectorised one is. What is not a number stays that.
+# Sums may be computed in any order, as all vectorised ones are. NaN stays NaN.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-# Not kept on disk: numba would look at the file of a function alone, not at those of what it calls. See `entries`.
+# Not cached on disk: numba would check only the file of a function, not those of its callees. See `entries`.
 kernel = njit(nogil=True, _nrt=False, fastmath=FAST, error_model="numpy")  # type: ignore[call-overload]
-_SPINS = 4096  # looks at a counter before a waiting thread offers its core to others
+_SPINS = 4096  # polls of a counter before a waiting thread yields its core
 if hasattr(os, "sched_yield"):
     _yield_core = types.ExternalFunction("sched_yield", types.int32())
-else:  # Windows: there PyTorch's threads are not asked (see `team`), and none waits
+else:  # Windows: PyTorch's threads are not used there (see `team`), and none waits
 
     @kernel
     def _yield_core():
@@ -23,7 +23,7 @@ else:  # Windows: there PyTorch's threads are not asked (see `team`), and none w
 
 
 def wide(value):
-    """float32 of a stored number. In compiled code: see `_wide_of`."""
+    """The float32 of a stored number. In compiled code: see `_wide_of`."""
 
 
 @overload(wide)
@@ -34,7 +34,7 @@ def _wide_of(value):
 
 
 def put(array, place, value, halves):
-    """Put a float32 into an array of one axis, rounded to bfloat16 where that is what it holds or where `halves`."""
+    """Store a float32 in a one-dimensional array, rounded to bfloat16 if the array holds bfloat16s or if `halves`."""
 
 
 @overload(put)
@@ -61,7 +61,7 @@ def bits_of_bfloat16(value):
 
 @kernel
 def rounded(value, halves):
-    """A float32, rounded to bfloat16 where `halves`."""
+    """A float32, rounded to bfloat16 if `halves`."""
     if halves:
         return np.uint32(bits_of_bfloat16(value) << np.uint32(16)).view(np.float32)
     return np.float32(value)
@@ -80,7 +80,7 @@ def array_at(context, address, kind):
 
 @intrinsic
 def arrive(context, counter):
-    """Add 1 to counter[0], as one step for all threads."""
+    """Add 1 to counter[0] atomically."""
 
     def make(context, builder, signature, given):
         array = context.make_array(counter)(context, builder, given[0])
@@ -92,7 +92,7 @@ def arrive(context, counter):
 
 @intrinsic
 def arrived(context, counter):
-    """counter[0], as other threads have left it."""
+    """counter[0], read atomically."""
 
     def make(context, builder, signature, given):
         array = context.make_array(counter)(context, builder, given[0])
@@ -103,7 +103,7 @@ def arrived(context, counter):
 
 @kernel
 def wait(counter, threads, turn):
-    """Until all have arrived for the `turn`-th time, from 1 on."""
+    """Wait until all threads have arrived for the `turn`-th time, counted from 1."""
     if threads == 1:
         return
     arrive(counter)

@@ -1,4 +1,4 @@
-"""Memory in large pages: weights that are read once a token miss fewer translations of addresses, and come faster."""
+"""Memory in large pages: weights that are read once per token cause fewer TLB misses and are read faster."""
 
 import ctypes
 import mmap
@@ -6,12 +6,12 @@ import sys
 
 from torch import Tensor
 
-LARGE = 2 * 2**20  # bytes of such a page, on most machines
-_COLLAPSE = 25  # of Linux 6.1 and later: put what is there into large pages now
+LARGE = 2 * 2**20  # bytes of a large page on most machines
+_COLLAPSE = 25  # of Linux 6.1 and later: move existing memory to large pages now
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
-    """`tensor`, contiguous and on a CPU, with its memory in large pages as far as the system gives them."""
+    """`tensor`, contiguous and on a CPU, with its memory in large pages as far as the system provides them."""
     begin = -(-tensor.data_ptr() // LARGE) * LARGE
     size = (tensor.data_ptr() + tensor.nbytes) // LARGE * LARGE - begin
     if sys.platform == "linux" and size > 0:

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs
-"""Decoder layers over few rows, compiled: one call runs a range of layers, and a team of threads shares it.
+"""Decoder layers over few rows, compiled: one call runs a range of layers, in parallel in a team of threads.
 
-Such a pass reads each weight once, and that reading is its floor. By PyTorch a layer is some forty operations and views
-of a microsecond and more each, and products of one row that a library does not share among cores at all. Here every
-thread goes through all layers. It takes its part of each product's outputs and of each head's attention, and waits for
-the others where it needs what they made. What was rounded to bfloat16 by the operations in the place of which this
-stands still is. A row of a chain gets what it would get alone, to the bit.
+Such a pass reads each weight once, which is the lower bound of its time. In PyTorch a layer is some forty operations
+and views of a microsecond or more each, and products of one row that a library does not parallelise at all. Here every
+thread runs all layers. It computes its part of each product's outputs and of each head's attention, and waits for the
+others when it needs their results. Results are rounded to bfloat16 at the same points as in the operations that this
+replaces. A row of a chain gets the same result as alone, bit for bit.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from inference.engines.cpu.task import Task
 
 
 class Shape(NamedTuple):
-    """Of every layer of a stack. hidden: d; heads, key_heads, width: H, G and D; inner: n, of the MLP."""
+    """Sizes of every layer of a stack. hidden: d; heads, key_heads, width: H, G and D; inner: n, of the MLP."""
 
     hidden: int
     heads: int
@@ -35,11 +35,11 @@ class Shape(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """The layers of a stack, a row each.
+    """The layers of a stack, one row per layer.
 
     weights [L, …]: those of the joint product of queries, keys and values [(H + 2G)·D, d], of the attention's output
     [d, H·D], of gate and up [2n, d], of down [d, n], one after the other, each as in `Linear`.
-    scales, biases float32 [L, outputs]: what each output of these products is multiplied by and what is added to it.
+    scales, biases float32 [L, outputs]: factors and addends of the outputs of these products.
     norms float32 [L, 2, d]: the weights of both norms. head_norms float32 [L, H + G, D]: of those of queries and keys.
     """
 
@@ -51,12 +51,12 @@ class Layers(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Where threads work, float32. What products read, mixed, inner and normed, may be bfloat16, or
-    have 3R rows, see `put_read`.
+    """The workspace of threads, float32. The operands of products, mixed, inner and normed, may be bfloat16, or have
+    3R rows, see `put_read`.
 
-    For all: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n], hidden [R, d]; scores, sums as
+    Shared: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n], hidden [R, d]; scores, sums as
     in `Task`.
-    For each thread: normed [T, R, d], near [T, NEAR, D].
+    Per thread: normed [T, R, d], near [T, NEAR, D].
     arrived int64 [1]: a counter, 0 before a pass.
     """
 
@@ -81,7 +81,7 @@ def norm(x, rows, weight, eps, halves, out):
 
 @kernel
 def rotate(head, cos, sin, weight, eps, halves):
-    """A query's or key's head [D] in place, normalised where eps ≥ 0 and at its position where it has cos and sin."""
+    """Rotate a query's or key's head [D] in place, by cos and sin of its position; normalise it first if eps ≥ 0."""
     width = head.shape[0]
     if eps >= np.float32(0.0):
         total = np.float32(0.0)
@@ -100,7 +100,7 @@ def rotate(head, cos, sin, weight, eps, halves):
 
 @kernel
 def add(linear, x, hidden, halves, rank, threads, room):
-    """hidden += the linear layer's outputs for x, of this thread's columns."""
+    """hidden += the linear layer's outputs for x, in this thread's columns."""
     rows = hidden.shape[0]
     begin, end = part(hidden.shape[1], rank, threads)
     product(linear, x, rows, begin, end, halves, room.joined)
@@ -111,7 +111,7 @@ def add(linear, x, hidden, halves, rank, threads, room):
 
 @kernel
 def stand(row, past, seats):
-    """(which sequence's keys and values a row's are among, how many of them are before it); see `run`."""
+    """(the sequence of a row, the number of positions before it); see `run`."""
     if seats.shape[0] > 0:
         return seats[row, 0], seats[row, 1]
     return np.int64(0), past + row
@@ -119,7 +119,7 @@ def stand(row, past, seats):
 
 @kernel
 def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, seats, rank, threads, room):
-    """This thread's part of all rows' heads: queries and keys to their positions, keys and values into the cache."""
+    """Rotate queries and keys and write keys and values to the cache, for this thread's part of all rows' heads."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
     every = heads + 2 * key_heads
     items = every * room.heads.shape[0]
@@ -136,7 +136,7 @@ def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, seats, 
 
 
 def _attend(weights, task, first, last, halves, out):
-    """`attend` in the way in which products are made. In compiled code: see `_way_of`."""
+    """`attend` by the same kernel as products. In compiled code: see `_way_of`."""
 
 
 @overload(_attend)
@@ -155,11 +155,11 @@ def _way_of(weights, task, first, last, halves, out):
 
 @kernel
 def attend_all(weights, shape, keys, values, past, seats, mask, scale, halves, rank, threads, room):
-    """This thread's part of all rows' query heads: the values that each attends to, in `room.mixed`."""
+    """Write the attention outputs of this thread's part of all rows' query heads to `room.mixed`."""
     queries, near = room.heads[:, : shape.heads * shape.width], room.near[rank]
     heads, rows = shape.heads, room.heads.shape[0]
     first, last = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
-    together = rows if seats.shape[0] == 0 else np.int64(1)  # rows that look at the same keys
+    together = rows if seats.shape[0] == 0 else np.int64(1)  # rows that attend to the same keys
     while first < last:
         row = first // (heads * together) * together
         begin = row * heads
@@ -175,7 +175,7 @@ def attend_all(weights, shape, keys, values, past, seats, mask, scale, halves, r
 
 @kernel
 def gate(linear, inner, halves, rank, threads, room):
-    """room.inner = silu(gate) · up, of this thread's columns; the linear layer has the gates first."""
+    """room.inner = silu(gate) · up, in this thread's columns; the linear layer has the gates first."""
     rows, normed = room.joined.shape[0], room.normed[rank]
     begin, end = part(inner, rank, threads)
     product(linear, normed, rows, begin, end, halves, room.joined)
@@ -189,19 +189,19 @@ def gate(linear, inner, halves, rank, threads, room):
 def run(
     rank, threads, shape, layers, start, stop, hidden, cos, sin, mask, cache, first, past, seats, numbers, room
 ):  # fmt: skip
-    """Thread `rank` of `threads`: layers start … stop − 1 over hidden float32 [R, d], in place.
+    """Run thread `rank` of `threads`: layers start … stop − 1 over hidden float32 [R, d], in place.
 
-    cos, sin [R, D], mask [R, past + R] or [R, 0], cache [layers, 2, sequences, G, positions, D]: float32, or all the
-    bits of bfloat16, to which hidden is rounded then. Layer l's keys and values are in cache[l − first]. The rows stand
-    behind `past` positions of the one sequence. Or each has its own: seats int64 [R, 2], [0, 2] where they have not,
-    says which, and behind how many of its positions; there is no mask then. numbers float32: eps, head_eps, scale;
-    head_eps < 0: queries and keys have no norms.
+    cos, sin [R, D], mask [R, past + R] or [R, 0], cache [layers, 2, sequences, G, positions, D]: all float32, or all as
+    bits of bfloat16; then hidden is rounded to bfloat16. Layer l's keys and values are in cache[l − first]. The rows
+    follow `past` positions of the only sequence, and seats is [0, 2]. Or each row has its own sequence: seats int64
+    [R, 2] gives the sequence and the number of positions before the row, and there is no mask. numbers float32: eps,
+    head_eps, scale; head_eps < 0: queries and keys have no norms.
     """
     eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
     size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
     rows, halves, normed = hidden.shape[0], cache.itemsize == 2, room.normed[rank]
     every = mixed + 2 * shape.key_heads * shape.width
-    # where the second, third and fourth product of a layer begin: their weights, their outputs
+    # offsets of the second, third and fourth product of a layer, in weights and in outputs
     pair = weights_in(layers.weights)
     out_at, up_at = every * size // pair, (every + mixed) * size // pair
     down_at = up_at + 2 * inner * size // pair

@@ -12,17 +12,17 @@ from inference.engines.cpu.numbers import kernel
 
 @kernel
 def product(linear, x, rows, first, last, halves, out):
-    """out[r, c] of outputs first … last − 1: their scale · (x[r] · weights of c) + their bias.
+    """Compute out[r, c] for outputs first … last − 1: scale of c · (x[r] · weights of c) + bias of c.
 
-    x [rows, inputs]: float32, or bfloat16 where the weights are pairs. For AMX bfloat16, and where there are
-    [3 · rows, inputs], x[r] is the sum of x[r], x[rows + r] and x[2 · rows + r]. first and last are multiples of
-    `PANEL`. halves: round to bfloat16.
+    x [rows, inputs]: float32, or bfloat16 if the weights are pairs. For AMX it is bfloat16, and with [3 · rows, inputs]
+    row r is the sum of x[r], x[rows + r] and x[2 · rows + r]. first and last are multiples of `PANEL`. halves: round
+    to bfloat16.
     """
     _multiply(linear, x, rows, first, last, halves, out)
 
 
 def _multiply(linear, x, rows, first, last, halves, out):
-    """In compiled code: see `_way_of`."""
+    """`product` by the kernel for these weights. In compiled code: see `_way_of`."""
 
 
 @overload(_multiply)
@@ -33,6 +33,6 @@ def _way_of(linear, x, rows, first, last, halves, out):
 
 @kernel
 def part(outputs, rank, threads):
-    """First and last output of a thread, in whole panels."""
+    """The begin and end of a thread's outputs, in whole panels."""
     panels = outputs // PANEL
     return panels * rank // threads * PANEL, panels * (rank + 1) // threads * PANEL

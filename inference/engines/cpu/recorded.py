@@ -1,6 +1,6 @@
-"""Which kernels multiply on a CPU: chosen by a clock once for a run, and then a matter of record.
+"""The choice of multiply kernels on a CPU: measured once per run, then recorded.
 
-Kernels round differently, so in 16 bits the choice may decide a token: it must not depend on a timing of the moment.
+Kernels round differently, so in 16 bits the choice may change a token: it must not depend on a new timing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ Answer = TypeVar("Answer", bound=str)
 
 @contextmanager
 def recorded(known: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """Models that are laid out inside choose as `known` says, or, where that is None, by the clock.
+    """Inside the context, models are laid out by the choices in `known`, or by measurement if that is None.
 
     Gives the choices, by question, which grow meanwhile: one question has one answer, whoever asks it. Inside another
     such context it is that one. Raises `UserError` inside where a known choice is not possible here.
@@ -38,9 +38,9 @@ def recorded(known: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]
 
 
 def settle(question: str, able: Sequence[Answer], choose: Callable[[], Answer]) -> Answer:
-    """The answer to `question` that is recorded; else that of `choose`, which is recorded.
+    """The recorded answer to `question`; without one, the answer of `choose`, which is then recorded.
 
-    able: the answers that are possible here. They may differ between machines, but not between those who ask.
+    able: the answers that are possible here. They may differ between machines, but not between callers.
     """
     made = _current.get()
     if made is None:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""What attention is given, and what of it does not depend on how it is computed."""
+"""The inputs of attention, and the steps that all its kernels share."""
 
 from typing import NamedTuple
 
@@ -9,17 +9,17 @@ from inference.engines.cpu.elementwise import softmax_row
 from inference.engines.cpu.numbers import kernel, wide
 from inference.engines.cpu.vectors import LANES
 
-_HIDDEN = np.float32(-1e30)  # a mask below it lets nothing through
-_BLOCK = 64  # positions that are looked at together
+_HIDDEN = np.float32(-1e30)  # a mask value below it hides a position
+_BLOCK = 64  # positions that are checked together
 
 
 class Task(NamedTuple):
-    """Queries of some rows over one sequence's keys and values in one layer, and where to work.
+    """Queries of some rows over one sequence's keys and values in one layer, and workspaces.
 
     The rows are row … row + rows − 1 of queries float32 [R, H·D], D a multiple of `LANES`. keys, values [G, positions,
-    D], of which `seen` count; mask [R, seen], or [R, 0] where all is seen; scale: of query · key.
-    scores float32 [R·H, seen or more, a multiple of `LANES`]; sums float32 [R, H·D]; near float32 [NEAR, D], of one
-    thread alone.
+    D], of which the first `seen` are used; mask [R, seen], or [R, 0] if all are visible; scale: of query · key.
+    scores float32 [R·H, seen or more, a multiple of `LANES`]; sums float32 [R, H·D]; near float32 [NEAR, D], of this
+    thread only.
     """
 
     queries: np.ndarray
@@ -37,7 +37,7 @@ class Task(NamedTuple):
 
 @kernel
 def seen_by(task, row):
-    """How many positions there are up to the last one that a row's mask lets through."""
+    """The number of positions up to the last one that a row sees."""
     mask, count = task.mask[row], task.seen
     while mask.shape[0] > 0 and count > 1 and wide(mask[count - 1]) < _HIDDEN:
         count -= 1
@@ -46,7 +46,7 @@ def seen_by(task, row):
 
 @kernel
 def _first_gap(mask, count):
-    """The first of `count` positions that is hidden after one that is not; `count` where there is none."""
+    """The first of `count` positions that is hidden after a visible one; `count` if there is none."""
     begin = 0
     while begin < count and wide(mask[begin]) < _HIDDEN:  # before a window
         begin += 1
@@ -66,8 +66,8 @@ def _first_gap(mask, count):
 def softmax(scores, line, count, size, mask, scale):
     """softmax(scale · score + mask) of the first `count` of a line of scores, in place; then 0 up to whole vectors.
 
-    What is hidden between others is taken out meanwhile. So a row of a tree, whose ancestors are not side by side, has
-    the sum that it has in a chain, to the bit.
+    Hidden positions between visible ones are removed for the sum. So a row of a tree, whose ancestors are not adjacent,
+    has the same sum as in a chain, bit for bit.
     """
     own = scores[line]
     for j in range(count):

@@ -1,8 +1,8 @@
-"""PyTorch's own threads for compiled functions of ours.
+"""PyTorch's own threads for our compiled functions.
 
-Threads of our own would be in the way of PyTorch's. Between two of its operations OpenMP's threads do not sleep: they
-look for work, each on a core of its own. So it is them that are asked, by the call that compilers make of `#pragma omp
-parallel`. Where PyTorch has no OpenMP that is found, one thread does it all.
+Separate threads would compete with PyTorch's. Between two of its operations OpenMP's threads do not sleep: they spin,
+each on its own core. So our functions run in these threads, by the call that compilers generate for `#pragma omp
+parallel`. If PyTorch's OpenMP is not found, one thread does all the work.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # the library w
 
 
 class Team(NamedTuple):
-    """OpenMP's way to run a function in all threads, and the addresses of the functions that tell a thread its number
-    and how many there are. 0: none."""
+    """OpenMP's function that runs a function in all threads, and the addresses of the functions that return a thread's
+    number and the number of threads. 0: none."""
 
     parallel: "ctypes._NamedFuncPointer | None"
     thread: int
@@ -28,7 +28,7 @@ class Team(NamedTuple):
 
 @cache
 def team() -> Team:
-    """That of the OpenMP library to which PyTorch's own calls go, whatever others this process has loaded."""
+    """The team of the OpenMP library that PyTorch itself calls, whatever others this process has loaded."""
     for library in _where_torch_looks():
         try:
             parallel = library.GOMP_parallel
@@ -41,8 +41,8 @@ def team() -> Team:
 
 
 def _where_torch_looks() -> "Iterator[ctypes.CDLL]":
-    """Where Linux looks for the functions that PyTorch calls, in this order: among those that the whole process sees,
-    then in PyTorch's library and what that is linked to."""
+    """The libraries in which Linux looks up the functions that PyTorch calls, in order: the global symbols of the
+    process, then PyTorch's library and its dependencies."""
     if sys.platform == "linux":
         yield ctypes.CDLL(None)
     if sys.platform == "linux" and TORCH.exists():
@@ -54,7 +54,7 @@ def _address(function: "ctypes._NamedFuncPointer") -> int:
 
 
 def most_threads() -> int:
-    """How many threads `call_in_team` takes at most."""
+    """The most threads that `call_in_team` can use."""
     return torch.get_num_threads() if team().parallel is not None else 1
 
 

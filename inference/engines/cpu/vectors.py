@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Vector code of compiled functions, in LLVM's terms: numbers are loaded, multiplied and stored `LANES` at a time."""
+"""LLVM vector code of compiled functions: numbers are loaded, multiplied and stored `LANES` at a time."""
 
 import llvmlite.binding
 from llvmlite import ir
@@ -14,7 +14,7 @@ _FUSED = ("contract",)
 
 
 def host_features():
-    """What the processor can do beyond what LLVM takes for granted; nothing where LLVM does not know this processor."""
+    """The processor's features beyond LLVM's baseline; empty if LLVM does not know this processor."""
     try:
         return llvmlite.binding.get_host_cpu_features()
     except RuntimeError:
@@ -25,18 +25,18 @@ FEATURES = host_features()
 
 
 def row_of(builder, array, row):
-    """Where a row of an array of two axes begins, as an address of bytes."""
+    """The byte address of a row of a two-dimensional array."""
     line = cgutils.unpack_tuple(builder, array.strides, 2)[0]
     return builder.gep(builder.bitcast(array.data, BYTE.as_pointer()), [builder.mul(row, line)])
 
 
 def place_in(builder, start, at, number):
-    """The address of the `at`-th of the numbers of an LLVM type that begin at another one."""
+    """The address of the `at`-th number of an LLVM type, counted from the address `start`."""
     return builder.gep(builder.bitcast(start, number.as_pointer()), [at])
 
 
 def loaded(builder, start, at, kind):
-    """`LANES` stored numbers of a numba type from the `at`-th on, as floats; pairs of bfloat16 (uint32) as they are."""
+    """`LANES` stored numbers of a numba type from the `at`-th on, as floats; pairs of bfloat16 (uint32) unchanged."""
     if kind in (types.float32, types.uint32):
         number, vector = (FLOAT, FLOATS) if kind == types.float32 else (INT, INTS)
         return builder.load(builder.bitcast(place_in(builder, start, at, number), vector.as_pointer()), align=4)
@@ -52,7 +52,7 @@ def loaded(builder, start, at, kind):
 
 
 def both_of(builder, pairs):
-    """The first and the second ones of pairs of bfloat16s, as floats."""
+    """The first and the second numbers of pairs of bfloat16s, as floats."""
     lower, upper = builder.shl(pairs, _every_int(16)), builder.and_(pairs, _every_int(0xFFFF0000))
     return builder.bitcast(lower, FLOATS), builder.bitcast(upper, FLOATS)
 
@@ -74,14 +74,14 @@ def added(builder, total, left, right):
 
 
 def ask_for(builder, address):
-    """Have memory bring what is at an address, for later."""
+    """Prefetch the line at an address."""
     kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(prefetch, [builder.bitcast(address, BYTE.as_pointer()), INT(0), INT(2), INT(1)])
 
 
 def nearest_bfloat16(builder, values):
-    """The bits of floats, rounded to bfloat16 in their upper halves; the lower ones are left over."""
+    """The bits of floats, rounded to bfloat16 in their upper halves; the lower halves are arbitrary."""
     bits = builder.bitcast(values, INTS)
     odd = builder.and_(builder.lshr(bits, _every_int(16)), _every_int(1))
     up = builder.add(builder.add(bits, _every_int(0x7FFF)), odd)
@@ -90,13 +90,13 @@ def nearest_bfloat16(builder, values):
 
 
 def rounded(builder, values, halves):
-    """Floats, rounded to bfloat16 where `halves`."""
+    """Floats, rounded to bfloat16 if `halves`."""
     kept = builder.and_(nearest_bfloat16(builder, values), _every_int(0xFFFF0000))
     return builder.select(halves, builder.bitcast(kept, FLOATS), values)
 
 
 def stored(builder, values, start, at, kind, halves):
-    """Store floats from the `at`-th place on: as bfloat16 (uint16), or as float32, rounded to that where `halves`."""
+    """Store floats from index `at` on: as bfloat16 (uint16), or as float32, rounded to bfloat16 if `halves`."""
     if kind == types.uint16:
         upper = builder.lshr(nearest_bfloat16(builder, values), _every_int(16))
         halved = builder.trunc(upper, ir.VectorType(ir.IntType(16), LANES))
@@ -124,7 +124,7 @@ def exponential(builder, x):
 
 
 def loop(builder, count, starting, body):
-    """body(place, values) → values for every place < count, at least once. starting: the values at first."""
+    """Emit a loop: body(place, values) → values for every place < count, at least once; starting: initial values."""
     before, inside, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
     builder.branch(inside)
     builder.position_at_end(inside)
@@ -132,7 +132,7 @@ def loop(builder, count, starting, body):
     place.add_incoming(LONG(0), before)
     values = [builder.phi(value.type) for value in starting]
     following = body(place, values)
-    end = builder.block  # the body may have blocks of its own
+    end = builder.block  # the body may add blocks
     for value, first, later in zip(values, starting, following, strict=True):
         value.add_incoming(first, before)
         value.add_incoming(later, end)
@@ -144,9 +144,9 @@ def loop(builder, count, starting, body):
 
 
 def sums_of_lanes(builder, vectors):
-    """A vector of the sums over the lanes of each of the vectors, of which there are 1, or 8.
+    """A vector of the lane sums of each of 1 or 8 vectors.
 
-    Lanes i and i + 8 are added first, then i and i + 4, and so on. So a sum does not depend on what is beside it.
+    Lanes i and i + 8 are added first, then i and i + 4, and so on. So a sum does not depend on the other vectors.
     """
     lanes = LANES
     while lanes > 1:
@@ -157,7 +157,7 @@ def sums_of_lanes(builder, vectors):
 
 
 def _halves_added(builder, left, right, lanes):
-    """The first half of every `lanes` lanes plus the second one, of a vector and of another one that may follow it."""
+    """The first half of every `lanes` lanes plus the second half, of a vector and an optional second vector."""
     size = left.type.count
     starts = range(0, size if right is None else 2 * size, lanes)
     parts = []
@@ -169,7 +169,7 @@ def _halves_added(builder, left, right, lanes):
 
 
 def every_float(number):
-    """A number that is known when compiled in all lanes."""
+    """A compile-time constant in all lanes."""
     return ir.Constant(FLOATS, [number] * LANES)
 
 
@@ -178,5 +178,5 @@ def _every_int(number):
 
 
 def arrays_of(context, builder, kinds, given):
-    """Arrays of numba's kinds among an intrinsic's arguments, as LLVM has them."""
+    """The arrays of numba types `kinds` among an intrinsic's arguments, as LLVM structures."""
     return [context.make_array(kind)(context, builder, one) for kind, one in zip(kinds, given, strict=True)]

@@ -1,1 +1,1 @@
-"""Passes of fixed shape, captured as CUDA graphs."""
+"""Fixed-shape passes, captured as CUDA graphs."""

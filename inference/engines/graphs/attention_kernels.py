@@ -1,6 +1,6 @@
-"""Which attention kernel passes of fixed shape use: measured once for a run, and then a matter of record.
+"""The attention kernel of fixed-shape passes: measured once per run directory, and recorded.
 
-Kernels round differently, so in 16 bits the choice may decide a token: it must not depend on a timing of the moment.
+Kernels round differently, so in half precision the choice may change a token: it must not depend on a new timing.
 """
 
 import time
@@ -17,15 +17,15 @@ from draft_models.targets.target import Layers
 from inference.core.runtime import KernelChoice
 from inference.engines.graphs.capture import GraphPool
 
-WIDTHS = (1, 4, 16, 64)  # rows of the passes that are measured,
-KEYS = 128  # over so many cache positions, four times as many, … and those of the longest text
+WIDTHS = (1, 4, 16, 64)  # rows of measured passes
+KEYS = 128  # cache positions of measured passes: this many, 4 times as many, …, up to the longest text
 TRIALS = 20  # replays that choose between kernels
 
 
 def kernel_for(choices: Iterable[KernelChoice], layers: Layers, width: int, keys: int) -> str:
-    """What was chosen where it is nearest, by ratios; the first of `KERNELS` for attention that was not measured.
+    """The choice measured at the nearest width and length, by ratio; the first of `KERNELS` for unmeasured attention.
 
-    layers: where they are no target's but a head's own, nothing was.
+    layers: a head's own layers, which are not a target's, were not measured.
     """
     shape = None if layers.layered is None else attention_shape(layers.layered)
     measured = [c for c in choices if (c.heads, c.key_heads, c.head_dim) == shape]
@@ -34,7 +34,7 @@ def kernel_for(choices: Iterable[KernelChoice], layers: Layers, width: int, keys
 
 
 def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
-    """Query heads, key heads and the width of a head."""
+    """Query heads, key/value heads and the head dimension."""
     config = stack.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_attention_heads, key_heads(config), head_dim
@@ -42,9 +42,9 @@ def attention_shape(stack: LayerStack) -> tuple[int, int, int]:
 
 @torch.inference_mode()
 def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[KernelChoice, ...]:
-    """The faster kernels for texts of up to `positions` tokens, for every shape of attention among `stacks`.
+    """The fastest kernels for texts of up to `positions` tokens, for every attention shape among `stacks`.
 
-    Takes the memory of one cache, and gives it back.
+    Temporarily allocates one cache.
     """
     graphs = GraphPool()
     found: dict[tuple[int, int, int], list[KernelChoice]] = {}
@@ -55,7 +55,7 @@ def measure_kernels(stacks: Sequence[LayerStack], positions: int) -> tuple[Kerne
 
 
 def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[KernelChoice]:
-    """Every pass reads all layers of a cache, as in decoding, where none of it is in a processor's caches."""
+    """Each pass reads all layers of a KV cache, so that nothing is in the hardware caches, as in decoding."""
     heads, key_heads, head_dim = shape = attention_shape(stack)
     zeros = partial(torch.zeros, dtype=stack.dtype, device=stack.device)
     cache = zeros(len(stack.layers), 2, 1, key_heads, positions, head_dim)

@@ -1,13 +1,13 @@
-"""Decoding in passes of fixed shape over buffers that stay where they are, captured as CUDA graphs.
+"""Decoding in fixed-shape passes over buffers at fixed addresses, captured as CUDA graphs.
 
-A pass of a few rows is hundreds of kernels that each take microseconds: launched one by one, the launches cost more
-than the work. A CUDA graph launches them all at once, but only ever with the same shapes and addresses. So a pass is
-padded to a width of `WIDTHS` and reads a bucket of the cache (a power of two of positions), and everything it touches
-lives in an `Arena` that outlives generations. What differs from pass to pass (where the rows stand and what they see)
-is a few hundred bytes, uploaded by one copy; positions, slots and masks are made from them inside the graph.
+A pass of a few rows is hundreds of kernels of microseconds each: if they are launched one by one, launches cost more
+than the work. A CUDA graph launches them at once, but always with the same shapes and addresses. So a pass is padded to
+a width of `WIDTHS` and reads a bucket of the cache (a power of two of positions), and all its buffers are in an `Arena`
+that outlives generations. The data that differ between passes (the rows' positions and ancestors) are a few hundred
+bytes, uploaded by one copy; positions, slots and masks are computed from them inside the graph.
 
-What a pass reads but masks must be a number, for 0 · NaN is none. So a cache is zero behind its text: it is cleared for
-every generation, rows that are dropped are cleared, and padding writes where nobody reads.
+Masked values that a pass reads must be finite, since 0 · NaN is NaN. So a cache is zero after its text: it is cleared
+for every generation, dropped rows are cleared, and padding rows write to slots that no pass reads.
 
 Without CUDA the same passes run uncaptured: slower than `TargetSession`, for tests.
 """
@@ -35,9 +35,9 @@ Key = tuple[str, int, int]  # of a graph: the name of the pass, its rows, the ca
 
 
 class Graphed:
-    """Makes sessions whose buffers and graphs are used again by later generations.
+    """Makes sessions whose buffers and graphs are reused by later generations.
 
-    One generation at a time uses an arena; a second one beside it gets an arena of its own.
+    An arena serves one generation at a time; a concurrent one gets another arena.
     """
 
     name = "graphed"
@@ -54,7 +54,7 @@ class Graphed:
         return measure_kernels([stack for stack in layered if stack is not None], positions)
 
     def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
-        """See `Runtime.prepare`. Longer texts get buffers, and graphs, of their own."""
+        """See `Runtime.prepare`. Longer texts get their own buffers and graphs."""
         self.positions, self.kernels = positions, tuple(kernels)
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
@@ -79,9 +79,9 @@ class Graphed:
 
 
 class Arena:
-    """What passes of fixed shape over one model's layers, split at one, read and write: caches, buffers, graphs.
+    """The caches, buffers and graphs of fixed-shape passes over one model's layers, which are split at one layer.
 
-    limit: how many cache slots passes see at most; behind them padding rows write.
+    limit: the most cache slots that passes read; padding rows write to the slots after them.
     """
 
     def __init__(self, runtime: Graphed, layers: Layers, split: int, capacity: int, rows: int):
@@ -100,57 +100,57 @@ class Arena:
         self.beside: dict[int, tuple[object, KVCache]] = {}  # caches of other layers, by owner
         self.upload = Upload(self.rows, layers.device)
         self.buffers: dict[tuple[str, int], Tensor] = {}
-        self.outputs: dict[str, int] = {}  # how many each pass has
+        self.outputs: dict[str, int] = {}  # number of outputs of each pass
         self.graphs: dict[Key, torch.cuda.CUDAGraph] = {}
         layers.reserve(self.capacity)
-        self.tables: dict[Key, tuple[tuple[Tensor, Tensor], ...]] = {}  # that a graph reads
+        self.tables: dict[Key, tuple[tuple[Tensor, Tensor], ...]] = {}  # read by each graph
         self.pool = GraphPool()
         self._user: weakref.ref[Session] | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a session works in here that is neither closed nor gone."""
+        """Whether a live session that is not closed uses this arena."""
         return self._user is not None and self._user() is not None
 
     def serves(self, layers: Layers, capacity: int, rows: int) -> bool:
-        """Whether a session of this size could work in here now."""
+        """Whether a session of this size can use this arena now."""
         return layers is self.layers and capacity <= self.limit and rows <= self.rows and not self.busy
 
     def enter(self, user: Session) -> None:
-        """`user` works in here from now on: its caches are empty."""
+        """Lend the arena to the session `user`, with empty caches."""
         self._user = weakref.ref(user)
         for cache in (self.first, self.rest, *(cache for _, cache in self.beside.values())):
             cache.clear()
 
     def leave(self, user: Session) -> None:
-        """`user` is done."""
+        """Take the arena back from the session `user`."""
         if self._user is not None and self._user() is user:
             self._user = None
 
     def cache_beside(self, owner: object, layers: range) -> KVCache:
-        """The cache of layers that `owner` has."""
+        """The cache of the layers of `owner`."""
         if id(owner) not in self.beside:
             self.beside[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
         return self.beside[id(owner)][1]
 
     def buffer(self, name: str, place: int, like: Tensor, rows: int) -> Tensor:
-        """The input (place −1) or output of a pass: as `like` [1, n, …] or [n], but with `rows` rows."""
+        """The input (place −1) or output of a pass: like `like` [1, n, …] or [n], but with `rows` rows."""
         if (name, place) not in self.buffers:
             shape = (rows,) if like.dim() == 1 else (1, rows, *like.shape[2:])
             self.buffers[name, place] = like.new_zeros(shape)
         return self.buffers[name, place]
 
     def view(self, width: int, positions: int) -> FixedView:
-        """Of `width` rows, behind which the text and they themselves have `positions` positions."""
+        """The view of `width` rows for texts of up to `positions` positions, including these rows."""
         keys = min(bucket(positions, SMALLEST_BUCKET), self.limit)
         return FixedView(self.upload, width, keys, self.limit, self.layers)
 
     def run_pass(
         self, name: str, pass_: Pass, given: Tensor, view: FixedView, cache: KVCache, by_row: bool
     ) -> list[Tensor]:
-        """`pass_`, always the same one under this name; returns its output buffers.
+        """Run `pass_`, which its name must identify uniquely; returns its output buffers.
 
-        by_row: an output's rows go to the places of their row numbers, and so stay until the round ends.
+        by_row: output rows are stored at their row numbers, and stay valid until the round ends.
         """
 
         def run() -> None:
@@ -168,20 +168,20 @@ class Arena:
         return [self.buffers[name, place] for place in range(self.outputs[name])]
 
     def run(self, key: Key, run: Callable[[], None], changed: Sequence[Tensor] = ()) -> None:
-        """`run`, captured at the first call with this `key`. changed: see `GraphPool.capture`."""
+        """Replay `run`, captured at the first call with this `key`. changed: see `GraphPool.capture`."""
         if not can_capture(self.layers.device):
             run()
             return
         if key not in self.graphs:
             with use_kernel(kernel_for(self.runtime.kernels, self.layers, *key[1:])):
                 self.graphs[key] = self.pool.capture(run, changed)
-            self.tables[key] = self.layers.tables  # `reserve` may put longer ones in their place
+            self.tables[key] = self.layers.tables  # `reserve` may replace them by longer ones
             self.runtime.captures += 1
         self.graphs[key].replay()
 
 
 class GraphedSession(TargetSession):
-    """A session whose passes have fixed shapes, all but prompts and those of more than 64 rows."""
+    """A session whose passes have fixed shapes, except prompts and passes of more than 64 rows."""
 
     def __init__(self, arena: Arena, capacity: int, context: int | None):
         super().__init__(arena.layers, arena.split, capacity, context)
@@ -213,7 +213,7 @@ class GraphedSession(TargetSession):
         return None if self.split else self._step
 
     def _step(self, token: Tensor) -> Tensor:
-        """From token to token: the host launches a graph and reads what comes out, and nothing else."""
+        """One token of plain decoding: the host only launches a graph and reads the result."""
         arena, stack = self._arena, self.stack
         upload, given = arena.upload, arena.buffer("step", -1, token, 1)
         if token.data_ptr() != given.data_ptr():
@@ -248,12 +248,12 @@ class GraphedSession(TargetSession):
         else:
             kept = self._arena.buffer("first", 0, hidden, self._arena.rows + WIDTHS[-1])
             kept = kept[:, start : start + hidden.shape[1]]
-            if kept.data_ptr() != hidden.data_ptr():  # of a pass that ran as it is
+            if kept.data_ptr() != hidden.data_ptr():  # of a pass without a graph
                 kept.copy_(hidden)
 
     def _run(self, name: str, pass_: Pass, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tensor, ...]:
         rows = layout.stop - layout.start
-        # A prompt, a pass wider than any bucket, and one that is but an embedding gain nothing.
+        # Graphs do not help prompts, passes wider than any bucket, and passes of an embedding alone.
         if not self.base or rows > WIDTHS[-1] or layout.stop > self._arena.rows or not cache.layers:
             return super()._run(name, pass_, x, layout, cache)
         arena, by_row = self._arena, name == "first"

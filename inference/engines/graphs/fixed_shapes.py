@@ -1,4 +1,4 @@
-"""Passes of fixed shape: how many rows and cache positions they have, and what they know of their rows."""
+"""Fixed-shape passes: their widths and buckets, and the per-pass data about their rows."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,15 @@ from torch import Tensor
 from draft_models.targets.target import Layers, Mask, Masks, Rotary
 from inference.core.rows import Layout, unpack
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run as they are
-UPLOADS = 64  # pinned buffers in turn, so that the host hardly ever waits until the device has read one
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run without graphs
+UPLOADS = 64  # pinned buffers used in turn, so that the host hardly ever waits for the device
 
 
 class Upload:
-    """The facts of a pass on their way to the device: base, first row, end, depths of all rows, lineage of each.
+    """Uploads the data of a pass: base, first row, end, depths of all rows, ancestors of each row of the pass.
 
-    As bytes, so that one copy takes all. A graph reads `base`, `start` and `stop` int64 [], `depths` int64 [rows] and
-    `lineages` bool [64, rows].
+    They are packed as bytes for a single copy. A graph reads `base`, `start` and `stop` int64 [], `depths` int64 [rows]
+    and `lineages` bool [64, rows].
     """
 
     def __init__(self, rows: int, device: torch.device):
@@ -32,10 +32,10 @@ class Upload:
         self.base, self.start, self.stop = facts[0], facts[1], facts[2]
         self.depths = facts[3:]
         self.lineages = self._device[self._head :].view(torch.bool).view(WIDTHS[-1], rows)
-        self.alone_at: int | None = None  # the facts are those of a round of one row, behind that many positions
+        self.alone_at: int | None = None  # if the data are of a round of one row, the positions before it
 
     def send(self, layout: Layout, width: int) -> None:
-        """`layout`, padded to `width` rows that see no row of this round."""
+        """Upload `layout`, padded to `width` rows; padding rows see no row of this round."""
         self.alone_at = layout.base if (layout.start, layout.stop, width) == (0, 1, 1) else None
         host = self._hosts[self._turn]
         copied = self._copied[self._turn] if self._copied else None
@@ -60,9 +60,9 @@ class Upload:
 
 @dataclass(frozen=True)
 class FixedView:
-    """Positions, slots and masks of `width` rows over `keys` cache positions, made on the device from what was sent.
+    """Positions, slots and masks of `width` rows over `keys` cache positions, computed on the device from an `Upload`.
 
-    spare: the first of `width` cache slots that no pass ever sees.
+    spare: the first of `width` cache slots that no pass reads.
     """
 
     upload: Upload
@@ -78,7 +78,7 @@ class FixedView:
 
     @property
     def slots(self) -> Tensor:
-        """Cache slots [width]. Padding writes where nobody reads: not even a mask makes 0 of 0 · NaN."""
+        """Cache slots [width]. Padding writes to slots that no pass reads, since masking cannot undo NaN (0 · NaN)."""
         rows = self.rows
         return torch.where(rows < self.upload.stop, self.upload.base + rows, self.spare + self._each)
 
@@ -119,7 +119,7 @@ class FixedView:
 
 
 def bucket(size: int, smallest: int) -> int:
-    """The least power of two times `smallest` that holds `size`."""
+    """The smallest `smallest` · 2^i that is at least `size`."""
     while smallest < size:
         smallest *= 2
     return smallest

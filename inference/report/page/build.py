@@ -1,4 +1,4 @@
-"""report.html: one self-contained file with its styles and script; it loads nothing."""
+"""report.html: one self-contained file with its styles and script, without external resources."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode: Decode) -> str:
     """The page of one evaluation. decode: token ids → text, special tokens included.
 
-    All text is accepted: model output is escaped.
+    Any text is safe: model output is escaped.
     """
     first = reports[0]
     title = f"{first['drafter']} on {first['target']}"
@@ -68,7 +68,7 @@ def _gains(reports: Sequence[Report]) -> tuple[Markup, ...]:
 
 
 def _counted(reports: Sequence[Report]) -> Markup:
-    """τ as other papers count it, and the conditional acceptance at the first depths."""
+    """The variants of τ in other papers, and the conditional acceptance at the first depths."""
     depths = range(min(6, max(len(report["acceptance_given_previous"]) for report in reports)))
     heads = {
         "method": "how drafts were made",

@@ -1,4 +1,4 @@
-"""HTML from untrusted text: everything that is not `Markup` is escaped, in one place."""
+"""HTML from untrusted text: everything except `Markup` is escaped, in one place."""
 
 import html
 import json
@@ -10,13 +10,13 @@ _VOID = ("input", "meta")  # elements without an end tag
 
 
 class Markup(str):
-    """Text that is HTML."""
+    """A string of trusted HTML, inserted unescaped."""
 
     __slots__ = ()
 
 
 def tag(name: str, /, *content: object, **attributes: object) -> Markup:
-    """An element. content: `Markup` is inserted as it is, all else escaped; attributes by name, `class_` for class."""
+    """An element. content: all but `Markup` is escaped; attributes by name, `class_` for class; None leaves one out."""
     said = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html.escape(str(value))}"')
         for key, value in attributes.items()
@@ -26,12 +26,12 @@ def tag(name: str, /, *content: object, **attributes: object) -> Markup:
 
 
 def joined(*content: object) -> Markup:
-    """The parts concatenated, escaped where they are not `Markup`."""
+    """The parts concatenated; all but `Markup` is escaped."""
     return Markup("".join(one if isinstance(one, Markup) else html.escape(str(one)) for one in content))
 
 
 def as_table(table: Table) -> Markup:
-    """A table; what a column says is the tooltip of its name."""
+    """A table; the tooltip of a column's name is the column's description."""
     names = (tag("abbr", name, title=said, tabindex=0) if said else name for name, said in table.columns.items())
     header = tag("thead", tag("tr", *(tag("th", name) for name in names)))
     rows = (tag("tr", *(tag("td", cell, class_=CLASSES.get(cell)) for cell in row)) for row in table.rows)
@@ -39,7 +39,7 @@ def as_table(table: Table) -> Markup:
 
 
 def embedded(value: object, **attributes: object) -> Markup:
-    """JSON for the page's script, in which no text can close the script element."""
+    """JSON for the page's script, escaped so that no text can close the script element."""
     plain = json.dumps(value, separators=(",", ":"))
     for sign in "<>&":
         plain = plain.replace(sign, f"\\u{ord(sign):04x}")

@@ -6,7 +6,7 @@ from inference.report.page.markup import Markup, joined, tag
 from inference.report.wording import Report
 
 WIDTH, LEFT, RIGHT, ROW = 640, 150, 60, 26
-PARTS = ("draft", "verify", "structure", "other")  # of a round's time, as `parts_of_time` names them
+PARTS = ("draft", "verify", "structure", "other")  # the parts of a round's time (see `parts_of_time`)
 
 
 def speedups(reports: Sequence[Report]) -> Markup:
@@ -51,7 +51,7 @@ def time_split(reports: Sequence[Report]) -> Markup:
 
 
 def acceptance(reports: Sequence[Report], height: int = 200) -> Markup:
-    """The share of rounds accepted to each depth, among rounds that drafted so deep."""
+    """The share of rounds accepted to each depth, among rounds that drafted that deep."""
     deepest = max([2, *(len(report["acceptance_by_position"]) for report in reports)])
     lines = []
     for share in (0.0, 0.5, 1.0):

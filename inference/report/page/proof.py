@@ -1,4 +1,4 @@
-"""The page's section on losslessness: what was checked, and what the checks cannot show."""
+"""The page's section on losslessness: the checks, and their limits."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from inference.report.wording import Report
 
 
 def most_that_differ(checked: int, chance: float = 0.05) -> float:
-    """The upper confidence bound of the share of differing prompts if none of `checked` prompts differs.
+    """The upper confidence bound on the share of differing prompts if none of `checked` prompts differs.
 
-    With a share s all n are equal with probability (1 − s)ⁿ; the bound is the s at which that is `chance`.
+    With a share s all n are equal with probability (1 − s)ⁿ; the bound is the s where this equals `chance`.
     """
     return 1 - chance ** (1 / checked)
 
 
 def proof_section(reports: Sequence[Report]) -> list[Markup]:
-    """Paragraphs: what was compared, what it bounds, and the judgement of rounding errors."""
+    """Paragraphs: the comparison of texts, the bound it gives, and the judgement of rounding errors."""
     first = reports[0]["lossless"]
     wrong = [report["method"] for report in reports if not is_lossless(report)]
     said = [_verdict(wrong), *(_compared(reports) if first["checked"] else _sampled())]

@@ -6,14 +6,14 @@ from inference.core.tree import ROOT
 from inference.measure.results import PromptResult, ShownRound
 from inference.report.page.markup import Markup, embedded, joined, tag
 
-ASKED = 3000  # last characters of a prompt that are shown
+ASKED = 3000  # number of a prompt's last characters that are shown
 REJECTED = 8  # rejected tokens shown in the text; the tree has all of them
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Pieces:
-    """Texts of single tokens, which depend on the tokens before where one is part of a character or a space."""
+    """Texts of single tokens. A token that holds part of a character or a space depends on the tokens before it."""
 
     def __init__(self, decode: Decode, anchor: int):
         self._decode, self._anchor = decode, anchor
@@ -38,7 +38,7 @@ class Pieces:
 
 
 def texts_section(results: Sequence[PromptResult], decode: Decode) -> Markup:
-    """All texts whose rounds were kept, shown one at a time, and the data of their trees for the script."""
+    """All texts with recorded rounds, shown one at a time, and the data of their trees for the script."""
     shown = [result for result in results if result.shown]
     if not shown:
         return tag("p", "No rounds were kept (show_prompts=0).")
