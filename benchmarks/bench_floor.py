@@ -61,7 +61,7 @@ SPARE = 66  # rows of a round at most
 
 
 class Steps:
-    """Single passes of a target and its drafter behind `context` committed positions."""
+    """Single passes of a target and its drafter after `context` committed positions."""
 
     def __init__(self, target: Target, runtime: Runtime, prompt: Tensor, repeats: int):
         self.context = len(prompt)
@@ -183,7 +183,7 @@ def time_rounds(target: Target, runtime: Runtime, prompt: Sequence[int], method:
 
 @torch.inference_mode()
 def measure_target(target: Target, runtime: Runtime, context: int, bandwidth: float, repeats: int) -> dict[str, Any]:
-    """All four measurements behind `context` positions."""
+    """All four measurements after `context` positions."""
     vocabulary = target.stack.config.vocab_size
     prompt = torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0))
     passes, drafts = time_steps(target, runtime, prompt, repeats)

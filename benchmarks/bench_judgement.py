@@ -21,15 +21,15 @@ from data_prep.text.prompts import read_prompts
 from draft_models.early_exit.checkpoint import from_pretrained, provenance
 from draft_models.early_exit.model import EarlyExit, exit_layers
 from draft_models.targets.open_target import open_target
-from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
 from inference.core.stopwatch import Round
+from inference.core.token_selector import TokenSelector
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.loading.drafters import prepare
-from inference.loading.subject import end_tokens, load_plain
+from inference.loading.targets import end_tokens, load_plain
 from inference.measure.arms import transformers_generate
 from inference.measure.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
 from inference.measure.results import AUTOREGRESSIVE
@@ -105,13 +105,15 @@ class Subject:
         text = transformers_generate(self.model, prompt, max_new_tokens=tokens, eos=self.eos).tokens
         return make_reference(self.model, prompt, text)
 
-    def decode(self, arm: str, prompt: Sequence[int], tokens: int, chooser: Chooser, eos: frozenset) -> Iterator[Round]:
-        options: dict[str, Any] = {"max_new_tokens": tokens, "eos": eos, "chooser": chooser}
+    def decode(
+        self, arm: str, prompt: Sequence[int], tokens: int, selector: TokenSelector, eos: frozenset
+    ) -> Iterator[Round]:
+        options: dict[str, Any] = {"max_new_tokens": tokens, "eos": eos, "selector": selector}
         if arm == AUTOREGRESSIVE:
             return autoregressive(self.stack, prompt, **options)
         if arm == "prompt_lookup":
             return speculative(self.stack, PromptLookup(), prompt, **options)
-        drafter = Shaped(EarlyExitSource(self.drafter), make_structure(TREE, Streams(0)))
+        drafter = ModelDrafter(EarlyExitSource(self.drafter), make_structure(TREE, Streams(0)))
         return speculative(self.stack, drafter, prompt, **options)
 
     def judged(self, references: Sequence[Reference], fault: str | None, seed: int) -> dict[str, tuple[Judgement, int]]:
@@ -123,9 +125,9 @@ class Subject:
                 identical = 0
                 for reference in references:
                     tokens = len(reference.text)
-                    rounds = self.decode(arm, reference.prompt, tokens, Chooser(), self.eos)
+                    rounds = self.decode(arm, reference.prompt, tokens, TokenSelector(), self.eos)
                     own = tuple(token for r in rounds for token in r.tokens)
-                    forced = Forced(Chooser(), reference)
+                    forced = Forced(TokenSelector(), reference)
                     for _ in self.decode(arm, reference.prompt, tokens, forced, frozenset()):
                         pass
                     deviations.append(forced.deviation(own))

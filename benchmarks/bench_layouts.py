@@ -4,7 +4,7 @@
 
 Loads the target once for each of `inference.engines.packing.LAYOUTS` and once as evaluate-checkpoint does. There all
 layers of a pass of few tokens run in one call, which is left out once: "layer by layer". Times passes over 1 to 32
-tokens behind a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate` and the
+tokens after a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate` and the
 floor: the time that reading the weights takes at the measured bandwidth, as they are stored in `--dtype`. A pass in
 one call may take less, as it reads float32 weights that were bfloat16 once as such.
 
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 class Passes:
-    """Single passes of a target behind a committed text."""
+    """Single passes of a target after a committed text."""
 
     def __init__(self, stack: LayerStack, text: Tensor):
         self.text = text
@@ -151,7 +151,7 @@ def time_products(target: OpenTarget, dtype: torch.dtype, repeats: int) -> dict[
 
 
 def seconds_a_token(plain: nn.Module, text: Tensor, tokens: int = 8) -> float:
-    """Of transformers' `generate` behind `text`: the difference of two lengths, so without the prompt's pass."""
+    """Of transformers' `generate` after `text`: the difference of two lengths, so without the prompt's pass."""
     clock, ends = make_clock(CPU), []
     for count in (1, 1 + tokens):
         started = clock()

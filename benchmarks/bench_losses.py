@@ -4,7 +4,7 @@
 
 Forward and backward of hidden · weightᵀ and a loss of it, in bfloat16 over float32 weights as in training. Two heads:
 a small LM's over a draft vocabulary (256 → 8,192) and one over a whole one (576 → 49,152). Every number of rows takes
-its turn in one process; medians. A loss that learns from cached laws has 16 tokens of them.
+its turn in one process; medians. A loss that learns from cached distributions has 16 tokens of them.
 """
 
 import argparse

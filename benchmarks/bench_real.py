@@ -34,7 +34,7 @@ from conf import reported
 from draft_models.early_exit.checkpoint import from_pretrained, provenance
 from draft_models.targets.model_files import load_causal_lm
 from inference.loading.generation_config import generate_settings
-from inference.loading.subject import Models, Subject
+from inference.loading.targets import Models, TargetSetup
 from inference.measure.bench import JUDGED
 from inference.measure.results import Arm
 from inference.report.drafter_facts import trained_seconds
@@ -51,22 +51,22 @@ PEERS = (  # what they do decides what is measured
 )  # fmt: skip
 
 
-def transformers_peers(config: EvaluateConfig, draft_tokens: int, subject: Subject, models: Models) -> ArmsFor:
+def transformers_peers(config: EvaluateConfig, draft_tokens: int, setup: TargetSetup, models: Models) -> ArmsFor:
     """transformers' own assisted generation by the drafters of `config`."""
-    placed: dict[str, Any] = {"dtype": subject.dtype, "device": subject.device}
+    placed: dict[str, Any] = {"dtype": setup.dtype, "device": setup.device}
     helpers: dict[str, dict[str, Any]] = {}
     if config.checkpoint is not None:
         early_exit = from_pretrained(
-            config.checkpoint, subject.target.config, subject.target.fingerprint, **placed
+            config.checkpoint, setup.target.config, setup.target.fingerprint, **placed
         ).requires_grad_(False)
-        helpers["assisted_early_exit"] = {"assistant": as_model(subject.target.source, early_exit, **placed)}
+        helpers["assisted_early_exit"] = {"assistant": as_model(setup.target.source, early_exit, **placed)}
     if config.small_lm is not None:
-        small = load_drafter(config.small_lm, known_tokens(config), subject.config.vocab_size, subject.dtype)
-        helpers["assisted_small_lm"] = {"assistant": small.to(subject.device)}
+        small = load_drafter(config.small_lm, known_tokens(config), setup.config.vocab_size, setup.dtype)
+        helpers["assisted_small_lm"] = {"assistant": small.to(setup.device)}
 
     def arms_for(new_tokens: int) -> dict[str, Arm]:
-        own = subject.inherited.config
-        settings = generate_settings(own, config.sampling, max_new_tokens=new_tokens, eos=subject.eos)
+        own = setup.inherited.config
+        settings = generate_settings(own, config.sampling, max_new_tokens=new_tokens, eos=setup.eos)
         return assisted_arms(models.plain, settings, draft_tokens, helpers)
 
     return arms_for
@@ -81,7 +81,7 @@ def left_of(arms: Mapping[str, Arm], without: Sequence[str]) -> dict[str, Arm]:
 
 def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
     """Those that the small LM is made of, where they are not all."""
-    return None if config.small_lm is None else KINDS["small_lm"].load_maker().known_tokens(config.small_lm)
+    return None if config.small_lm is None else KINDS["small_lm"].load_plugin().known_tokens(config.small_lm)
 
 
 def trained(config: EvaluateConfig) -> dict[str, Any]:
@@ -92,19 +92,19 @@ def trained(config: EvaluateConfig) -> dict[str, Any]:
         if where is not None:
             steps = Path(where) / STEPS_FILE
             training = read_json(steps, "number of steps", "remove it") if steps.exists() else None
-            found[kind.name] = {"path": where, **kind.load_maker().identity(where), "training": training}
+            found[kind.name] = {"path": where, **kind.load_plugin().identity(where), "training": training}
     return found
 
 
 def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespace, peers: Any) -> dict[str, Any]:
     """What was measured and on what, JSON-able."""
     return {
-        "target": contest.subject.target.source,
-        "target_digest": asdict(contest.subject.target.fingerprint),
+        "target": contest.setup.target.source,
+        "target_digest": asdict(contest.setup.target.fingerprint),
         "drafters": trained(config),
         "trained_seconds": trained_seconds(config),
-        "dtype": contest.subject.numbers,
-        "machine": describe_machine(str(contest.subject.device)),
+        "dtype": contest.setup.numbers,
+        "machine": describe_machine(str(contest.setup.device)),
         "threads": contest.threads,
         "made_with": provenance(),
         "peers": peers,
@@ -139,24 +139,22 @@ def record(options: argparse.Namespace) -> None:
     folder = options.work / config.dtype
     with ExitStack() as held:
 
-        def peers(subject: Subject, models: Models, positions: int) -> ArmsFor:
-            require(not subject.stops, "stop_strings", subject.stops, "none: not every peer knows them")
-            ours = transformers_peers(config, options.draft_tokens, subject, models)
+        def peers(setup: TargetSetup, models: Models, positions: int) -> ArmsFor:
+            require(not setup.stops, "stop_strings", setup.stops, "none: not every peer knows them")
+            ours = transformers_peers(config, options.draft_tokens, setup, models)
             if not options.llama_python:
                 return ours
-            require(
-                not subject.int8, "dtype", config.dtype, "floats with --llama-python: it would decode another model"
-            )
+            require(not setup.int8, "dtype", config.dtype, "floats with --llama-python: it would decode another model")
             asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
-            where, dtype = subject.target, subject.dtype
+            where, dtype = setup.target, setup.dtype
             target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be laid out anew
             small = config.small_lm and load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
             started = llama_server(options.llama_python, folder, target, small, known_tokens(config), **asked)
             server = held.enter_context(started)
-            return lambda count: {**ours(count), **{n: server.arm(n, subject.eos, count) for n in server.arms}}
+            return lambda count: {**ours(count), **{n: server.arm(n, setup.eos, count) for n in server.arms}}
 
-        def wanted(subject: Subject, models: Models, positions: int) -> ArmsFor:
-            arms_for = peers(subject, models, positions)
+        def wanted(setup: TargetSetup, models: Models, positions: int) -> ArmsFor:
+            arms_for = peers(setup, models, positions)
             return lambda count: left_of(arms_for(count), options.without)
 
         contest = measure_all(config, prompts, folder, options.minutes, peers=wanted, identity=identity, judged=JUDGED)

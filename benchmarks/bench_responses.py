@@ -25,7 +25,7 @@ from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import open_target
 from inference.core.sampling import Sampler
-from inference.loading.subject import end_tokens
+from inference.loading.targets import end_tokens
 from inference.settings.sampling import SamplingConfig
 from outrider.files import write_json
 from outrider.machine import describe_machine

@@ -67,7 +67,7 @@ def make_clock(device: torch.device) -> Clock:
 
 
 def sample(run: Callable[[], Any], clock: Clock, times: int) -> list[float]:
-    """Seconds of each of `times` runs, behind one that does not count."""
+    """Seconds of each of `times` runs, after one that does not count."""
     run()
     seconds = []
     for _ in range(times):

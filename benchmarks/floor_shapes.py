@@ -50,7 +50,7 @@ class Weights:
     position: int
 
     def read(self, layers: int, context: int, heads: int = 1) -> int:
-        """What a pass over one row behind `context` positions has to read: each weight and each key and value once."""
+        """What a pass over one row after `context` positions has to read: each weight and each key and value once."""
         return layers * (self.layer + self.position * context) + heads * self.head
 
 

@@ -21,11 +21,11 @@ from conf import build, explain, register
 from conf.options import compose_defaults
 from data_prep.text.prompts import Prompt, read_prompts
 from inference.engines.cpu.recorded import recorded
-from inference.loading.subject import (
+from inference.loading.targets import (
     Models,
-    Subject,
+    TargetSetup,
     context_length,
-    find_subject,
+    find_setup,
     load_drafters,
     load_models,
     run_settings,
@@ -56,7 +56,7 @@ from outrider.streams import Streams
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
                   "out_dir", "resume", "debug", "plan", "card", "wandb", "show_prompts")  # fmt: skip
 ArmsFor = Callable[[int], Mapping[str, Arm]]  # that go on for so many new tokens
-MakePeers = Callable[[Subject, Models, int], ArmsFor]  # from the models, for texts of so many tokens at most
+MakePeers = Callable[[TargetSetup, Models, int], ArmsFor]  # from the models, for texts of so many tokens at most
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Contest:
     threads: of the CPU, and how many prompts were measured with each number.
     """
 
-    subject: Subject
+    setup: TargetSetup
     methods: Mapping[str, MethodConfig]
     results: Sequence[PromptResult]
     asked: int
@@ -145,16 +145,16 @@ def measure_all(
     Raises `UserError` for bad input, and where `folder` holds results that were made otherwise.
     """
     began = time.monotonic()
-    subject = find_subject(config)
-    ids = [render(subject, prompt, prompt.turns) for prompt in prompts]
-    settings = {"evaluation": run_settings(config, subject, prompts), "peers": dict(identity)}
+    setup = find_setup(config)
+    ids = [render(setup, prompt, prompt.turns) for prompt in prompts]
+    settings = {"evaluation": run_settings(config, setup, prompts), "peers": dict(identity)}
     with only_run(require_writable(folder), "results"):
         known = open_run(folder, settings, resume=True)
         done, number = read_results(folder), next_number(folder)
         todo = [position for position in range(len(prompts)) if position not in done]
         if todo:
             use_threads(config.threads)
-            field = enter(config, subject, prompts, ids, known, peers)
+            field = enter(config, setup, prompts, ids, known, peers)
             if known is None:
                 known = asdict(field.prepared)
                 begin_run(folder, settings, known)
@@ -173,12 +173,12 @@ def measure_all(
             done = read_results(folder)
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
     threads_used = Counter(measured.threads for measured in done.values())
-    return Contest(subject, construct(Prepared, known).methods, results, len(prompts), dict(threads_used))
+    return Contest(setup, construct(Prepared, known).methods, results, len(prompts), dict(threads_used))
 
 
 def enter(
     config: EvaluateConfig,
-    subject: Subject,
+    setup: TargetSetup,
     prompts: Sequence[Prompt],
     ids: Sequence[Sequence[int]],
     known: Any,
@@ -186,16 +186,16 @@ def enter(
 ) -> Field:
     """All arms, warm. ids: of the prompts. known: what an earlier run has prepared (see `Prepared`), or None."""
     earlier = None if known is None else construct(Prepared, known)
-    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
+    drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
     with recorded(None if earlier is None else earlier.products):
-        models = load_models(config, subject, drafters)
-    context = context_length(subject, models.drafters)
+        models = load_models(config, setup, drafters)
+    context = context_length(setup, models.drafters)
     require_fits(prompts, ids, context - config.max_new_tokens)
     positions = longest_text([[each] for each in ids], config.max_new_tokens, context)
-    prepared = earlier or prepare_methods(config, subject, models, ids[0], positions)
+    prepared = earlier or prepare_methods(config, setup, models, ids[0], positions)
     models.runtime.prepare(positions, prepared.kernels)
-    bench = make_bench(config, subject, models, prepared, ids[0], len(ids))
-    others = peers(subject, models, positions)
+    bench = make_bench(config, setup, models, prepared, ids[0], len(ids))
+    others = peers(setup, models, positions)
     for arm in others(WARM_UP_TOKENS).values():
         arm(ids[0], Streams(config.seed).within("warm-up"))
     return Field({**bench.arms, **others(config.max_new_tokens)}, bench, prepared, models.plain)

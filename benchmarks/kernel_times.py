@@ -27,7 +27,7 @@ SHOWN = 72  # characters of a kernel's name
 
 @torch.inference_mode()
 def measure(name: str, context: int, width: int, device: torch.device) -> dict[str, Any]:
-    """Kernels of a pass over `width` rows behind `context` positions, and seconds of a pass without a profiler."""
+    """Kernels of a pass over `width` rows after `context` positions, and seconds of a pass without a profiler."""
     target = make_target(name, torch.bfloat16, device)
     runtime = make_runtime("auto", device)
     runtime.prepare(2 * context, runtime.choose_kernels([target.stack], 2 * context))

@@ -123,9 +123,9 @@ def require_same(options: argparse.Namespace) -> None:
 def digests_of(options: argparse.Namespace) -> dict[str, Any]:
     """Of every model, table and file of prompts what it holds: one that was made again in its place is another."""
     kinds = {"small_lm": options.small_lm, "early_exit": options.checkpoint, "eagle3": options.eagle3}
-    known = {kind: KINDS[kind].load_maker().identity(where) for kind, where in kinds.items() if where}
+    known = {kind: KINDS[kind].load_plugin().identity(where) for kind, where in kinds.items() if where}
     tables = [*(options.table or ()), options.code_table, options.frequent_table]
-    known["tables"] = [KINDS["ngrams"].load_maker().identity(where) for where in tables if where]
+    known["tables"] = [KINDS["ngrams"].load_plugin().identity(where) for where in tables if where]
     known["target"] = options.target and fingerprint_of(options.target)
     files = [Path(one.partition("=")[2]) for one in options.prompts]
     files += [Path(file) for file in (options.transcripts,) if file]

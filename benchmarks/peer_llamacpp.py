@@ -28,7 +28,7 @@ from data_prep.text.prompts import read_prompts
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import open_target
 from inference.core.generation import Generation
-from inference.loading.subject import end_tokens, load_plain
+from inference.loading.targets import end_tokens, load_plain
 from inference.measure.arms import transformers_generate
 from inference.measure.results import Arm
 from inference.settings.kinds import KINDS
@@ -157,7 +157,7 @@ def llama_server(
 ) -> Iterator[LlamaServer]:
     """llama.cpp with the weights of `target`, and of a small LM to draft with, written to `folder` meanwhile.
 
-    tokens: those that the small LM's ids stand for, where they are not all (see `Maker.known_tokens`).
+    tokens: those that the small LM's ids stand for, where they are not all (see `DrafterPlugin.known_tokens`).
     asked: positions, threads and draft_tokens.
     """
     model = write_gguf(target, folder / "target.gguf")
@@ -199,7 +199,7 @@ def compare(options: argparse.Namespace) -> None:
     target = open_target(options.target)
     plain, eos = load_plain(target, torch.float32, torch.device("cpu")), end_tokens(target)
     small = options.small_lm and load_causal_lm(options.small_lm, role="small_lm", dtype=torch.float32)
-    tokens = options.small_lm and KINDS["small_lm"].load_maker().known_tokens(options.small_lm)
+    tokens = options.small_lm and KINDS["small_lm"].load_plugin().known_tokens(options.small_lm)
     found = read_prompts(options.prompts, limit=options.num_prompts)
     prompts = [render_prompt(p.turns[:1], target.tokenizer, "auto" if p.chat else "none") for p in found]
     counts = {"max_new_tokens": options.max_new_tokens, "eos": eos}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draft_models.targets.stack import LayerStack
 from inference.core.cache import KVCache
-from inference.core.rows import Layout, Masks, Rows
+from inference.core.rows import Masks, RoundRows, RowLayout
 
 
 @contextmanager
@@ -47,25 +47,25 @@ def noisy_logits(size: float, chance: random.Random) -> Iterator[None]:
         yield
 
 
-def _with_masks(change: Callable[[Layout, Tensor], None]) -> Any:
-    """The masks of passes behind the prompt changed in place, [rows, keys]."""
-    masks = Layout.masks
+def _with_masks(change: Callable[[RowLayout, Tensor], None]) -> Any:
+    """The masks of passes after the prompt changed in place, [rows, keys]."""
+    masks = RowLayout.masks
 
-    def changed(layout: Layout, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
+    def changed(layout: RowLayout, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
         built = masks(layout, windows, places, dtype)
         for mask in {id(mask): mask for mask in built.values()}.values():  # one may be that of several windows
             if layout.base and isinstance(mask, Tensor):
                 change(layout, mask[0, 0])
         return built
 
-    return patch.object(Layout, "masks", changed)
+    return patch.object(RowLayout, "masks", changed)
 
 
 @contextmanager
 def hidden_position(chance: random.Random) -> Iterator[None]:
     """Verification does not see one committed position, another one in every pass."""
 
-    def hide(layout: Layout, mask: Tensor) -> None:
+    def hide(layout: RowLayout, mask: Tensor) -> None:
         mask[:, chance.randrange(layout.base)] = torch.finfo(mask.dtype).min
 
     with _with_masks(hide):
@@ -76,7 +76,7 @@ def hidden_position(chance: random.Random) -> Iterator[None]:
 def tree_mask_off_by_one() -> Iterator[None]:
     """In a tree every row sees the row before it as well, be it of another branch."""
 
-    def widen(layout: Layout, mask: Tensor) -> None:
+    def widen(layout: RowLayout, mask: Tensor) -> None:
         if not layout.is_chain:
             for row in range(max(layout.start, 1), layout.stop):
                 mask[row - layout.start, layout.base + row - 1] = 0
@@ -104,9 +104,9 @@ def wrong_row_kept() -> Iterator[None]:
 @contextmanager
 def positions_off_by_one() -> Iterator[None]:
     """Rows drafted in a tree stand one position too far."""
-    add = Rows.add
+    add = RoundRows.add
 
-    def add_further(rows: Rows, parents: Sequence[int]) -> None:
+    def add_further(rows: RoundRows, parents: Sequence[int]) -> None:
         before = len(rows)
         add(rows, parents)
         if not rows.is_chain:
@@ -114,7 +114,7 @@ def positions_off_by_one() -> Iterator[None]:
                 depth + (parent >= 0) for depth, parent in zip(rows.depths[before:], parents, strict=True)
             ]
 
-    with patch.object(Rows, "add", add_further):
+    with patch.object(RoundRows, "add", add_further):
         yield
 
 

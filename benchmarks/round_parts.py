@@ -17,15 +17,15 @@ from subjects import Subject
 
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import PlainLM
-from inference.core.acceptance import Chooser
+from draft_models.targets.whole_model import WholeModel
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
 from inference.core.runtime import Runtime
 from inference.core.stopwatch import Clock, Round
 from inference.core.target_session import TargetSession
+from inference.core.token_selector import TokenSelector
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.engines.graphs.cuda_graphs import GraphedSession
 from inference.loading.drafters import new_drafter
 from inference.settings.method import MethodConfig
@@ -80,18 +80,18 @@ def timers(watch: PartTimers, drafter: Drafter | None) -> Iterator[None]:
         (LayerStack, "run", "forward"),
         (LayerStack, "logits", "forward"),
         (EarlyExit, "logits", "forward"),
-        (PlainLM, "rows", "forward"),
+        (WholeModel, "rows", "forward"),
         (GraphedSession, "_run", "forward"),
         (GraphedSession, "_step", "forward"),
         (TargetSession, "feed", "rows"),
         (TargetSession, "extend", "rows"),
-        (TargetSession, "run_beside", "rows"),
+        (TargetSession, "run_draft_layers", "rows"),
         (TargetSession, "finish", "rows"),
         (TargetSession, "commit", "cache"),
-        (Chooser, "verify", "verify"),
-        (Chooser, "next_token", "verify"),
+        (TokenSelector, "verify", "verify"),
+        (TokenSelector, "next_token", "verify"),
     ]
-    model = drafter.model if isinstance(drafter, Shaped) else None
+    model = drafter.model if isinstance(drafter, ModelDrafter) else None
     if isinstance(model, EarlyExitSource):
         places += [(layer, "forward", "forward") for layer in model.drafter.layers]
     if drafter is not None:

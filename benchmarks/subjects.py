@@ -24,7 +24,7 @@ from inference.core.decode import autoregressive
 from inference.drafters.calibrated import Calibrated
 from inference.engines.packing import can_pack
 from inference.loading.drafters import Drafters, prepare
-from inference.loading.subject import load_plain
+from inference.loading.targets import load_plain
 from inference.settings.evaluate import RUNTIMES
 from outrider.errors import UserError
 

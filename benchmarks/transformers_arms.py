@@ -24,7 +24,8 @@ MAX_NGRAM = 3
 def load_drafter(where: str, tokens: Sequence[int] | None, vocabulary: int, dtype: torch.dtype) -> PreTrainedModel:
     """The small LM in `where` for transformers, which knows models of the whole vocabulary only.
 
-    tokens: the target's ids that its own ids stand for, in order, where they are not all (see `Maker.known_tokens`).
+    tokens: the target's ids that its own ids stand for, in order, where they are not all (see
+    `DrafterPlugin.known_tokens`).
     """
     model = load_causal_lm(where, role="small_lm", dtype=dtype).requires_grad_(False).eval()
     return model if tokens is None else widened(model, torch.tensor(tokens), vocabulary)

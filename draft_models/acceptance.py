@@ -10,7 +10,7 @@ AT_ONCE = 1024  # positions whose logits exist at a time
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [n, d] → logits [n, V]
 # (a drafter's logits [n, V], which rows of a fixed set of positions) → the acceptance [n] under the target's p there.
-Law = Callable[[Tensor, slice], Tensor]
+AcceptanceOf = Callable[[Tensor, slice], Tensor]
 
 
 def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -21,31 +21,31 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.minimum(log_p, log_q).exp().sum(-1).clamp_max(1.0)
 
 
-def whole_law(logits: Logits, hidden: Tensor) -> Law:
+def acceptance_by_target(logits: Logits, hidden: Tensor) -> AcceptanceOf:
     """Acceptance under the target's full p. hidden [n, d]: its hidden states at all positions, on any device.
 
     If the vocabularies differ (padded embeddings) p and q are taken over the shared ids.
     """
 
-    def law(drafted: Tensor, rows: slice) -> Tensor:
+    def accept(drafted: Tensor, rows: slice) -> Tensor:
         known = logits(hidden[rows].to(drafted.device)).to(drafted.dtype)
         shared = min(known.shape[-1], drafted.shape[-1])
         return acceptance(known[:, :shared].log_softmax(-1), drafted[:, :shared].log_softmax(-1))
 
-    return law
+    return accept
 
 
-def top_k_law(top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> Law:
+def acceptance_by_top_k(top_ids: Tensor, top_logprobs: Tensor, tail: Tensor) -> AcceptanceOf:
     """Acceptance under the target's top-k: ids, log-probabilities [n, k], and the probability `tail` [n] of the rest.
 
     The acceptance is a lower bound: the overlap of p and q in the tail is unknown and counts as 0.
     """
 
-    def law(drafted: Tensor, rows: slice) -> Tensor:
+    def accept(drafted: Tensor, rows: slice) -> Tensor:
         log_p = top_k_logs(top_logprobs[rows].to(drafted.dtype), tail[rows].to(drafted.dtype))
         return acceptance(log_p[:, :-1], drafted.log_softmax(-1).gather(-1, top_ids[rows]))
 
-    return law
+    return accept
 
 
 def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
@@ -57,15 +57,16 @@ def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
     return torch.cat([top_logprobs, mass.log()[:, None]], -1).log_softmax(-1)
 
 
-def judge(logits: Logits, hidden: Tensor, law: Law | None) -> tuple[Tensor, Tensor | None]:
-    """A drafter's argmax [n] at its hidden states [n, d], and with `law` its acceptance [n], in float32 or better."""
+def judge(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[Tensor, Tensor | None]:
+    """A drafter's argmax [n] at its hidden states [n, d], and with `accept` its acceptance [n], in float32 or
+    better."""
     choices, accepted = [], []
     for start in range(0, max(1, len(hidden)), AT_ONCE):
         rows = slice(start, start + AT_ONCE)
         drafted = logits(hidden[rows])
         choices.append(drafted.argmax(-1))
-        if law is not None:
-            accepted.append(law(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), rows))
+        if accept is not None:
+            accepted.append(accept(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), rows))
     return torch.cat(choices), torch.cat(accepted) if accepted else None
 
 

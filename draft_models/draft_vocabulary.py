@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from data_prep.formats.original import CONFIG_FILE
 from draft_models.losses import IGNORE
-from draft_models.targets.narrowed import MARK, OwnTokens, is_narrowed
+from draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed
 from draft_models.targets.tensor_files import find_file
 from outrider.errors import UserError
 from outrider.files import write_atomically
@@ -52,7 +52,7 @@ def places(labels: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     return torch.where(labels == IGNORE, IGNORE, place[labels.clamp(min=0)])
 
 
-def narrow_config(config: PreTrainedConfig, own: OwnTokens) -> None:
+def narrow_config(config: PreTrainedConfig, own: DraftVocabulary) -> None:
     """Reduce the `config` of a model to the draft vocabulary `own`: k + 1 ids without special tokens."""
     mark = {"tokens": len(own.tokens), "sha256": hashlib.sha256(_blob(own)).hexdigest()}
     config.update({"vocab_size": len(own.tokens) + 1, MARK: mark})
@@ -60,7 +60,7 @@ def narrow_config(config: PreTrainedConfig, own: OwnTokens) -> None:
 
 
 @torch.no_grad()
-def narrow(model: PreTrainedModel, own: OwnTokens) -> None:
+def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
     """Reduce `model` to the draft vocabulary `own`: embedding and head keep these rows unchanged.
 
     The row for all other tokens is the mean of theirs.
@@ -84,17 +84,17 @@ def narrow(model: PreTrainedModel, own: OwnTokens) -> None:
         head.bias = cut(head.bias)
     head.out_features = len(tokens) + 1
     narrow_config(model.config, own)
-    model.own_tokens = own
+    model.draft_vocabulary = own
 
 
-def save_tokens(folder: Path, own: OwnTokens) -> None:
+def save_tokens(folder: Path, own: DraftVocabulary) -> None:
     """Write `TOKENS_FILE` of a narrowed model."""
     write_atomically(folder / TOKENS_FILE, _blob(own))
 
 
-def read_own_tokens(
+def read_draft_vocabulary(
     source: str, revision: str | None, config: PreTrainedConfig, *, role: str = "small_lm"
-) -> OwnTokens | None:
+) -> DraftVocabulary | None:
     """The draft vocabulary of the model in `source`; None without one. Raises `UserError` if it cannot be read.
 
     role: the option that names the model.
@@ -108,8 +108,8 @@ def read_own_tokens(
     if not isinstance(mark, dict) or hashlib.sha256(content).hexdigest() != mark.get("sha256"):
         raise UserError(f"{file}: not the tokens that {CONFIG_FILE} was written with; {remedy}")
     with safe_open(file, framework="pt") as stored:  # valid, since its sha256 was checked
-        return OwnTokens(stored.get_tensor("tokens"), int(stored.metadata()["of"]))
+        return DraftVocabulary(stored.get_tensor("tokens"), int(stored.metadata()["of"]))
 
 
-def _blob(own: OwnTokens) -> bytes:
+def _blob(own: DraftVocabulary) -> bytes:
     return save({"tokens": own.tokens.cpu()}, metadata={"of": str(own.vocabulary)})

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_models.acceptance import acceptance, top_k_logs
-from draft_models.targets.anatomy import LogitRule
+from draft_models.targets.model_spec import LogitRule
 from draft_models.targets.settings import Divergence
 
 PLAIN = LogitRule()

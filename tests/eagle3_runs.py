@@ -8,7 +8,7 @@ from draft_models.targets.open_target import open_target
 from inference.core.decode import autoregressive, speculative
 from inference.core.runtime import Eager
 from inference.drafters.eagle3 import Eagle3Source
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.loading.drafters import prepare
 from inference.shapes.factory import make_structure
@@ -36,7 +36,7 @@ def require_same_texts(path: Path, structure: str, device: torch.device) -> None
         source, method = Eagle3Source(head), method_of(STRUCTURES[structure], 3)
         for turn, (length, count) in enumerate(TURNS):
             before = runtime.captures
-            drafter = Shaped(source, make_structure(method, Streams(0)))
+            drafter = ModelDrafter(source, make_structure(method, Streams(0)))
             rounds = list(speculative(stack, drafter, random_prompt(length), max_new_tokens=count, runtime=each))
             assert [token for r in rounds for token in r.tokens] == expected[length]
             assert sum(r.accepted for r in rounds) >= 2

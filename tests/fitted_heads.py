@@ -59,7 +59,7 @@ def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequen
 def hidden_of(stack: LayerStack, head: Eagle3, text: Sequence[int], drafted: Sequence[int]) -> list[Tensor]:
     """What the head gives [H] after the committed `text` and each token of the path `drafted`, root first."""
     session = TargetSession(stack, 0, len(text) + len(drafted) + 1)
-    session.taps = head.reading.taps
+    session.aux_layers = head.reading.taps
     source = Eagle3Source(head)
     session.prefill(text)
     source.begin(session)

@@ -1,7 +1,7 @@
-"""A target that is a table: the next token depends on the last one alone, and its law can be written down.
+"""A target that is a table: the next token depends on the last one alone, and its distribution can be written down.
 
 All above the model is what ships: `make_arms`, sources, structures, stop rules, verification. A round costs a few
-hundred microseconds, so that laws can be tested on tens of thousands of draws.
+hundred microseconds, so that distributions can be tested on tens of thousands of draws.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.core.sampling import successors
+from inference.core.sampling import top_tokens
 from inference.core.session import Session
 
 CPU = torch.device("cpu")
@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 class TableModel:
     """A model for `TableSession`: in the place of a target, a small LM or an exit layer.
 
-    rows [V][V]: the law of the next token after each one. exit_layer: where it is an exit layer.
+    rows [V][V]: the distribution of the next token after each one. exit_layer: where it is an exit layer.
     """
 
     device, dtype, exit_layer, window = CPU, torch.float32, 1, None
     layers: Sequence[Any] = (None,)  # how many there are is asked of an exit
     draft_tokens: Any = None
-    own_tokens: Any = None
+    draft_vocabulary: Any = None
 
     def __init__(self, rows: Sequence[Sequence[float]]):
         self.law = torch.tensor(rows, dtype=torch.float64)
@@ -36,7 +36,7 @@ class TableModel:
 
     @property
     def predicted(self) -> Tensor | None:
-        return None if self.own_tokens is None else self.own_tokens.tokens
+        return None if self.draft_vocabulary is None else self.draft_vocabulary.tokens
 
     def run(self, hidden: Tensor, *_: Any) -> Tensor:
         return hidden
@@ -44,10 +44,8 @@ class TableModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.table[hidden[..., 0].long()]
 
-    def own_logits(self, hidden: Tensor) -> Tensor:
+    def draft_logits(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden)
-
-    draft_logits = own_logits
 
 
 class TableHead(TableModel):
@@ -58,8 +56,8 @@ class TableHead(TableModel):
     def embed(self, tokens: Tensor) -> Tensor:
         return tokens[..., None]
 
-    def features(self, taps: Tensor) -> Tensor:
-        return taps
+    def features(self, aux: Tensor) -> Tensor:
+        return aux
 
     def run_embedded(self, embedding: Tensor, *_: Any) -> Tensor:
         return embedding
@@ -107,21 +105,21 @@ class TableSession(Session):
         return tokens[None, :, None]
 
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
-        return self.feed(tokens, parents)[0], self.model.own_logits(tokens[-wanted:, None])
+        return self.feed(tokens, parents)[0], self.model.draft_logits(tokens[-wanted:, None])
 
     def run_rows(self, name: str, pass_: Any, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
         self.feed(x[0, :, 0], parents)
-        return self.run_beside(name, pass_, x, 0, self.first)
+        return self.run_draft_layers(name, pass_, x, 0, self.first)
 
-    def tapped(self, rows: Sequence[int]) -> Tensor:
+    def aux_hidden(self, rows: Sequence[int]) -> Tensor:
         return self.hidden[:, list(rows)]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         self.finished = range(self.rows) if rows is None else rows
         tokens = self.tokens[list(self.finished)]
         logits = self.model.table[tokens[-1:] if last_only else tokens]
-        if self.successors:
-            self.beside_logits = [successors(logits, self.successors)[None]]
+        if self.top_count:
+            self.extras = [top_tokens(logits, self.top_count)[None]]
         return logits
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -129,15 +127,15 @@ class TableSession(Session):
         self.base += len(rows)
         self.start_round()
 
-    def beside(self, model: TableModel) -> "TableSession":
+    def draft_session(self, model: TableModel) -> "TableSession":
         return TableSession(model, self.capacity, self.context)
 
-    layers_beside = beside
+    draft_layers_session = draft_session
 
-    def cache_beside(self, owner: object, layers: range) -> Length:
+    def draft_cache(self, owner: object, layers: range) -> Length:
         return Length()
 
-    def run_beside(self, name: str, pass_: Any, x: Tensor, start: int, cache: Length) -> tuple[Tensor, ...]:
+    def run_draft_layers(self, name: str, pass_: Any, x: Tensor, start: int, cache: Length) -> tuple[Tensor, ...]:
         view = SimpleNamespace(masks=lambda: {None: None}, rotary=None, last=lambda hidden, count: hidden[:, -count:])
         cache.length += x.shape[1]
         return pass_(x, view)

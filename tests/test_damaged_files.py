@@ -19,8 +19,8 @@ from draft_models.early_exit.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
-from inference.loading.subject import (
-    find_subject,
+from inference.loading.targets import (
+    find_setup,
     heldout_fraction,
     load_drafters,
     load_models,
@@ -61,11 +61,11 @@ def on_target(folder: Path, **changes: Any) -> EvaluateConfig:
 
 def evaluate_shortly(config: EvaluateConfig) -> None:
     """An evaluation up to the first warm tokens of every arm."""
-    subject = find_subject(config)
-    ids = render_prompt(["to be or not to be"], subject.tokenizer, "none")
-    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
+    setup = find_setup(config)
+    ids = render_prompt(["to be or not to be"], setup.tokenizer, "none")
+    drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
     prepared = bench.Prepared(config.methods, {})
-    bench.make_bench(config, subject, load_models(config, subject, drafters), prepared, ids, 1)
+    bench.make_bench(config, setup, load_models(config, setup, drafters), prepared, ids, 1)
 
 
 # ----------------------------------------------------------------------------------------------- models
@@ -80,8 +80,8 @@ def test_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_generation_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def read() -> None:
         config = on_target(folder)
-        subject = find_subject(config)
-        load_plain(subject.target, subject.dtype, subject.device)
+        setup = find_setup(config)
+        load_plain(setup.target, setup.dtype, setup.device)
 
     require_named(folder / TARGET / "generation_config.json", read, capsys, 50)
 
@@ -108,9 +108,9 @@ def test_index_of_safetensors(folder: Path, capsys: pytest.CaptureFixture[str]) 
     index = shard(folder)
 
     def read() -> None:
-        subject = find_subject(on_target(folder))
-        subject.target.layers(dtype=torch.float32)
-        load_plain(subject.target, subject.dtype, subject.device)
+        setup = find_setup(on_target(folder))
+        setup.target.layers(dtype=torch.float32)
+        load_plain(setup.target, setup.dtype, setup.device)
 
     require_named(index, read, capsys, 50)
 
@@ -125,9 +125,9 @@ def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     def read() -> None:
         heldout_fraction(config)
-        subject = find_subject(config)
-        load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
-        run_settings(config, subject, [])
+        setup = find_setup(config)
+        load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
+        run_settings(config, setup, [])
 
     meta = read_meta(file.parent)
     file.write_text(file.read_text().replace(meta.fingerprint.target, str(folder / TARGET)))

@@ -20,12 +20,12 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative
-from inference.core.rows import Rows
+from inference.core.rows import RoundRows
 from inference.core.runtime import KernelChoice
 from inference.core.stopwatch import synchronized_clock
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.attention_kernels import attention_shape
@@ -78,7 +78,7 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
     prompt = random_prompt(20)
     expected = reference_generate(model, prompt, 48)
     rounds = list(
-        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=48)
+        speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=48)
     )
     assert [t for r in rounds for t in r.tokens] == expected
     assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
@@ -107,7 +107,9 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
             expected = [t for r in autoregressive(stack, random_prompt(length), max_new_tokens=count) for t in r.tokens]
             before = runtime.captures
             rounds = list(
-                speculative(stack, Shaped(source, make_structure(method, Streams(0))), random_prompt(length), **options)
+                speculative(
+                    stack, ModelDrafter(source, make_structure(method, Streams(0))), random_prompt(length), **options
+                )
             )
             assert [t for r in rounds for t in r.tokens] == expected
             plain = autoregressive(stack, random_prompt(length), **options)
@@ -136,7 +138,7 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
 
     def draft(length: int, count: int) -> None:
         structure, options = make_structure(method, Streams(0)), {"max_new_tokens": count, "runtime": runtime}
-        list(speculative(stack, Shaped(EarlyExitSource(drafter), structure), random_prompt(length), **options))
+        list(speculative(stack, ModelDrafter(EarlyExitSource(drafter), structure), random_prompt(length), **options))
 
     draft(20, 8)
     expected = plain()
@@ -149,7 +151,7 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
 
 def test_uploads_do_not_overtake_each_other() -> None:
     """The device is busy while the host sends more layouts than there are pinned buffers."""
-    upload, rows = Upload(64, CUDA), Rows([-1])
+    upload, rows = Upload(64, CUDA), RoundRows([-1])
     torch.cuda._sleep(200_000_000)
     arrived = []
     for base in range(3 * UPLOADS):
@@ -213,5 +215,7 @@ def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str)
     drafter = from_pretrained(tmp_path / "e", target, fingerprint, dtype=torch.float32, device=CUDA)
     prompt = random_prompt(20)
     plain = [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens]
-    rounds = speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40)
+    rounds = speculative(
+        stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40
+    )
     assert [t for r in rounds for t in r.tokens] == plain

@@ -16,13 +16,13 @@ from outrider.versions import PACKAGES
 ROOT = Path(__file__).parent.parent
 # At most. Lower one whenever it is beaten; raise one only with the reason in the commit's message.
 MOST = {
-    "source lines": 41_251,
+    "source lines": 41_250,
     "modules on the longest chain of imports": 14,
     "modules below the decode loop": 20,
-    "lines below the decode loop": 2_749,
+    "lines below the decode loop": 2_750,
     "modules below the drafter's interface": 9,
     "lines below the drafter's interface": 863,
-    "lines with Any": 230,
+    "lines with Any": 229,
     "lines with type: ignore": 17,
     "presets of methods": 15,
 }

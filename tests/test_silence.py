@@ -160,7 +160,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "evaluate_checkpoint": (
         [*DEBUG, f"checkpoint={EARLY_EXIT}", "method=[eesd_fixed,eesd_survival]", "sampling.temperature=1.0"],
         {
-            "inference.loading.subject:load_causal_lm": "progress: evaluate_checkpoint; ",
+            "inference.loading.targets:load_causal_lm": "progress: evaluate_checkpoint; ",
             "inference.engines.packing:run_at_once": "> laying out weights, compiling what is new; ",
             "inference.measure.probe:measure": "evaluate_checkpoint > measuring the sizes of eesd_survival; ",
             "inference.measure.bench:measure": "evaluate_checkpoint > measuring 0/",

@@ -102,7 +102,7 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
 @contextmanager
 def unproven() -> Iterator[None]:
     """Targets are taken as they are, so that a planted fault gets past the loading."""
-    with patch("draft_models.targets.open_target.prove_layers"), patch("inference.loading.subject.prove_layers"):
+    with patch("draft_models.targets.open_target.prove_layers"), patch("inference.loading.targets.prove_layers"):
         yield
 
 

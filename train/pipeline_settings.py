@@ -16,7 +16,7 @@ MAKERS = ("target", "fetch")  # the steps that can provide the target
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """A command of this project as one step of the pipeline.
 
     product: the file it writes last, relative to the pipeline's directory. after: the steps whose products it reads.
@@ -37,43 +37,43 @@ class Step:
 
 
 STEPS = {
-    "target": Step("train/toy_target.py", "target/toy_target.json", trained=("training_seconds",)),
-    "fetch": Step("data_prep/fetch_target.py", "fetch/fetched.json"),
-    "prompts": Step("data_prep/write_prompts.py", "prompts/prompts.json"),
-    "responses": Step(
+    "target": PipelineStep("train/toy_target.py", "target/toy_target.json", trained=("training_seconds",)),
+    "fetch": PipelineStep("data_prep/fetch_target.py", "fetch/fetched.json"),
+    "prompts": PipelineStep("data_prep/write_prompts.py", "prompts/prompts.json"),
+    "responses": PipelineStep(
         "data_prep/generate_responses.py", "responses/summary.json", (*MAKERS, "prompts"), ("target={target}",)
     ),
-    "eesd": Step(
+    "eesd": PipelineStep(
         "train/eesd.py",
         "eesd/drafter.json",
         (*MAKERS, "responses"),
         ("target={target}",),
         ("training", "training_seconds"),
     ),
-    "calibrate": Step(
+    "calibrate": PipelineStep(
         "train/calibrate.py",
         "calibrate/calibration.json",
         (*MAKERS, "responses", "eesd"),
         ("checkpoint={out_dir}/eesd",),
     ),
-    "eagle3": Step(
+    "eagle3": PipelineStep(
         "train/eagle3.py",
         "eagle3/eagle3.json",
         (*MAKERS, "responses"),
         ("target={target}",),
         ("training_seconds",),
     ),
-    "small_lm": Step(
+    "small_lm": PipelineStep(
         "train/finetune_drafter.py",
         "small_lm/finetune_drafter.json",
         (*MAKERS, "responses"),
         ("target={target}",),
         ("training_seconds",),
     ),
-    "trigrams": Step(
+    "trigrams": PipelineStep(
         "data_prep/build_trigrams.py", "trigrams/table.json", (*MAKERS, "responses"), ("tokenizer={target}",)
     ),
-    "report": Step(
+    "report": PipelineStep(
         "inference/evaluate_checkpoint.py",
         "report/report.json",
         (*MAKERS, "prompts", "eesd", "calibrate", "eagle3", "small_lm", "trigrams"),

@@ -19,7 +19,7 @@ from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
 from draft_models.card import CARD_FILE, TITLE
-from draft_models.draft_vocabulary import read_own_tokens, save_tokens
+from draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from draft_models.early_exit.checkpoint import read_meta, recast
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import TRAINING_FILE
@@ -96,7 +96,7 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
     """
     load_causal_lm(str(source), None, role="small_lm", dtype=dtype).save_pretrained(to)
     load_tokenizer(str(source), None, role="small_lm").save_pretrained(to)
-    own = read_own_tokens(str(source), None, read_config(str(source), role="small_lm"))
+    own = read_draft_vocabulary(str(source), None, read_config(str(source), role="small_lm"))
     if own is not None:
         save_tokens(to, own)
     file = to / TOKENIZER_FILE

@@ -17,7 +17,7 @@ from inference.core.stopwatch import Stopwatch
 from inference.drafters.ngram.ngram_memory import close, open_memory
 from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.loading.drafters import new_drafter
-from inference.measure.replay import RecordedChooser, RecordedSession
+from inference.measure.replay import RecordedSelector, RecordedSession
 from inference.settings.method import MethodConfig, NgramConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.streams import Streams
@@ -133,7 +133,7 @@ def in_session(bench: Bench, row: Row, asked: Asked) -> Counts:
                 text = (*each.ids, *(each.answer or ()))
                 session = RecordedSession(0, len(text) + 1, len(text) + 1)
                 session.prefill(text)
-                make_ngram_drafter(table, config, seed=0).begin(session, RecordedChooser(text[-1:]), watch)
+                make_ngram_drafter(table, config, seed=0).begin(session, RecordedSelector(text[-1:]), watch)
             drafter = new_drafter(drafting(config), bench.drafters, streams, False)
             return counts_of(replayed(bench, drafter, asked))
         finally:

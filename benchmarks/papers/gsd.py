@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inference.core.tree import ROOT, DraftTree
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.loading.drafters import new_drafter
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
@@ -334,7 +334,7 @@ def diverging(bench: Bench, row: Row, asked: Asked) -> Counts:
     """The counts of a row of Table 5: along the text, one draft a round, every node of it extended that may be."""
     method = graph(0, nodes=256, out_degree=int(row.x or 0))
     drafter = new_drafter(method, bench.drafters, Streams(0, asked.id))
-    assert isinstance(drafter, Shaped)
+    assert isinstance(drafter, ModelDrafter)
     drafter.structure = Diverging(drafter.structure)
     replayed(bench, drafter, asked)
     return dict(drafter.totals)

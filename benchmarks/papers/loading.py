@@ -15,7 +15,7 @@ from inference.core.decode import autoregressive
 from inference.drafters.ngram.ngrams import open_table
 from inference.engines.choose import make_runtime
 from inference.loading.drafters import prepare
-from inference.loading.subject import Subject, find_subject, load_drafters, load_stack
+from inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack
 from inference.measure.replay import load_vocabulary, read_transcripts, recordings
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
@@ -45,36 +45,36 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
         table=options.table[0] if options.table else None, methods=methods or {"plain": PLAIN}, dtype=options.dtype,
         device=options.device, ignore_eos=options.ignore_eos, generation_config="none",
     )  # fmt: skip
-    subject = find_subject(config)
-    placed: dict[str, Any] = {"dtype": subject.dtype, "device": subject.device}
-    others = further_tables(options, subject.target)
-    drafters = dict(load_drafters(config, subject.target, **placed))
+    setup = find_setup(config)
+    placed: dict[str, Any] = {"dtype": setup.dtype, "device": setup.device}
+    others = further_tables(options, setup.target)
+    drafters = dict(load_drafters(config, setup.target, **placed))
     drafters |= {"ngrams": others[options.table[0]]} if options.table else {}
-    stack = load_stack(subject.target, None, **placed, by_layers=True)
+    stack = load_stack(setup.target, None, **placed, by_layers=True)
     prepare(stack, drafters)
     for where in further_exits(options):
         own = {"plain": PLAIN, **{key_of(row): row.method for row in rows if row.method and row.other == where}}
-        loaded = load_drafters(replace(config, checkpoint=where, small_lm=None, methods=own), subject.target, **placed)
+        loaded = load_drafters(replace(config, checkpoint=where, small_lm=None, methods=own), setup.target, **placed)
         prepare(stack, {"early_exit": loaded["early_exit"]})
         others[where] = loaded["early_exit"]
-    runtime = make_runtime("auto", subject.device)
-    bench = Bench(stack, drafters, subject.config.vocab_size, options.tokens, subject.eos, runtime, others)
-    asked = [answered(bench, subject, prompt, options) for prompt in prompts]
+    runtime = make_runtime("auto", setup.device)
+    bench = Bench(stack, drafters, setup.config.vocab_size, options.tokens, setup.eos, runtime, others)
+    asked = [answered(bench, setup, prompt, options) for prompt in prompts]
 
     def more() -> list[Asked]:
         """As many other prompts of the same files, where there are others."""
         taken = {prompt.id for prompt in prompts}
         found = read_prompts_of(options, 2 * options.num_prompts)
-        return [answered(bench, subject, each, options) for each in found if each.id not in taken] or asked
+        return [answered(bench, setup, each, options) for each in found if each.id not in taken] or asked
 
     if (prepares := getattr(paper, "prepare_rows", None)) is not None:
         prepares(bench, more, options, tables)
     return replace(bench, session=tuple(asked)), asked
 
 
-def answered(bench: Bench, subject: Subject, prompt: Prompt, options: argparse.Namespace) -> Asked:
+def answered(bench: Bench, setup: TargetSetup, prompt: Prompt, options: argparse.Namespace) -> Asked:
     """A prompt with the target's greedy answer, which is decoded once and kept."""
-    ids = tuple(render_prompt(prompt.turns, subject.tokenizer, options.template if prompt.chat else "none"))
+    ids = tuple(render_prompt(prompt.turns, setup.tokenizer, options.template if prompt.chat else "none"))
     path = options.work / "answers.json"
     kept = read_json(path, "answers", "remove it") if path.exists() else {}
     if prompt.id not in kept:

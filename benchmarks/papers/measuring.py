@@ -17,12 +17,12 @@ from typing import Any
 from tqdm import tqdm
 
 from draft_models.targets.target import Target
-from inference.core.acceptance import Chooser
 from inference.core.decode import speculative
 from inference.core.drafter import Drafter
 from inference.core.generation import Generation, collect
 from inference.core.runtime import Eager, Runtime
-from inference.drafters.shaped import Shaped
+from inference.core.token_selector import TokenSelector
+from inference.drafters.shaped import ModelDrafter
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.measure.arms import make_arms
@@ -89,7 +89,7 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
     assert row.method is not None
     streams = Streams(0, asked.id).within(key_of(row))
     drafter = new_drafter(row.method, bench.drafters_of(row), streams, row.sampling.temperature > 0)
-    if isinstance(drafter, Shaped):
+    if isinstance(drafter, ModelDrafter):
         drafter.structure = Watched(drafter.structure)
     if replays(row) and not live:
         return replayed(bench, drafter, asked)
@@ -98,8 +98,8 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
     settings = generate_settings(None, row.sampling, max_new_tokens=budget, eos=bench.eos)
     sampler = make_sampler(settings, row.sampling, asked.ids, bench.stack.device)
     coins = streams.of("verify") if row.sampling.temperature else None
-    chooser = Chooser(sampler, coins, naive=row.method.verify == "naive")
-    options: dict[str, Any] = {"eos": bench.eos, "chooser": chooser, "runtime": bench.runtime}
+    selector = TokenSelector(sampler, coins, naive=row.method.verify == "naive")
+    options: dict[str, Any] = {"eos": bench.eos, "selector": selector, "runtime": bench.runtime}
     decoded = collect(speculative(bench.stack, drafter, asked.ids, max_new_tokens=budget, **options))
     return replace(decoded, totals=dict(drafter.totals))
 

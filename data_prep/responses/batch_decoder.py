@@ -68,14 +68,14 @@ class Generator:
         budgets = [len(numbers) for numbers in draws]
         uniform = torch.nn.utils.rnn.pad_sequence(list(draws), batch_first=True).to(device)
         emitted: list[list[int]] = [[] for _ in prompts]
-        law: list[tuple[list[int], tuple[Tensor, Tensor, Tensor]]] = []  # per step: the rows' prompts, and their top-k
+        top: list[tuple[list[int], tuple[Tensor, Tensor, Tensor]]] = []  # per step: the rows' prompts, and their top-k
         rows = list(range(len(prompts)))  # the prompt in each row of the batch
         ids, mask = (part.to(device) for part in left_pad(prompts))
         batch, logits = begin_batch(self._forward, ids, mask, max(budgets))
         for step in counted(range(max(budgets)), f"a batch of {len(prompts)}", "tokens each at most"):
             tokens = self._choose(logits, uniform[:, step], step)
             if self.top_k_logits:
-                law.append((rows, top_law(logits, self.top_k_logits)))
+                top.append((rows, top_k_of(logits, self.top_k_logits)))
             open_rows = []
             for row, (prompt, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
                 if self._open(emitted[prompt], budgets[prompt]):
@@ -91,7 +91,7 @@ class Generator:
                 tokens, uniform = tokens[kept], uniform[kept]
                 rows = [rows[row] for row in open_rows]
             logits = batch.feed(tokens)
-        tops = gather_laws(law, emitted) if self.top_k_logits else [None] * len(prompts)
+        tops = gather_top_k(top, emitted) if self.top_k_logits else [None] * len(prompts)
         return [self._finish(tokens, top) for tokens, top in zip(emitted, tops, strict=True)]
 
     def _choose(self, logits: Tensor, uniform: Tensor, step: int) -> Tensor:
@@ -121,18 +121,18 @@ def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return pad(ids), pad([torch.ones_like(own) for own in ids])
 
 
-def top_law(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_k_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(ids [B, k], log-probabilities [B, k], probability of the rest [B]) of the softmax of logits [B, V]."""
     logprobs, ids = largest(logits.log_softmax(-1), min(k, logits.shape[-1]))
     return ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0)
 
 
-def gather_laws(
-    law: Sequence[tuple[list[int], tuple[Tensor, Tensor, Tensor]]], emitted: Sequence[list[int]]
+def gather_top_k(
+    top: Sequence[tuple[list[int], tuple[Tensor, Tensor, Tensor]]], emitted: Sequence[list[int]]
 ) -> list[TopK]:
     """The steps' rows per prompt, cut to the tokens that it emitted, on the CPU."""
     steps: list[list[tuple[Tensor, ...]]] = [[] for _ in emitted]
-    for rows, parts in law:
+    for rows, parts in top:
         on_cpu = [part.cpu() for part in parts]
         for row, prompt in enumerate(rows):
             if len(steps[prompt]) < len(emitted[prompt]):

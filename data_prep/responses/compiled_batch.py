@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from draft_models.targets.anatomy import context_limit
 from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.stack import LayerStack
 from inference.engines.cpu.at_once import LayersAtOnce, PanelLinear, fits_panels
 from inference.engines.cpu.by_amx import has_amx
@@ -51,7 +51,7 @@ class CompiledSteps:
             stack = layer_stack(model)
         except UserError:  # its layers cannot be run individually
             return None
-        rotary = len(stack.anatomy.tables) == 1 and stack.embed_positions is None
+        rotary = len(stack.spec.tables) == 1 and stack.embed_positions is None
         if not rotary or set(stack.windows) != {None}:
             return None
         fuse_layers(stack)
@@ -69,13 +69,13 @@ class CompiledSteps:
         """The multiply kernel, see `inference.engines.cpu.layout`."""
         return self._layers.layout.way
 
-    def __call__(self, tokens: Tensor, kept: Tensor, seats: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, kept: Tensor, slots: Tensor) -> Tensor:
         """Logits float32 [R, V] after tokens [R], whose keys and values are written to `kept` (see `run_each`)."""
-        positions = seats[:, 1]
+        positions = slots[:, 1]
         self._stack.reserve(kept.shape[-2])
         hidden = self._stack.embed(tokens[None], positions[None])
         cos, sin = self._stack.rotary(positions[None]).tables[0]
-        hidden = self._layers.run_each(hidden[0], (cos[0], sin[0]), kept, seats)
+        hidden = self._layers.run_each(hidden[0], (cos[0], sin[0]), kept, slots)
         # Separate calls: the combined one exists for some numbers of rows only and may round differently.
         return self._stack.logits_after_norm(self._stack.norm(hidden)).float()
 

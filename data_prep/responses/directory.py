@@ -40,7 +40,7 @@ from outrider.versions import code_history, code_version
 
 SUMMARY_FILE = "summary.json"
 SECONDS_FILE = "seconds.json"
-_Law = tuple[TopK, torch.Tensor | None, torch.Tensor | None]  # with sequence and places, see `Response`
+_TopK = tuple[TopK, torch.Tensor | None, torch.Tensor | None]  # with sequence and places, see `Response`
 _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
@@ -69,9 +69,9 @@ class Shard:
 
     def save(self, folder: Path, number: int) -> None:
         """Write it as shard `number`. Raises `UserError` if it cannot be written; the shard then does not exist."""
-        laws = _law_tensors(self.responses)
-        if laws:
-            write_atomically(_file(folder, "responses", number, "safetensors"), save(laws))
+        top_k = _top_k_tensors(self.responses)
+        if top_k:
+            write_atomically(_file(folder, "responses", number, "safetensors"), save(top_k))
         if self.skipped:
             write_atomically(_file(folder, "skipped", number, "jsonl"), _lines(self.skipped))
         records = [response.record for response in self.responses]
@@ -87,12 +87,12 @@ def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
 def read_shard(shard: Path) -> Iterator[Response]:
     """The responses of one JSONL file, with the distributions stored next to it. Raises `UserError` if unreadable."""
     companion = shard.with_suffix(".safetensors")
-    laws = _read_laws(companion) if companion.exists() else {}
+    top_k = _read_top_k(companion) if companion.exists() else {}
     for record, identity in _records(shard):
-        yield Response({**record, "id": identity}, *laws.get(identity, (None,)))
+        yield Response({**record, "id": identity}, *top_k.get(identity, (None,)))
 
 
-def law_document(
+def top_k_document(
     response: Response, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> tuple[Document, np.ndarray] | None:
     """The text of a response as a document, and the indices of the recorded tokens in it, int64 [n].
@@ -230,21 +230,21 @@ def _count(record: Mapping[str, object], key: str, where: str) -> int:
     return value
 
 
-def _law_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
+def _top_k_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
     tensors = {}
-    for record, law, sequence, places in responses:
+    for record, top, sequence, places in responses:
         identity = record["id"]
-        if law is not None:
-            tensors[f"{identity}.tokens"] = law.tokens.int()
-            tensors[f"{identity}.top_ids"] = law.ids.int()
-            tensors[f"{identity}.top_logprobs"] = law.logprobs.half()
-            tensors[f"{identity}.tail"] = law.tail.half()
+        if top is not None:
+            tensors[f"{identity}.tokens"] = top.tokens.int()
+            tensors[f"{identity}.top_ids"] = top.ids.int()
+            tensors[f"{identity}.top_logprobs"] = top.logprobs.half()
+            tensors[f"{identity}.tail"] = top.tail.half()
         if sequence is not None and places is not None:
             tensors[f"{identity}.sequence"], tensors[f"{identity}.places"] = sequence.int(), places.int()
     return tensors
 
 
-def _read_laws(path: Path) -> dict[str, _Law]:
+def _read_top_k(path: Path) -> dict[str, _TopK]:
     """id → (distributions, sequence, places) of a shard's safetensors."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -253,22 +253,22 @@ def _read_laws(path: Path) -> dict[str, _Law]:
         raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
     tensors = {name: tensor.float() if tensor.is_floating_point() else tensor.long() for name, tensor in stored.items()}
     names = [name.removesuffix(".tokens") for name in tensors if name.endswith(".tokens")]
-    return {name: _law(tensors, name, path) for name in names}
+    return {name: _one_top_k(tensors, name, path) for name in names}
 
 
-def _law(tensors: Mapping[str, torch.Tensor], name: str, path: Path) -> _Law:
+def _one_top_k(tensors: Mapping[str, torch.Tensor], name: str, path: Path) -> _TopK:
     """Raises `UserError` unless the tensors of a response have the shapes of `TopK` and `Response`."""
     try:
-        law = TopK(*(tensors[f"{name}.{part}"] for part in ("tokens", "top_ids", "top_logprobs", "tail")))
-        fits = law.tokens.shape == law.tail.shape == law.ids.shape[:1] and law.ids.ndim == 2
-        fits = fits and law.ids.shape == law.logprobs.shape
+        top = TopK(*(tensors[f"{name}.{part}"] for part in ("tokens", "top_ids", "top_logprobs", "tail")))
+        fits = top.tokens.shape == top.tail.shape == top.ids.shape[:1] and top.ids.ndim == 2
+        fits = fits and top.ids.shape == top.logprobs.shape
         sequence = places = None
         if f"{name}.sequence" in tensors:
             sequence, places = tensors[f"{name}.sequence"], tensors[f"{name}.places"]
             inside = (places >= 0) & (places < len(sequence))
-            fits = fits and places.shape == law.tokens.shape and sequence.ndim == 1 and bool(inside.all())
+            fits = fits and places.shape == top.tokens.shape and sequence.ndim == 1 and bool(inside.all())
     except KeyError:
         fits = False
     if not fits:
-        raise UserError(f"{path}: damaged law of response {name}; make this shard again")
-    return law, sequence, places
+        raise UserError(f"{path}: damaged distribution of response {name}; make this shard again")
+    return top, sequence, places

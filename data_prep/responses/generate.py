@@ -35,7 +35,7 @@ from inference.core.sampling import Sampler
 from inference.engines.blocked import can_pack
 from inference.engines.cpu.by_amx import has_amx
 from inference.engines.packing import pack_linears
-from inference.loading.subject import end_tokens
+from inference.loading.targets import end_tokens
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.files import require_writable, write_json
@@ -148,9 +148,9 @@ class Responder:
             shown |= {"messages": task.messages, "unanswered_turns": len(task.upcoming)}
         shown["tokens"] = sum(len(answer.tokens) for answer in task.answers)
         shown["finish"] = "end" if task.answers[-1].ended else "length"
-        if task.law is None:
+        if task.top is None:
             return Response(shown, None)
-        return Response(shown, task.law, torch.tensor(task.sequence), torch.tensor(task.places))
+        return Response(shown, task.top, torch.tensor(task.sequence), torch.tensor(task.places))
 
     def _draws(self, task: Task) -> torch.Tensor:
         room = min(self.config.max_new_tokens, self.context - len(task.prompt))

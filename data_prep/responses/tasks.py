@@ -33,20 +33,20 @@ class Task:
     messages: list[Message] | None = None
     upcoming: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    law: TopK | None = None  # distributions at the answers' tokens, which are at `places` in `sequence`
+    top: TopK | None = None  # distributions at the answers' tokens, which are at `places` in `sequence`
     places: list[int] = field(default_factory=list)
     sequence: list[int] = field(default_factory=list)  # the last prompt that was answered, and the answer
     problem: str = ""  # why there is no answer, or no further one
     detail: str = ""
 
     def keep(self, answer: Answer) -> None:
-        """Add an answer to the current prompt; `law` keeps earlier answers only as far as the prompt repeats them."""
+        """Add an answer to the current prompt; `top` keeps earlier answers only as far as the prompt repeats them."""
         same = 0
         while same < min(len(self.sequence), len(self.prompt)) and self.sequence[same] == self.prompt[same]:
             same += 1
         known = sum(place < same for place in self.places)
         if answer.top is not None:
-            self.law = answer.top if self.law is None else self.law.first(known).then(answer.top)
+            self.top = answer.top if self.top is None else self.top.first(known).then(answer.top)
         self.sequence = [*self.prompt, *answer.tokens]
         self.places = [*self.places[:known], *range(len(self.prompt), len(self.sequence))]
         self.answers.append(answer)

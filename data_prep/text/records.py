@@ -53,7 +53,7 @@ class ChatRecord(TypedDict):
 Record = TextRecord | ChatRecord
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """The layout of a file's records, and the column that is read."""
 
     name: str
@@ -68,25 +68,25 @@ class SkipRecordError(Exception):
         self.reason = reason
 
 
-def find_layout(record: object, layout: str, column: str | None, where: str) -> Layout:
+def find_layout(record: object, layout: str, column: str | None, where: str) -> FileLayout:
     """The layout of a file; `layout` auto: by the columns and values of its first record.
 
     Raises `UserError` naming `where` and the columns present if none fits.
     """
     if layout != "auto":
-        return Layout(layout, column or _COLUMNS[layout])
+        return FileLayout(layout, column or _COLUMNS[layout])
     raw = _mapping(record, where)
     if column is not None:
         _require_column(raw, column, where)
     elif "instruction" in raw and (answer := _first(raw, _ANSWER_COLUMNS)):
-        return Layout("alpaca", answer)
+        return FileLayout("alpaca", answer)
     column = column or _first(raw, _CHAT_COLUMNS) or _first(raw, tuple(_TEXT_COLUMNS))
     found = column and _layout_of_value(raw[column], column)
     if not column or not found:
         raise UserError(
             f"{where}: cannot tell the layout from columns {_columns(raw)}; name it with layout= and column="
         )
-    return Layout(found, column)
+    return FileLayout(found, column)
 
 
 def is_conversation(raw: Raw) -> bool:
@@ -94,7 +94,7 @@ def is_conversation(raw: Raw) -> bool:
     return bool(_first(raw, _CHAT_COLUMNS)) or ("instruction" in raw and bool(_first(raw, _ANSWER_COLUMNS)))
 
 
-def to_record(record: object, layout: Layout, identity: str) -> Record:
+def to_record(record: object, layout: FileLayout, identity: str) -> Record:
     """Convert a raw record to normal form. `identity` (file:line) becomes its id and is named in errors.
 
     A raw record with "finish": "length", from generate-responses, is `truncated`. Texts become `encodable`.
@@ -208,7 +208,7 @@ def _require_column(raw: Raw, column: str, where: str) -> None:
         raise UserError(f"{where}: no column {column!r}; columns present: {_columns(raw)}")
 
 
-def _typed(value: object, kind: type[Typed], layout: Layout, where: str) -> Typed:
+def _typed(value: object, kind: type[Typed], layout: FileLayout, where: str) -> Typed:
     if value is None:
         raise SkipRecordError("empty")
     if not isinstance(value, kind):

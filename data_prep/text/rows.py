@@ -48,7 +48,7 @@ _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
 _ROWS_A_WRITE = 1024
 
 
-class Rows(Dataset[dict[str, Tensor]]):
+class PackedRows(Dataset[dict[str, Tensor]]):
     """Packed rows of seq_len tokens, memory-mapped. Every row has at least one label.
 
     An item is {"input_ids", "labels", "positions", "documents"}, int64 [seq_len] each. labels[t] is the id of token t+1
@@ -84,7 +84,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Rows, self._source  # data-loader workers map the files again instead of receiving a copy
+        return PackedRows, self._source  # data-loader workers map the files again instead of receiving a copy
 
 
 def load_rows(
@@ -94,7 +94,7 @@ def load_rows(
     split: Split,
     *,
     max_rows: int | None = None,
-) -> Rows:
+) -> PackedRows:
     """The rows of one split, from the cache or built now. max_rows: keep this many, evenly spread.
 
     The cache key is a hash of everything that determines the content, so a hit is always valid. If several processes
@@ -124,7 +124,7 @@ def load_rows(
         print(f"data mix split={split} rows={total['rows']}, of supervised tokens: {named}", flush=True)
     order = interleave(taken, available)
     kept = min(len(order), max_rows or len(order))
-    return Rows(folders, order[np.arange(kept) * len(order) // kept], key, total)
+    return PackedRows(folders, order[np.arange(kept) * len(order) // kept], key, total)
 
 
 def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import IO, Literal
 
 from data_prep.text.prompt_records import asked_record, asks, to_prompt
-from data_prep.text.records import Layout, Record, SkipRecordError, content_key, find_layout, text_record, to_record
+from data_prep.text.records import FileLayout, Record, SkipRecordError, content_key, find_layout, text_record, to_record
 from data_prep.text.settings import DataConfig
 from outrider.errors import UserError
 from outrider.files import parse_json
 
 Split = Literal["train", "heldout"]
 RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # files of generate-responses in its output directory
-_PROMPTS = Layout("prompts", "any")  # determined by the columns of each record
+_PROMPTS = FileLayout("prompts", "any")  # determined by the columns of each record
 _SETTLED = 2 * 10**9  # nanoseconds: a younger file may still change without a new time stamp
 
 # Files are similar if they share this fraction (_ALIKE) of the smaller one's windows of _WINDOW lines. A window in more
@@ -65,11 +65,11 @@ def read_records(
             "layout=prompts: prompts have no answers to learn from; answer them with generate_responses, and give its "
             "responses (data=responses)"
         )
-    detected: set[Layout] = set()
+    detected: set[FileLayout] = set()
     alike = library_keys() if config.source == "python_stdlib" else {}
     seen = 0
     for name, rows in _sources(config, counts):
-        layout: Layout | None = None
+        layout: FileLayout | None = None
         for number, raw in rows:
             if seen == config.max_records:
                 return
@@ -132,7 +132,7 @@ def _sources(config: DataConfig, counts: Counter[str]) -> Iterator[tuple[str, It
             yield name, _text_rows(path, counts)
 
 
-def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> Layout:
+def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> FileLayout:
     """The layout of the file that begins with the record `raw` (see `find_layout`)."""
     found_prompts = asking and config.layout == "auto" and config.column is None and asks(raw)
     if config.layout == "prompts" or found_prompts:
@@ -141,7 +141,7 @@ def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> Lay
 
 
 def _convert(
-    raw: object, layout: Layout | None, config: DataConfig, identity: str, number: int
+    raw: object, layout: FileLayout | None, config: DataConfig, identity: str, number: int
 ) -> tuple[Record | None, Literal["records", "empty", "malformed"]]:
     try:
         if layout is _PROMPTS:

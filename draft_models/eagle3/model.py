@@ -209,12 +209,12 @@ class Eagle3(nn.Module):
         """tokens [...] → their embeddings [..., H]."""
         return F.embedding(tokens, self._embedding)
 
-    def features(self, taps: Tensor) -> Tensor:
+    def features(self, aux: Tensor) -> Tensor:
         """taps [B, Q, k · H_t], the target's concatenated aux hidden states (`reading.taps`) → features [B, Q, H]."""
         if len(self.fc_norm):
-            parts = taps.chunk(len(self.fc_norm), dim=-1)
-            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        features: Tensor = self.fc(self.input_norm(taps))
+            parts = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        features: Tensor = self.fc(self.input_norm(aux))
         return features
 
     def run(

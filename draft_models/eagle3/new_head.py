@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
-from draft_models.targets.anatomy import context_limit, key_heads
+from draft_models.targets.model_spec import context_limit, key_heads
 from draft_models.targets.stack import LayerStack
 
 

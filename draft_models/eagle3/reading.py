@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.targets.anatomy import RESCALING_ROPE
+from draft_models.targets.model_spec import RESCALING_ROPE
 from outrider.errors import UserError, require
 from outrider.settings import Count, Positive, Settings
 
@@ -20,7 +20,7 @@ class Reading(Settings):
     Raises `UserError` naming a field with an impossible value.
     """
 
-    taps: tuple[Annotated[int, Ge(0)], ...]  # boundaries of the target's layers (see `LayerStack.run_tapped`)
+    taps: tuple[Annotated[int, Ge(0)], ...]  # boundaries of the target's layers (see `LayerStack.run_with_aux`)
     target_hidden: Count  # width of an aux hidden state
     hidden: Count
     intermediate: Count

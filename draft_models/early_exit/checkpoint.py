@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from draft_models.targets.architectures import load_config
-from draft_models.targets.empty_models import anatomy
+from draft_models.targets.empty_models import model_spec
 from draft_models.targets.fingerprint import Fingerprint, changed_parts
 from draft_models.targets.open_target import OpenTarget, open_target
 from draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
@@ -59,7 +59,7 @@ def parts_below(files: TensorFiles, config: PreTrainedConfig, exit_layer: int) -
 
     With the target as an online teacher, training reads the other layers too; the fingerprint samples those.
     """
-    wanted = anatomy(config).prefixes(exit_layers(config, exit_layer))
+    wanted = model_spec(config).prefixes(exit_layers(config, exit_layer))
     return files.digests([name for name in files.file_of if name.startswith(wanted)], whole=True)
 
 

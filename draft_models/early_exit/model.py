@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.acceptance import Law, judge, placed, top_k_law, whole_law
+from draft_models.acceptance import AcceptanceOf, acceptance_by_target, acceptance_by_top_k, judge, placed
 from draft_models.draft_vocabulary import places
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
-from draft_models.targets.anatomy import LayerCall, LogitRule
 from draft_models.targets.band import Band
 from draft_models.targets.empty_models import (
-    anatomy_of,
     decoder_layers,
     empty_layers,
     final_norm,
     layer_stack,
     number_layer,
+    spec_of,
 )
+from draft_models.targets.model_spec import LayerCall, LogitRule
 from draft_models.targets.narrowed import spread
 from draft_models.targets.stack import call_layer, normed_product
 from draft_models.targets.target import LayerCache, Rotary
@@ -106,7 +106,7 @@ class EarlyExit(nn.Module):
         layers: list[nn.Module] = [copy.deepcopy(last) for _ in range(depth)] if own_layer else [NoLayer()]
         for number, layer in enumerate(layers, exit_layer):
             number_layer(layer, number)
-        parts = anatomy_of(model)
+        parts = spec_of(model)
         call = parts.calls[-1]
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
@@ -305,22 +305,22 @@ class EarlyExitStudent(nn.Module):
         labels: Tensor,
         positions: Tensor,
         documents: Tensor,
-        law: Law | None = None,
+        accept: AcceptanceOf | None = None,
         **top_k: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """The drafter's argmax [B, T] at supervised positions, IGNORE elsewhere, and its acceptance [B, T] there, NaN
         elsewhere; None instead of acceptance if no distribution of the target is known.
 
-        law: the target's distribution at the supervised positions; None: that of the target in this module, or of its
-        top-k. Other arguments as in `forward`.
+        accept: the target's distribution at the supervised positions; None: that of the target in this module, or of
+        its top-k. Other arguments as in `forward`.
         """
         keep, head, rule = labels != IGNORE, self.drafter.output_head, self.drafter.rule
         hidden, target = self.hidden(input_ids, positions, documents)
-        if law is None and target is not None:
-            law = whole_law(lambda states: rule(self.stack.head(states)), target[keep])
-        elif law is None and top_k:
-            law = top_k_law(*(top_k[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
-        choices, accepted = judge(self.drafter.logits_after_norm, hidden[keep].to(head.weight.dtype), law)
+        if accept is None and target is not None:
+            accept = acceptance_by_target(lambda states: rule(self.stack.head(states)), target[keep])
+        elif accept is None and top_k:
+            accept = acceptance_by_top_k(*(top_k[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
+        choices, accepted = judge(self.drafter.logits_after_norm, hidden[keep].to(head.weight.dtype), accept)
         return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
 
 

@@ -61,7 +61,7 @@ def recycle(recycled, ids, stop, tokens, parents, rows, found):
     """Store the target's top-k after the root, ids[stop − 1], and after the nodes of its draft.
 
     tokens, parents: int64 [n], the draft. rows: int64 [m], the rows that ran: 0 is the root, 1 + i node i.
-    found: float32 [m, 2k] (see `sampling.successors`). A row with non-finite numbers is skipped.
+    found: float32 [m, 2k] (see `sampling.top_tokens`). A row with non-finite numbers is skipped.
     """
     width = found.shape[1] // 2
     kept = min(width, recycled.tokens.shape[1])

@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from draft_models.draft_vocabulary import read_own_tokens
+from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.targets.architectures import read_config, why_not_by_layers
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.load_layers import load_layers
@@ -12,10 +12,10 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
-from draft_models.targets.whole_model import PlainLM
+from draft_models.targets.whole_model import WholeModel
 from outrider.errors import UserError
 
-SmallLM = LayerStack | PlainLM
+SmallLM = LayerStack | WholeModel
 TRAINING_FILE = "finetune_drafter.json"  # written next to the weights, last, by training in this toolkit
 
 
@@ -34,29 +34,29 @@ def load_small_lm(
     sizes and the first differing token before weights are read. Raises `UserError` too if it cannot run trees.
     """
     config = read_config(source, revision, role="small_lm")
-    own_tokens = read_own_tokens(source, revision, config)
+    own = read_draft_vocabulary(source, revision, config)
     require_same_vocabulary(load_tokenizer(source, revision, role="small_lm"), tokenizer)
-    if own_tokens is None and why_not_by_layers(config) is not None:
+    if own is None and why_not_by_layers(config) is not None:
         return load_plain_lm(source, config, revision, dtype, device)
     files = open_tensors(source, revision)
     model = load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device)
     try:
         prove_layers(model, f"small_lm={source}")
     except UserError:
-        if own_tokens is not None:
+        if own is not None:
             raise
         return load_plain_lm(source, config, revision, dtype, device)
-    model.own_tokens = None if own_tokens is None else own_tokens.to(device)  # type: ignore[assignment]
+    model.draft_vocabulary = None if own is None else own.to(device)  # type: ignore[assignment]
     return layer_stack(model)
 
 
 def load_plain_lm(
     source: str, config: PreTrainedConfig, revision: str | None, dtype: torch.dtype, device: torch.device | str
-) -> PlainLM:
+) -> WholeModel:
     """The causal LM in `source`, frozen, run as a whole. Raises `UserError` if it cannot be loaded or run a tree."""
 
-    def load(dtype: torch.dtype) -> PlainLM:
-        return PlainLM(load_causal_lm(source, revision, role="small_lm", dtype=dtype))
+    def load(dtype: torch.dtype) -> WholeModel:
+        return WholeModel(load_causal_lm(source, revision, role="small_lm", dtype=dtype))
 
     try:
         require_all_kept(config)

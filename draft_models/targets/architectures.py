@@ -7,8 +7,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from data_prep.formats.door import as_safetensors
 from data_prep.formats.original import CONFIG_FILE, MOST_LAYERS
 from data_prep.formats.torch_files import SAFETENSORS
-from draft_models.targets.anatomy import context_limit
-from draft_models.targets.empty_models import anatomy
+from draft_models.targets.empty_models import model_spec
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.narrowed import is_narrowed
 from draft_models.targets.settings import MODEL
 from draft_models.targets.tensor_files import find_file, open_tensors
@@ -30,7 +30,7 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     reason = why_not_by_layers(config)
     if reason is not None:
         raise UserError(f"{role}={source}: {reason}")
-    if any(call.slides for call in anatomy(config).calls) and config.sliding_window < 1:
+    if any(call.slides for call in model_spec(config).calls) and config.sliding_window < 1:
         raise UserError(f"{role}={source}: sliding_window={config.sliding_window}: expected at least 1 token, or null")
     return config
 
@@ -122,7 +122,7 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
                 f"hidden_size={config.hidden_size}), as opt-350m; not supported"
             )
     try:
-        anatomy(config)
+        model_spec(config)
     except UserError as error:
         return str(error)
     return None

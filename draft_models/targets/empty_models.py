@@ -1,4 +1,4 @@
-"""Models without weights, with all or some layers of a target, and their anatomy."""
+"""Models without weights, with all or some layers of a target, and their structure."""
 
 import copy
 from collections.abc import Sequence
@@ -10,42 +10,42 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from data_prep.formats.original import CONFIG_FILE
-from draft_models.targets.anatomy import Anatomy
 from draft_models.targets.attention import ATTENTION
+from draft_models.targets.introspection import observe
+from draft_models.targets.model_spec import ModelSpec
 from draft_models.targets.stack import LayerStack, module_list
-from draft_models.targets.watching import observe
 from outrider.errors import UserError, reason
 
-_KNOWN: dict[str, Anatomy] = {}  # by the config's class and JSON
+_KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
 
 
-def anatomy(config: PreTrainedConfig) -> Anatomy:
-    """The anatomy of the model that `config` describes. Raises `UserError` if it cannot be run layer by layer."""
+def model_spec(config: PreTrainedConfig) -> ModelSpec:
+    """The structure of the model that `config` describes. Raises `UserError` if it cannot be run layer by layer."""
     said = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
     if said not in _KNOWN:
         _KNOWN[said] = observe(empty_model(config).float())  # 16 bits would round a scale
     return _KNOWN[said]
 
 
-def anatomy_of(model: PreTrainedModel) -> Anatomy:
-    """The anatomy of `model`, which may have only some of the layers of a target (see `empty_layers`)."""
-    found = getattr(model, "anatomy", None)
-    return found if isinstance(found, Anatomy) else anatomy(model.config)
+def spec_of(model: PreTrainedModel) -> ModelSpec:
+    """The structure of `model`, which may have only some of the layers of a target (see `empty_layers`)."""
+    found = getattr(model, "spec", None)
+    return found if isinstance(found, ModelSpec) else model_spec(model.config)
 
 
 def layer_stack(model: PreTrainedModel, rotary_dtype: torch.dtype | None = None) -> LayerStack:
     """The layers of `model` (see `LayerStack`). Raises `UserError` if it cannot be run layer by layer."""
-    return LayerStack(model, anatomy_of(model), rotary_dtype)
+    return LayerStack(model, spec_of(model), rotary_dtype)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The module list of its decoder layers."""
-    return module_list(model, anatomy_of(model).layers)
+    return module_list(model, spec_of(model).layers)
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """The norm after its last layer."""
-    return model.get_submodule(anatomy_of(model).norm)
+    return model.get_submodule(spec_of(model).norm)
 
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -74,7 +74,7 @@ def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int,
 
     copied: the memo of `copy.deepcopy`: replacements of parts, by the part's id. It is extended.
     """
-    parts, every = anatomy_of(model), decoder_layers(model)
+    parts, every = spec_of(model), decoder_layers(model)
     copied[id(every)] = nn.ModuleList()
     picked = copy.deepcopy(model, copied)
     # A layer may occur twice. All layers keep sharing one config, by which transformers chooses their attention.
@@ -85,7 +85,7 @@ def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int,
     for name, values in settings_by_layer(model.config).items():
         setattr(picked.config, name, [values[index] for index in layers])
     picked.config.num_hidden_layers = len(layers)
-    picked.anatomy = parts.select(layers)  # type: ignore[assignment]
+    picked.spec = parts.select(layers)  # type: ignore[assignment]
     return picked
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from data_prep.formats.door import as_safetensors
-from draft_models.targets.empty_models import anatomy
+from draft_models.targets.empty_models import model_spec
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError
 from outrider.settings import differences, listed
@@ -64,7 +64,7 @@ class Fingerprint:
 def _sampled(files: TensorFiles, config: PreTrainedConfig) -> list[str]:
     """The tensors outside the layers and of the first and the last layer; all tensors if the layers are unknown."""
     try:
-        wanted = anatomy(config).prefixes((0, config.num_hidden_layers - 1))
+        wanted = model_spec(config).prefixes((0, config.num_hidden_layers - 1))
     except UserError:
         return list(files.file_of)
     return [name for name in files.file_of if name.startswith(wanted)]

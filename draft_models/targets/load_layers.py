@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from data_prep.formats.original import CONFIG_FILE
 from draft_models.targets.attention import ATTENTION
-from draft_models.targets.empty_models import anatomy_of, empty_layers
+from draft_models.targets.empty_models import empty_layers, spec_of
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError, reason
 from outrider.settings import listed
@@ -34,7 +34,7 @@ def load_layers(
     Frozen, in eval mode, with this toolkit's attention. Raises `UserError` if the weights do not fit the config.
     """
     model = empty_layers(config, layers)
-    parts = anatomy_of(model)
+    parts = spec_of(model)
     head = f"{parts.head}.weight"
     prefix = f"{parts.layers}."
     source_of = {name: _source_name(name, prefix, layers) for name in model.state_dict()}
@@ -70,7 +70,7 @@ def _load_converted(
 
     Experts of a mixture are stored separately and run as one tensor; names in old checkpoints lack a prefix.
     """
-    parts = anatomy_of(model)
+    parts = spec_of(model)
     source_of = {}
     for source in files.file_of:
         found = _layer_of(source, parts.layers)
@@ -93,7 +93,7 @@ def _load_converted(
                 f"{files.source}: its weights do not fit its {CONFIG_FILE} ({trouble.replace('_', ' ')}: "
                 f"{listed(sorted(map(str, info[trouble])))})"
             )
-    loaded.anatomy = parts
+    loaded.spec = parts
     return loaded.requires_grad_(False).eval()
 
 

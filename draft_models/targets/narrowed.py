@@ -16,7 +16,7 @@ def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     return logits.new_full((*logits.shape[:-1], vocabulary), lowest).index_copy_(-1, tokens, logits)
 
 
-class OwnTokens(nn.Module):
+class DraftVocabulary(nn.Module):
     """A draft vocabulary: the part of the target's vocabulary that a model has, and the mapping between the ids.
 
     tokens [k]: the target's ids, ascending, of the model's ids 0..k−1. Its id k represents every other token of the
@@ -43,10 +43,10 @@ class OwnTokens(nn.Module):
         return spread(logits[..., : len(self.tokens)], self.tokens, self.vocabulary)
 
 
-def own_tokens_of(model: nn.Module) -> OwnTokens | None:
+def draft_vocabulary_of(model: nn.Module) -> DraftVocabulary | None:
     """The draft vocabulary of `model`; None if it has all of the target's tokens."""
-    found = getattr(model, "own_tokens", None)
-    return found if isinstance(found, OwnTokens) else None
+    found = getattr(model, "draft_vocabulary", None)
+    return found if isinstance(found, DraftVocabulary) else None
 
 
 def is_narrowed(config: PreTrainedConfig) -> bool:

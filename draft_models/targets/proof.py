@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from draft_models.targets.anatomy import LayerCall, context_limit
 from draft_models.targets.attention import stock_attention
-from draft_models.targets.empty_models import anatomy_of, decoder_layers, layer_stack, pick_layers, settings_by_layer
+from draft_models.targets.empty_models import decoder_layers, layer_stack, pick_layers, settings_by_layer, spec_of
+from draft_models.targets.model_spec import LayerCall, context_limit
 from draft_models.targets.target import Target
-from draft_models.targets.whole_model import PlainLM
+from draft_models.targets.whole_model import WholeModel
 from outrider.errors import UserError, reason
 from outrider.progress import counted
 
@@ -72,7 +72,7 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
     """
     first: dict[tuple[LayerCall, str, str], int] = {}
     by_layer = settings_by_layer(model.config).values()
-    for index, (layer, call) in enumerate(zip(decoder_layers(model), anatomy_of(model).calls, strict=True)):
+    for index, (layer, call) in enumerate(zip(decoder_layers(model), spec_of(model).calls, strict=True)):
         made_of = [(type(module), _switches(module)) for module in layer.modules()]
         first.setdefault((call, str([values[index] for values in by_layer]), str(made_of)), index)
     embed = model.get_input_embeddings()
@@ -91,7 +91,7 @@ def _switches(module: nn.Module) -> list[tuple[str, object]]:
     return sorted((name, value) for name, value in vars(module).items() if value is None or type(value) in (bool, str))
 
 
-def prove_rows(lm: PlainLM) -> None:
+def prove_rows(lm: WholeModel) -> None:
     """Raise `UserError` unless `lm` (float32) gives each path of a tree its own logits, and forgets dropped rows.
 
     A forward may apply a window in addition to the given mask. So one text exceeds every number of tokens that the

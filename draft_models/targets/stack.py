@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draft_models.targets.anatomy import Anatomy, LayerCall, context_limit
 from draft_models.targets.attention import additive, packed_mask
 from draft_models.targets.band import Band
-from draft_models.targets.narrowed import own_tokens_of
+from draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit
+from draft_models.targets.narrowed import draft_vocabulary_of
 from draft_models.targets.row_cache import RowCache
 from draft_models.targets.target import LayerCache, Mask, Masks, Rotary
 
@@ -74,10 +74,10 @@ class LayerStack(nn.Module):
     Rotary tables are computed once (`reserve`) and indexed, with the values that every pass would compute. They are
     kept in `rotary_dtype`, by default the model's, as the model itself uses them. Learned positions are added by
     `embed`. A target may have several tables (gemma3: one for its sliding layers), or none. A drafter may have a draft
-    vocabulary (see `OwnTokens`); its inputs and outputs are the target's ids all the same.
+    vocabulary (see `DraftVocabulary`); its inputs and outputs are the target's ids all the same.
     """
 
-    def __init__(self, model: PreTrainedModel, parts: Anatomy, rotary_dtype: torch.dtype | None = None):
+    def __init__(self, model: PreTrainedModel, parts: ModelSpec, rotary_dtype: torch.dtype | None = None):
         super().__init__()
         self.embed_tokens: Any = model.get_submodule(parts.embed)
         self.embed_positions = model.get_submodule(parts.positions) if parts.positions else None
@@ -86,8 +86,8 @@ class LayerStack(nn.Module):
         self.norm = model.get_submodule(parts.norm)
         self.head: Any = model.get_submodule(parts.head)
         self.config = model.config
-        self.anatomy = parts
-        self.own_tokens = own_tokens_of(model)
+        self.spec = parts
+        self.draft_vocabulary = draft_vocabulary_of(model)
         self.windows = [model.config.sliding_window if call.slides else None for call in parts.calls]
         self._rotary = [model.get_submodule(table.module) for table in parts.tables]
         self._rotary_dtype = rotary_dtype or self.dtype
@@ -115,7 +115,7 @@ class LayerStack(nn.Module):
     @property
     def predicted(self) -> Tensor | None:
         """See `Target`."""
-        return None if self.own_tokens is None else self.own_tokens.tokens
+        return None if self.draft_vocabulary is None else self.draft_vocabulary.tokens
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -130,18 +130,18 @@ class LayerStack(nn.Module):
         like = torch.empty(1, positions, 0, dtype=self._rotary_dtype, device=self.device)
         # Only padding exceeds the limit; texts never do.
         every = torch.arange(positions, device=self.device).clamp(max=context_limit(self.config) - 1)[None]
-        for number, (module, table) in enumerate(zip(self._rotary, self.anatomy.tables, strict=True)):
+        for number, (module, table) in enumerate(zip(self._rotary, self.spec.tables, strict=True)):
             cos, sin = module(like, position_ids=every, **dict(table.options))
             setattr(self, f"cos{number}", cos[0])
             setattr(self, f"sin{number}", sin[0])
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The first layer's input [B, Q, d] for tokens at positions [B, Q], which only learned positions use."""
-        if self.own_tokens is not None:
-            tokens = self.own_tokens.inward(tokens)
+        if self.draft_vocabulary is not None:
+            tokens = self.draft_vocabulary.inward(tokens)
         hidden = self.embed_tokens(tokens)
-        if self.anatomy.scale != 1.0:
-            hidden = hidden * self.anatomy.scale
+        if self.spec.scale != 1.0:
+            hidden = hidden * self.spec.scale
         if self.embed_positions is not None:
             if type(self.embed_positions) is nn.Embedding:
                 hidden = hidden + self.embed_positions(positions)
@@ -164,16 +164,16 @@ class LayerStack(nn.Module):
     ) -> Tensor:
         """Layers start..stop−1 on hidden [B, Q, d]; `masks` by window size (see `windows`)."""
         if self.at_once is not None and stop > start:
-            call = self.anatomy.calls[start]
+            call = self.spec.calls[start]
             done = self.at_once.run(hidden, start, stop, rotary.tables[call.table], masks[self.windows[start]], cache)
             if done is not None:
                 return done
-        every = zip(self.layers, self.anatomy.calls, self.windows, strict=True)  # an index into modules is slow
+        every = zip(self.layers, self.spec.calls, self.windows, strict=True)  # an index into modules is slow
         for layer, call, window in islice(every, start, stop):
             hidden = call_layer(layer, call, hidden, masks[window], rotary, cache)
         return hidden
 
-    def run_tapped(
+    def run_with_aux(
         self,
         hidden: Tensor,
         start: int,
@@ -183,17 +183,17 @@ class LayerStack(nn.Module):
         taps: Sequence[int],
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """`run`, and the hidden states [B, Q, d] at the boundaries `taps`, ascending, all from start to stop.
+        """`run`, and the hidden states [B, Q, d] at the boundaries `aux_layers`, ascending, all from start to stop.
 
         Boundary b is the input of layer b: 0 the embedding, i the output of layer i − 1, and the number of layers the
         input of the final norm.
         """
-        tapped = []
+        aux_hidden = []
         for boundary in taps:
             hidden = self.run(hidden, start, boundary, rotary, masks, cache)
-            tapped.append(hidden)
+            aux_hidden.append(hidden)
             start = boundary
-        return self.run(hidden, start, stop, rotary, masks, cache), tapped
+        return self.run(hidden, start, stop, rotary, masks, cache), aux_hidden
 
     def packed_masks(self, positions: Tensor, documents: Tensor) -> Masks:
         """Masks of packed rows for `run`, by window size; positions, documents [B, T] as in `data_prep.text.rows`."""
@@ -222,21 +222,21 @@ class LayerStack(nn.Module):
         hidden = self.run(hidden, 0, len(self.layers), self.rotary(positions[None]), masks, cache)
         return hidden[0], self.logits(hidden[:, -1:] if last_only else hidden)[0]
 
-    def own_logits(self, hidden: Tensor) -> Tensor:
+    def draft_logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [..., K] over its own vocabulary, from the hidden states after the last layer.
 
         K = V without a draft vocabulary.
         """
-        logits = self.anatomy.logits(normed_product(self.norm, self.head, hidden))
-        return logits if self.own_tokens is None else logits[..., : len(self.own_tokens.tokens)]
+        logits = self.spec.logits(normed_product(self.norm, self.head, hidden))
+        return logits if self.draft_vocabulary is None else logits[..., : len(self.draft_vocabulary.tokens)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The same over the target's vocabulary [..., V]."""
-        return self._outward(self.anatomy.logits(normed_product(self.norm, self.head, hidden)))
+        return self._outward(self.spec.logits(normed_product(self.norm, self.head, hidden)))
 
     def logits_after_norm(self, hidden: Tensor) -> Tensor:
         """The same from the output of the final norm."""
-        return self._outward(self.anatomy.logits(self.head(hidden)))
+        return self._outward(self.spec.logits(self.head(hidden)))
 
     def _outward(self, logits: Tensor) -> Tensor:
-        return logits if self.own_tokens is None else self.own_tokens.outward(logits)
+        return logits if self.draft_vocabulary is None else self.draft_vocabulary.outward(logits)

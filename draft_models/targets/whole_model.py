@@ -13,7 +13,7 @@ from draft_models.targets.attention import additive
 from draft_models.targets.row_cache import RowCache
 
 
-class PlainLM(nn.Module):
+class WholeModel(nn.Module):
     """`model` as a `Target` that only runs as a whole."""
 
     layered = None

@@ -33,7 +33,7 @@ class Speaker(Protocol):
         """The same target with another drafter."""
 
 
-class Answer:
+class Reply:
     """A streamed answer: its text and its figures.
 
     The prefill decides the first token, so neither τ nor the speed counts it.
@@ -123,7 +123,7 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         asked = [*self.messages, {"role": "user", "content": question}]
-        answer = Answer(lambda ids: str(self.model.tokenizer.decode(list(ids), skip_special_tokens=True)), self._clock)
+        answer = Reply(lambda ids: str(self.model.tokenizer.decode(list(ids), skip_special_tokens=True)), self._clock)
         try:
             rounds = self.model.rounds(
                 asked, self.config.sampling, max_new_tokens=self.config.max_new_tokens,

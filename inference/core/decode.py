@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draft_models.targets.anatomy import context_limit
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.target import Target
-from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter
 from inference.core.runtime import Eager, Runtime
 from inference.core.session import Session
 from inference.core.stopwatch import Clock, Round, Stopwatch
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import ROOT, DraftTree
 from outrider.errors import UserError
 
@@ -52,29 +52,29 @@ def autoregressive(
     *,
     max_new_tokens: int,
     eos: Collection[int] = (),
-    chooser: Chooser | None = None,
+    selector: TokenSelector | None = None,
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
     """Plain decoding, one token per pass. Yields a `Round` per pass. Raises `UserError` as `speculative` does.
 
-    chooser: how tokens are chosen from logits; None: greedily.
+    selector: how tokens are chosen from logits; None: greedily.
     runtime: how passes run; None: eagerly.
     """
-    chooser = chooser or Chooser()
+    selector = selector or TokenSelector()
     with closing(_new_session(runtime, target, 0, prompt, max_new_tokens, spare=0)) as session:
         started = clock()
         logits = session.prefill(prompt)
         session.commit(range(len(prompt)))
-        chooser.begin(session, prompt)
-        root = chooser.next_token(logits)
+        selector.begin(session, prompt)
+        root = selector.next_token(logits)
         token = _require_token(int(root), session, session.base - 1)
         yield Round((token,), 0, 0, 0, clock() - started)
         for _ in range(max_new_tokens - 1):
             if token in eos:
                 return
             started = clock()
-            if chooser.plain and session.step is not None:
+            if selector.plain and session.step is not None:
                 root = session.step(root)
                 passed = clock()
             else:
@@ -82,7 +82,7 @@ def autoregressive(
                 logits = session.finish()
                 passed = clock()
                 session.commit((0,))
-                root = chooser.next_token(logits)
+                root = selector.next_token(logits)
             token = _require_token(int(root), session, session.base - 1)
             yield Round((token,), 0, 0, 0, clock() - started, verify_seconds=passed - started)
 
@@ -95,27 +95,27 @@ def speculative(
     *,
     max_new_tokens: int,
     eos: Collection[int] = (),
-    chooser: Chooser | None = None,
+    selector: TokenSelector | None = None,
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
 ) -> Iterator[Round]:
     """Speculative decoding: tokens, or their distribution under sampling, equal `autoregressive`'s for any drafter.
 
     drafter: a new one for each generation.
-    chooser: the token selector; None: greedy.
+    selector: the token selector; None: greedy.
     runtime: how passes run; None: eagerly.
 
     Raises `UserError` for an impossible length, and if the target's logits are not finite.
     """
     session = _new_session(runtime, target, drafter.split, prompt, max_new_tokens, spare=drafter.max_rows)
     with closing(session):
-        yield from decode_rounds(session, drafter, chooser or Chooser(), prompt, max_new_tokens, eos, clock)
+        yield from decode_rounds(session, drafter, selector or TokenSelector(), prompt, max_new_tokens, eos, clock)
 
 
 def decode_rounds(
     session: Session,
     drafter: Drafter,
-    chooser: Chooser,
+    selector: TokenSelector,
     prompt: Sequence[int],
     max_new_tokens: int,
     eos: Collection[int],
@@ -123,12 +123,12 @@ def decode_rounds(
 ) -> Iterator[Round]:
     """The loop: prefill; then draft a tree under the last token, run the target over it, verify, commit."""
     watch = Stopwatch(clock)
-    session.taps, session.successors = drafter.taps, drafter.successors
+    session.aux_layers, session.top_count = drafter.aux_layers, drafter.top_count
     logits = session.prefill(prompt)
-    drafter.begin(session, chooser, watch)
+    drafter.begin(session, selector, watch)
     session.commit(range(len(prompt)))
-    chooser.begin(session, prompt)
-    root = chooser.next_token(logits)
+    selector.begin(session, prompt)
+    root = selector.next_token(logits)
     token = _require_token(int(root), session, session.base - 1)
     yield Round((token,), 0, 0, 0, watch.seconds)
     budget = max_new_tokens - 1
@@ -138,7 +138,7 @@ def decode_rounds(
             tree = drafter.draft(root, budget - 1)
         with watch.part("verify"):
             logits = session.run_tree(root, tree)
-            proposed, nodes, root, bonus = _verify(session, chooser, root, tree, logits)
+            proposed, nodes, root, bonus = _verify(session, selector, root, tree, logits)
         accepted = [proposed[node] for node in nodes]
         with watch.part("structure"):
             drafter.commit(tree, nodes, [token, *accepted])
@@ -151,15 +151,15 @@ def decode_rounds(
 
 
 def _verify(
-    session: Session, chooser: Chooser, root: Tensor, tree: DraftTree, logits: Tensor
+    session: Session, selector: TokenSelector, root: Tensor, tree: DraftTree, logits: Tensor
 ) -> tuple[list[int], list[int], Tensor, int]:
-    """`Chooser.verify`. Raises `UserError` if the target's logits are not finite."""
-    proposed, nodes, following, bonus = chooser.verify(tree, logits)
+    """`TokenSelector.verify`. Raises `UserError` if the target's logits are not finite."""
+    proposed, nodes, following, bonus = selector.verify(tree, logits)
     if not nodes and len(tree) and not _is_token(bonus, session):
         # A drafted token can make the target produce NaN, which attention spreads to every row (0 · NaN = NaN).
         # Verify the root alone.
         alone = session.finish([0])
-        _, nodes, following, bonus = chooser.verify(DraftTree(root[:0], (), ()), alone)
+        _, nodes, following, bonus = selector.verify(DraftTree(root[:0], (), ()), alone)
     _require_token(bonus, session, session.base + len(nodes))
     return proposed, nodes, following, bonus
 

@@ -13,7 +13,7 @@ from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree
 
 if TYPE_CHECKING:
-    from inference.core.acceptance import Chooser
+    from inference.core.token_selector import TokenSelector
 
 TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # names in `Structure.totals`
 
@@ -45,15 +45,15 @@ class Drafter(ABC):
     """Drafts one tree per round and receives its outcome, for one generation.
 
     split: the number of the target's first layers that it shares. The session is split there.
-    taps: the boundaries of the target's layers at which it reads aux hidden states (see `Session.tapped`).
-    successors: the number of top-k continuations of every row that it reads (see `Session.recycled`).
+    aux_layers: the boundaries of the target's layers at which it reads aux hidden states (see `Session.aux_hidden`).
+    top_count: the number of top-k continuations of every row that it reads (see `Session.top_tokens_of_rows`).
     max_rows: the most rows that a round adds to the caches, not counting the root.
     sizes: chooses how many nodes to submit, if the drafter shapes its drafts itself and their size is "auto".
     """
 
     split: int = 0
-    taps: tuple[int, ...] = ()
-    successors: int = 0
+    aux_layers: tuple[int, ...] = ()
+    top_count: int = 0
     max_rows: int
     sizes: Sizes | None = None
 
@@ -63,10 +63,10 @@ class Drafter(ABC):
         return {}
 
     @abstractmethod
-    def begin(self, session: Session, chooser: "Chooser", watch: Stopwatch) -> None:
+    def begin(self, session: Session, selector: "TokenSelector", watch: Stopwatch) -> None:
         """Called once, with the prompt fed to the session's first half and not yet committed.
 
-        chooser: the token selector, for drafts that are sampled in the same way; watch: times the drafter's forward
+        selector: the token selector, for drafts that are sampled in the same way; watch: times the drafter's forward
         passes, as `watch.part("draft")`.
         """
 
@@ -85,11 +85,11 @@ class Drafter(ABC):
 class DraftModel(Protocol):
     """An autoregressive draft model: gives next-token distributions after any node of the round's tree.
 
-    `inference.drafters.shaped.Shaped` turns it into a `Drafter`.
+    `inference.drafters.shaped.ModelDrafter` turns it into a `Drafter`.
     """
 
     split: int  # see `Drafter`
-    taps: tuple[int, ...]  # likewise
+    aux_layers: tuple[int, ...]  # likewise
 
     @property
     def predicted(self) -> Tensor | None:

@@ -14,7 +14,7 @@ from inference.core.tree import chain_parents
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Rows start..stop−1 of a round, as one pass computes them; a negative start includes committed positions.
 
     base: committed positions before row 0. depths, lineages: depths and ancestor masks of the round's rows 0..stop−1.
@@ -26,7 +26,7 @@ class Layout:
     start: int
     stop: int
     depths: Sequence[int]
-    lineages: Sequence[int]
+    ancestors: Sequence[int]
     is_chain: bool
 
     @property
@@ -63,7 +63,7 @@ class Layout:
         if self.is_chain and past == 0 and window is not None and keys > Band.BLOCK:
             return Band.sliding(places[:keys], window)
         if not self.is_chain and window is None:
-            made = ancestor_mask(self.lineages[self.start : self.stop], self.base, self.stop, dtype, places.device)
+            made = ancestor_mask(self.ancestors[self.start : self.stop], self.base, self.stop, dtype, places.device)
             if made is not None:
                 return made
         lowest = torch.finfo(dtype).min
@@ -72,7 +72,7 @@ class Layout:
         if self.is_chain:
             mask.masked_fill_(columns > columns[past:, None], lowest)
         else:
-            closure = torch.from_numpy(unpack(self.lineages[self.start : self.stop], self.stop))
+            closure = torch.from_numpy(unpack(self.ancestors[self.start : self.stop], self.stop))
             mask[:, self.base :].masked_fill_(~closure.to(places.device), lowest)
         if window is not None:
             if not self.is_chain:
@@ -82,13 +82,13 @@ class Layout:
         return mask[None, None]
 
 
-class Rows:
+class RoundRows:
     """The growing rows of a round: parents, depths and ancestor masks."""
 
     def __init__(self, parents: Sequence[int] = ()) -> None:
         self.parents: list[int] = []
         self.depths: list[int] = []
-        self.lineages: list[int] = []  # bits: a round builds several masks, and tensor operations cost more
+        self.ancestors: list[int] = []  # bits: a round builds several masks, and tensor operations cost more
         self.is_chain = True
         self.add(parents)
 
@@ -100,24 +100,24 @@ class Rows:
         self.is_chain = self.is_chain and tuple(parents) == chain_parents(len(self), len(parents))
         for parent in parents:
             self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
-            self.lineages.append((0 if parent < 0 else self.lineages[parent]) | 1 << len(self.lineages))
+            self.ancestors.append((0 if parent < 0 else self.ancestors[parent]) | 1 << len(self.ancestors))
             self.parents.append(parent)
 
-    def select(self, chosen: Sequence[int]) -> "Rows":
+    def select(self, chosen: Sequence[int]) -> "RoundRows":
         """The rows `chosen` (ascending, with all their ancestors), renumbered as a separate round."""
         place = {row: index for index, row in enumerate(chosen)}
-        return Rows([place.get(self.parents[row], -1) for row in chosen])
+        return RoundRows([place.get(self.parents[row], -1) for row in chosen])
 
-    def layout(self, base: int, start: int, stop: int) -> Layout:
+    def layout(self, base: int, start: int, stop: int) -> RowLayout:
         """Rows start..stop−1 after `base` committed positions."""
         whole = stop == len(self)
-        depths, lineages = (self.depths, self.lineages) if whole else (self.depths[:stop], self.lineages[:stop])
-        return Layout(base, start, stop, depths, lineages, self.is_chain)
+        depths, ancestors = (self.depths, self.ancestors) if whole else (self.depths[:stop], self.ancestors[:stop])
+        return RowLayout(base, start, stop, depths, ancestors, self.is_chain)
 
 
-def unpack(lineages: Sequence[int], columns: int) -> np.ndarray:
+def unpack(ancestors: Sequence[int], columns: int) -> np.ndarray:
     """bool [rows, columns]: bit j of lineages[i]. Bits from `columns` on must be 0."""
     width = -(-columns // 8)
-    packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in lineages), dtype=np.uint8)
-    bits = np.unpackbits(packed.reshape(len(lineages), width), axis=1, count=columns, bitorder="little")
+    packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in ancestors), dtype=np.uint8)
+    bits = np.unpackbits(packed.reshape(len(ancestors), width), axis=1, count=columns, bitorder="little")
     return bits.view(np.bool_)

@@ -113,7 +113,7 @@ class Sampler:
         return processed
 
 
-def successors(logits: Tensor, count: int) -> Tensor:
+def top_tokens(logits: Tensor, count: int) -> Tensor:
     """The `count` likeliest tokens after each row of logits [..., V], followed by their probabilities.
 
     float32 [..., 2k] with k = min(count, V): one tensor to transfer. float32 represents ids below 2^24 exactly.

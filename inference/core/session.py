@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draft_models.targets.target import Masks, Rotary, Target
-from inference.core.rows import Rows
+from inference.core.rows import RoundRows
 from inference.core.tree import ROOT, DraftTree, chain_parents
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ class Session(Protocol):
 
     `base` counts the committed positions before row 0; all caches hold exactly those between rounds. `target_hidden`
     [1, d] is the hidden state after the last layer at the last committed position. `capacity` counts the slots of the
-    caches, `context` the positions the text may reach. `taps` are layer boundaries (see `LayerStack.run_tapped`) at
-    which a drafter reads the aux hidden states of every pass. `successors` is the number of top-k continuations of
-    every row that a drafter reads (see `recycled`).
+    caches, `context` the positions the text may reach. `aux_layers` are layer boundaries (see
+    `LayerStack.run_with_aux`) at which a drafter reads the aux hidden states of every pass. `top_count` is the number
+    of top-k continuations of every row that a drafter reads (see `top_tokens_of_rows`).
 
     Of a round: `round` and `fed` are its rows and their tokens, `finished` the rows of the last `finish`, `tree_rows`
-    the rows of the last tree's nodes, and `beside_logits` the other outputs of `finish`, if requested: the aux hidden
-    states at `taps` [1, n, taps · d] and `successors` [1, n, 2k].
+    the rows of the last tree's nodes, and `extras` the other outputs of `finish`, if requested: the aux hidden
+    states at `aux_layers` [1, n, layers · d] and `top_tokens` [1, n, 2k].
     """
 
     device: torch.device
@@ -73,12 +73,12 @@ class Session(Protocol):
     context: int
     base: int
     target_hidden: Tensor
-    taps: tuple[int, ...] = ()
-    successors: int = 0
-    round: Rows
+    aux_layers: tuple[int, ...] = ()
+    top_count: int = 0
+    round: RoundRows
     fed: list[Tensor]
     finished: Sequence[int]
-    beside_logits: list[Tensor]
+    extras: list[Tensor]
     tree_rows: list[int]
 
     @property
@@ -109,7 +109,7 @@ class Session(Protocol):
         """Itself, for drafters that use layers of the target. Raises `TypeError` if the target exposes no layers."""
         raise TypeError(f"{type(self).__name__}: there are no layers of a target")
 
-    def beside(self, model: Target) -> "Session":
+    def draft_session(self, model: Target) -> "Session":
         """A session of the same size for a drafter's own model, run by `extend`. Raises `TypeError` if unsupported."""
         raise TypeError(f"{type(self).__name__}: no model runs beside it")
 
@@ -139,7 +139,7 @@ class Session(Protocol):
 
     def start_round(self) -> None:
         """Start a round without rows."""
-        self.round, self.fed, self.finished, self.beside_logits = Rows(), [], (), []
+        self.round, self.fed, self.finished, self.extras = RoundRows(), [], (), []
 
     @property
     def rows(self) -> int:
@@ -185,19 +185,19 @@ class Session(Protocol):
         """The rows of the root and of `nodes` of the last tree."""
         return [0, *(self.tree_rows[node] for node in nodes)]
 
-    def tapped(self, rows: Sequence[int]) -> Tensor:
-        """The aux hidden states of `rows` at the boundaries `taps`, concatenated [1, n, taps · d]; a copy.
+    def aux_hidden(self, rows: Sequence[int]) -> Tensor:
+        """The aux hidden states of `rows` at the boundaries `aux_layers`, concatenated [1, n, layers · d]; a copy.
 
         rows: a subset of the rows of the last `finish`.
         """
-        return self.beside_logits[0][:, self.places_of(rows)]
+        return self.extras[0][:, self.places_of(rows)]
 
-    def recycled(self) -> tuple[Sequence[int], Tensor]:
-        """The rows [n] of the last `finish`, and `sampling.successors` of each, float32 [n, 2k].
+    def top_tokens_of_rows(self) -> tuple[Sequence[int], Tensor]:
+        """The rows [n] of the last `finish`, and `sampling.top_tokens` of each, float32 [n, 2k].
 
         Valid until the next pass. That `finish` must have computed the logits of every row.
         """
-        return self.finished, self.beside_logits[-1][0]
+        return self.finished, self.extras[-1][0]
 
     def places_of(self, rows: Sequence[int]) -> list[int]:
         """The indices of `rows` among the rows of the last `finish`."""

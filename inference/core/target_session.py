@@ -10,8 +10,8 @@ from torch import Tensor
 from draft_models.targets.band import Band
 from draft_models.targets.target import Layers, Masks, Rotary, Target
 from inference.core.cache import KVCache
-from inference.core.rows import Layout, Rows, unpack
-from inference.core.sampling import successors
+from inference.core.rows import RoundRows, RowLayout, unpack
+from inference.core.sampling import top_tokens
 from inference.core.session import Pass, Session, View
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class TargetSession(Session):
     runs only the second half over all rows, so no layer computes a row twice. Any other drafter uses split = 0, where
     the first half is the embedding. With split None, for a drafter's own model, all layers are in the first half.
 
-    Aux hidden states (`taps`) need split = 0. `context` defaults to `capacity`.
+    Aux hidden states (`aux_layers`) need split = 0. `context` defaults to `capacity`.
     """
 
     def __init__(self, layers: Layers, split: int | None, capacity: int, context: int | None = None):
@@ -66,10 +66,10 @@ class TargetSession(Session):
     def layered(self) -> "TargetSession":
         return self
 
-    def beside(self, model: Target) -> Session:
+    def draft_session(self, model: Target) -> Session:
         return eager_session(model, None, self.capacity, self.context)
 
-    def layers_beside(self, layers: Layers) -> "TargetSession":
+    def draft_layers_session(self, layers: Layers) -> "TargetSession":
         """A session of the same size for a drafter's own layers, run by `run_rows`."""
         return TargetSession(layers, None, self.capacity, self.context)
 
@@ -95,7 +95,7 @@ class TargetSession(Session):
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
         def whole(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
             (hidden,) = self._first_half(tokens, view)
-            return hidden, self.stack.own_logits(view.last(hidden, wanted))
+            return hidden, self.stack.draft_logits(view.last(hidden, wanted))
 
         hidden, logits = self._run("whole", whole, tokens, self._add(parents), self.first)
         return hidden[0], logits[0, -wanted:]
@@ -113,32 +113,32 @@ class TargetSession(Session):
         def second_half(hidden: Tensor, view: View) -> tuple[Tensor, ...]:
             stack = self.stack
             given = (hidden, self.split, len(stack.layers), view.rotary, view.masks())
-            beside = []
-            if self.taps:
-                hidden, tapped = stack.run_tapped(*given, self.taps, self.rest)
-                beside.append(torch.cat(tapped, dim=-1))
+            extras = []
+            if self.aux_layers:
+                hidden, aux_hidden = stack.run_with_aux(*given, self.aux_layers, self.rest)
+                extras.append(torch.cat(aux_hidden, dim=-1))
             else:
                 hidden = stack.run(*given, self.rest)
             logits = stack.logits(view.last(hidden, wanted))
-            if self.successors:
-                beside.append(successors(logits, self.successors))
-            return hidden, logits, *beside
+            if self.top_count:
+                extras.append(top_tokens(logits, self.top_count))
+            return hidden, logits, *extras
 
-        name = "rest" + (f", tapped at {self.taps}" if self.taps else "")
-        name += f", {self.successors} successors" if self.successors else ""
+        name = "rest" + (f", aux_hidden at {self.aux_layers}" if self.aux_layers else "")
+        name += f", {self.top_count} top tokens" if self.top_count else ""
         layout = chosen.layout(self.base, 0, count)
-        hidden, logits, *self.beside_logits = self._run(name, second_half, hidden, layout, self.rest)
+        hidden, logits, *self.extras = self._run(name, second_half, hidden, layout, self.rest)
         self._last_hidden = hidden[0]
         return logits[0, -wanted:]
 
     def run_rows(self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
         """Add rows as `feed` does and run a pass over their input x [1, n, …]; all layers must be in the first half.
 
-        For a drafter's own model, in a separate session from the target's. name: as in `run_beside`.
+        For a drafter's own model, in a separate session from the target's. name: as in `run_draft_layers`.
         """
         return self._run(name, pass_, x, self._add(parents), self.first)
 
-    def run_beside(self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache) -> tuple[Tensor, ...]:
+    def run_draft_layers(self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache) -> tuple[Tensor, ...]:
         """A pass of a drafter's own layers over x [1, n, …], of rows start, start + 1, …, where start may be negative.
 
         name: the pass's name, which is the same in every call. Its keys and values are appended to `cache`. Its outputs
@@ -146,7 +146,7 @@ class TargetSession(Session):
         """
         return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache)
 
-    def cache_beside(self, owner: object, layers: range) -> KVCache:
+    def draft_cache(self, owner: object, layers: range) -> KVCache:
         """An empty cache for a drafter's own layers, which belong to `owner`."""
         return KVCache(layers, self.capacity)
 
@@ -162,12 +162,12 @@ class TargetSession(Session):
         self.base += len(rows)
         self.start_round()
 
-    def _add(self, parents: Sequence[int]) -> Layout:
+    def _add(self, parents: Sequence[int]) -> RowLayout:
         start = self.rows
         self.round.add(parents)
         return self._layout(start, self.rows)
 
-    def _layout(self, start: int, stop: int) -> Layout:
+    def _layout(self, start: int, stop: int) -> RowLayout:
         """The layout of rows start..stop−1 of this round; reuses the last pass's if it is of the same rows."""
         last = None if self._view is None else self._view.layout
         if last is not None and (last.start, last.stop) == (start, stop) and last.base == self.base:
@@ -178,7 +178,7 @@ class TargetSession(Session):
         """Keep the hidden states of rows start, start + 1, … for `hidden`."""
         self._hidden.append(hidden)
 
-    def _run(self, name: str, pass_: Pass, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tensor, ...]:
+    def _run(self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache) -> tuple[Tensor, ...]:
         """Run a pass over the rows of `layout`, whose keys and values are appended to `cache`."""
         # An exit layer usually runs over the rows that were just fed to the first half.
         if self._view is None or self._view.layout is not layout:
@@ -197,7 +197,7 @@ class TargetSession(Session):
 class _EagerView:
     """Positions, rotary tables and masks of a layout, built on first use."""
 
-    def __init__(self, session: TargetSession, layout: Layout):
+    def __init__(self, session: TargetSession, layout: RowLayout):
         self.layout = layout
         self._layers, self._places = session.layers, session.places
         self._masks: Masks | None = None
@@ -251,7 +251,7 @@ class WholeSession(Session):
         super().start_round()
         self._last_hidden: Tensor | None = None
 
-    def beside(self, model: Target) -> Session:
+    def draft_session(self, model: Target) -> Session:
         return eager_session(model, None, self.capacity, self.context)
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -271,18 +271,18 @@ class WholeSession(Session):
         self.finished = range(self.rows) if rows is None else rows
         chosen = self.round if len(self.finished) == self.rows else self.round.select(self.finished)
         self._last_hidden, logits = self._run(chosen, self.tokens[list(self.finished)], last_only)
-        if self.successors:
-            self.beside_logits = [successors(logits, self.successors)[None]]
+        if self.top_count:
+            self.extras = [top_tokens(logits, self.top_count)[None]]
         return logits
 
-    def _run(self, rows: Rows, tokens: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor]:
+    def _run(self, rows: RoundRows, tokens: Tensor, last_only: bool = False) -> tuple[Tensor, Tensor]:
         """Hidden states and logits of the last rows of `rows`, whose tokens are `tokens` (see `Target.rows`)."""
         hidden, logits = [], []
         before = len(rows) - len(tokens)
         for start in range(0, len(tokens), Band.BLOCK):  # a mask of a whole long text would be quadratic in its length
             block = tokens[start : start + Band.BLOCK]
             part = slice(before + start, before + start + len(block))
-            inside = torch.from_numpy(unpack(rows.lineages[part], part.stop)).to(tokens.device)
+            inside = torch.from_numpy(unpack(rows.ancestors[part], part.stop)).to(tokens.device)
             visible = torch.cat([inside.new_ones(len(block), self.base), inside], dim=1)
             positions = self.base + torch.tensor(rows.depths[part], device=tokens.device)
             states, scores = self.lm.rows(block, positions, visible, self.cache, last_only=last_only)

@@ -9,7 +9,7 @@ from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.band import Band
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Target
-from inference.doctor.patient import Recording
+from inference.doctor.examinee import Recording
 from inference.doctor.recording import read
 
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs
@@ -25,12 +25,14 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     """
     tokens, places = recording.tokens, torch.tensor(recording.places, device=recording.tokens.device)
     count = len(tokens) - 1
-    taps = torch.cat([recording.taps[boundary] for boundary in head.reading.taps], dim=-1)[:, :count].to(head.dtype)
+    aux = torch.cat([recording.aux_hidden[boundary] for boundary in head.reading.taps], dim=-1)[:, :count].to(
+        head.dtype
+    )
     index = torch.arange(count, device=tokens.device)
     head.reserve(count + 1)
     cache = DynamicCache()
     past = {window: None if window is None else Band.sliding(index, window) for window in head.windows}
-    first = head.run(tokens[None, 1:], head.features(taps), past, head.rotary(index[None]), cache)
+    first = head.run(tokens[None, 1:], head.features(aux), past, head.rotary(index[None]), cache)
     own = places - STEPS - 1  # the entries whose outputs are the features of the second step
     true, itself = index <= own[:, None], torch.eye(len(own), dtype=torch.bool, device=tokens.device)
     positions = own + (0 if still else 1)
@@ -45,7 +47,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
 @torch.inference_mode()
 def draft_by_exit(drafter: EarlyExit, stack: LayerStack, recording: Recording) -> Tensor:
     """Logits [1, places, V] of an early exit on the target `stack`."""
-    hidden = recording.taps[drafter.exit_layer]
+    hidden = recording.aux_hidden[drafter.exit_layer]
     positions = torch.arange(hidden.shape[1], device=hidden.device)
     stack.reserve(len(positions))
     mask = None if drafter.window is None else Band.sliding(positions, drafter.window)

@@ -19,31 +19,35 @@ from draft_models.targets.architectures import read_config
 from draft_models.targets.open_target import OpenTarget, load_tokenizer
 from draft_models.targets.target import Target, require_layers
 from inference.doctor.drafting import draft_by_exit, draft_by_lm
-from inference.doctor.head_ways import patient_of_head
-from inference.doctor.patient import Fact, Patient, Recording, Way, numbers
+from inference.doctor.examinee import Examinee, Fact, Recording, Variant, numbers
+from inference.doctor.head_variants import examine_head
 from inference.doctor.recording import answer_of, record
 from inference.doctor.scores import Scores, is_apart, is_better, join, relabelled, score
 from inference.doctor.training_data import UNSEEN, made_for, recorded_settings, training_facts
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.small_lm import Model, small_lm_of
-from inference.loading.subject import Models, Subject
+from inference.loading.targets import Models, TargetSetup
 from inference.measure.statistics import coverage
 from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS, Maker, read_record
+from inference.settings.kinds import KINDS, DrafterPlugin, read_record
 from outrider.errors import UserError
 
 DECLARED = "as declared"
 
 
-def patient_of_exit(
-    maker: Maker[Calibrated[EarlyExit]], model: Calibrated[EarlyExit], where: str, target: OpenTarget, stack: Target
-) -> Patient:
+def examine_exit(
+    plugin: DrafterPlugin[Calibrated[EarlyExit]],
+    model: Calibrated[EarlyExit],
+    where: str,
+    target: OpenTarget,
+    stack: Target,
+) -> Examinee:
     """An early exit that is prepared to decode on `stack`."""
     drafter = model.drafter
     meta = read_meta(where)
-    return Patient(
-        Way(DECLARED, partial(draft_by_exit, drafter, require_layers(stack)), boundaries=(drafter.exit_layer,)),
-        known_tokens=maker.known_tokens(where),
+    return Examinee(
+        Variant(DECLARED, partial(draft_by_exit, drafter, require_layers(stack)), boundaries=(drafter.exit_layer,)),
+        known_tokens=plugin.known_tokens(where),
         facts=[
             Fact("made for", f"{meta.fingerprint.target}, whose digests are this target's"),
             numbers(meta.dtype, stack.dtype),
@@ -52,14 +56,14 @@ def patient_of_exit(
     )
 
 
-def patient_of_lm(maker: Maker[Model], model: Model, where: str, target: OpenTarget, stack: Target) -> Patient:
+def examine_lm(plugin: DrafterPlugin[Model], model: Model, where: str, target: OpenTarget, stack: Target) -> Examinee:
     """A small LM for `target`."""
     lm = small_lm_of(model)
     record = read_record(where, TRAINING_FILE)
     stored = read_config(where, role="small_lm").dtype  # that of a model that is loaded says what it runs in
-    return Patient(
-        Way(DECLARED, partial(draft_by_lm, lm)),
-        known_tokens=maker.known_tokens(where),
+    return Examinee(
+        Variant(DECLARED, partial(draft_by_lm, lm)),
+        known_tokens=plugin.known_tokens(where),
         facts=[made_for(record, target), numbers(stored, lm.dtype)],
         data=recorded_settings(record).get("data"),
         tokenizer=load_tokenizer(where, role="small_lm"),
@@ -72,11 +76,11 @@ AT_LENGTH = 2  # texts per length
 TEMPLATED = 4  # prompts to render with other templates
 SYSTEM = "You are a helpful assistant."
 Findings = dict[str, Any]
-# By kind, the function that makes its `Patient` from (maker, `prepare`d model, the model's path, target, stack).
-PATIENTS: dict[str, Callable[..., Patient]] = {
-    "early_exit": patient_of_exit,
-    "small_lm": patient_of_lm,
-    "eagle3": patient_of_head,
+# By kind, the function that makes its `Examinee` from (maker, `prepare`d model, the model's path, target, stack).
+EXAMINERS: dict[str, Callable[..., Examinee]] = {
+    "early_exit": examine_exit,
+    "small_lm": examine_lm,
+    "eagle3": examine_head,
 }
 
 
@@ -85,7 +89,7 @@ class Texts:
     """The source of recordings: the target, which answers prompts. new: maximum tokens of an answer."""
 
     config: EvaluateConfig
-    subject: Subject
+    setup: TargetSetup
     models: Models
     boundaries: tuple[int, ...]
     new: int
@@ -93,37 +97,37 @@ class Texts:
     def recorded(self, prompts: Iterable[tuple[Sequence[int], str]]) -> Iterator[Recording]:
         """Recordings of prompts (ids, category), yielded one at a time as the hidden states take much memory."""
         for ids, category in prompts:
-            answer = answer_of(self.models.stack, ids, self.new, self.subject.eos)
+            answer = answer_of(self.models.stack, ids, self.new, self.setup.eos)
             found = record(self.models.stack, ids, answer, self.boundaries, category)
             if found is not None:
                 yield found
 
 
 def examine(
-    config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
+    config: EvaluateConfig, setup: TargetSetup, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
 ) -> dict[str, Findings]:
     """The findings on each kind of drafter, JSON-able; kinds that are not examined are left out.
 
     rendered: the ids of every prompt's first turn.
     """
-    patients = find_patients(config, subject, models)
-    if not patients:
+    examinees = find_examinees(config, setup, models)
+    if not examinees:
         return {}
-    texts = Texts(config, subject, models, boundaries_of(patients), min(ANSWER, config.max_new_tokens))
+    texts = Texts(config, setup, models, boundaries_of(examinees), min(ANSWER, config.max_new_tokens))
     wanted = -(-(MANY if config.doctor else FEW) // texts.new)
     count = min(wanted, len(prompts))
     chosen = [number * len(prompts) // count for number in range(count)]
     asked = [(rendered[number], prompts[number].category) for number in chosen]
-    scores, said = judge(texts.recorded(asked), patients)
-    findings = {name: compare(patient, scores[name]) for name, patient in patients.items()}
-    template = subject.chat_template if any(prompt.chat for prompt in prompts) else None
-    for name, patient in patients.items():
-        facts = [*patient.facts, *training_facts(patient.data, subject.tokenizer, template), UNSEEN]
+    scores, said = judge(texts.recorded(asked), examinees)
+    findings = {name: compare(examinee, scores[name]) for name, examinee in examinees.items()}
+    template = setup.chat_template if any(prompt.chat for prompt in prompts) else None
+    for name, examinee in examinees.items():
+        facts = [*examinee.facts, *training_facts(examinee.data, setup.tokenizer, template), UNSEEN]
         findings[name]["facts"] = [fact._asdict() for fact in facts]
-        known = patient.known_tokens
+        known = examinee.known_tokens
         findings[name]["coverage"] = None if known is None else coverage(known, said)
     if config.doctor:
-        only = {name: replace(patient, others=()) for name, patient in patients.items()}
+        only = {name: replace(examinee, others=()) for name, examinee in examinees.items()}
         texts = replace(texts, boundaries=boundaries_of(only))
         chat = [prompts[number] for number in chosen if prompts[number].chat][:TEMPLATED]
         _add_templates(findings, texts, only, chat)
@@ -131,47 +135,47 @@ def examine(
     return findings
 
 
-def find_patients(config: EvaluateConfig, subject: Subject, models: Models) -> dict[str, Patient]:
+def find_examinees(config: EvaluateConfig, setup: TargetSetup, models: Models) -> dict[str, Examinee]:
     """The drafters to examine, by kind."""
     found = {}
     for name, model in models.drafters.items():
-        where, maker = config.where(KINDS[name]), config.maker(KINDS[name])
-        if where is None or not (maker.foreign(where, subject.target) if config.doctor is None else config.doctor):
+        where, plugin = config.where(KINDS[name]), config.plugin(KINDS[name])
+        if where is None or not (plugin.foreign(where, setup.target) if config.doctor is None else config.doctor):
             continue
-        if name in PATIENTS:
-            found[name] = PATIENTS[name](maker, model, where, subject.target, models.stack)
+        if name in EXAMINERS:
+            found[name] = EXAMINERS[name](plugin, model, where, setup.target, models.stack)
     return found
 
 
-def boundaries_of(patients: Mapping[str, Patient]) -> tuple[int, ...]:
+def boundaries_of(examinees: Mapping[str, Examinee]) -> tuple[int, ...]:
     """The layer boundaries at which any variant of any patient needs the target's hidden states."""
-    return tuple(sorted({one for patient in patients.values() for one in patient.boundaries}))
+    return tuple(sorted({one for examinee in examinees.values() for one in examinee.boundaries}))
 
 
 def judge(
-    recordings: Iterable[Recording], patients: Mapping[str, Patient]
+    recordings: Iterable[Recording], examinees: Mapping[str, Examinee]
 ) -> tuple[dict[str, dict[str, Scores]], list[tuple[str, list[int]]]]:
     """The scores over all recordings, by kind and variant, and the category and target tokens of each recording."""
-    parts: dict[str, dict[str, list[Scores]]] = {name: {} for name in patients}
+    parts: dict[str, dict[str, list[Scores]]] = {name: {} for name in examinees}
     said = []
     for number, recording in enumerate(recordings):
         said.append((recording.category, recording.choices.tolist()))
-        for name, patient in patients.items():
-            for way in (patient.declared, *patient.others):
-                found = score(way.drafting(recording), recording, number)
-                parts[name].setdefault(way.name, []).append(found)
-    return {name: {way: join(found) for way, found in ways.items()} for name, ways in parts.items()}, said
+        for name, examinee in examinees.items():
+            for variant in (examinee.declared, *examinee.others):
+                found = score(variant.drafting(recording), recording, number)
+                parts[name].setdefault(variant.name, []).append(found)
+    return {name: {variant: join(found) for variant, found in ways.items()} for name, ways in parts.items()}, said
 
 
-def compare(patient: Patient, scores: Mapping[str, Scores]) -> Findings:
+def compare(examinee: Examinee, scores: Mapping[str, Scores]) -> Findings:
     """The scores of a drafter's variants, the best winner, and the agreement if relabelled (see `_other_names`)."""
     if not scores:
         return {"places": 0, "texts": 0, "ways": [], "better": None, "relabelled": None}
-    declared = scores[patient.declared.name]
-    rows = [_row(patient.declared, declared)]
-    for way in patient.others:
-        wins, chance = is_better(scores[way.name], declared, len(patient.others))
-        rows.append(_row(way, scores[way.name]) | {"chance": chance, "wins": wins})
+    declared = scores[examinee.declared.name]
+    rows = [_row(examinee.declared, declared)]
+    for variant in examinee.others:
+        wins, chance = is_better(scores[variant.name], declared, len(examinee.others))
+        rows.append(_row(variant, scores[variant.name]) | {"chance": chance, "wins": wins})
     winners = [row for row in rows if row["wins"]]
     return {
         "places": len(declared.said),
@@ -182,8 +186,8 @@ def compare(patient: Patient, scores: Mapping[str, Scores]) -> Findings:
     }
 
 
-def _row(way: Way, scores: Scores) -> Findings:
-    about = {"name": way.name, "option": way.option, "meaning": way.meaning, "agreement": scores.agreement}
+def _row(variant: Variant, scores: Scores) -> Findings:
+    about = {"name": variant.name, "option": variant.option, "meaning": variant.meaning, "agreement": scores.agreement}
     return about | scores.means | {"chance": None, "wins": False}
 
 
@@ -201,23 +205,23 @@ def _other_names(scores: Scores) -> float | None:
 
 
 def _add_templates(
-    findings: Mapping[str, Findings], texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]
+    findings: Mapping[str, Findings], texts: Texts, examinees: Mapping[str, Examinee], chat: Sequence[Prompt]
 ) -> None:
     """Add the agreement on the same questions rendered with other templates; marks those that are clearly better."""
     usual: dict[str, Scores] = {}
-    for way, prompts in renderings(texts, patients, chat).items():
-        scores, _ = judge(texts.recorded((ids, "chat") for ids in prompts), patients)
-        for name, patient in patients.items():
+    for variant, prompts in renderings(texts, examinees, chat).items():
+        scores, _ = judge(texts.recorded((ids, "chat") for ids in prompts), examinees)
+        for name, examinee in examinees.items():
             if scores[name]:
-                found = scores[name][patient.declared.name]
+                found = scores[name][examinee.declared.name]
                 first = usual.setdefault(name, found)
                 about = {"agreement": found.agreement, "better": is_apart(found, first)}
-                findings[name].setdefault("templates", {})[way] = about
+                findings[name].setdefault("templates", {})[variant] = about
 
 
-def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Prompt]) -> dict[str, list[list[int]]]:
+def renderings(texts: Texts, examinees: Mapping[str, Examinee], chat: Sequence[Prompt]) -> dict[str, list[list[int]]]:
     """The ids of chat prompts by rendering, the evaluated one first; renderings with equal ids are left out."""
-    tokenizer, template = texts.subject.tokenizer, texts.subject.chat_template
+    tokenizer, template = texts.setup.tokenizer, texts.setup.chat_template
     asked = [{"role": "user", "content": prompt.turns[0]} for prompt in chat]
     ways: dict[str, list[tuple[list[dict[str, str]], PreTrainedTokenizerBase, PromptTemplate]]] = {
         "as evaluated": [([question], tokenizer, template) for question in asked],
@@ -226,8 +230,8 @@ def renderings(texts: Texts, patients: Mapping[str, Patient], chat: Sequence[Pro
         "as bare text (template=none)": [([question], tokenizer, "none") for question in asked],
         "in Vicuna's format (template=vicuna)": [([question], tokenizer, "vicuna") for question in asked],
     }
-    for name, patient in patients.items():
-        own = patient.tokenizer
+    for name, examinee in examinees.items():
+        own = examinee.tokenizer
         if own is not None and own.chat_template:
             ways[f"by the template of {name}"] = [([question], own, "tokenizer") for question in asked]
     found: dict[str, list[list[int]]] = {}
@@ -246,7 +250,7 @@ def _system(text: str) -> dict[str, str]:
 
 
 def _add_lengths(
-    findings: Mapping[str, Findings], texts: Texts, patients: Mapping[str, Patient], prompts: Sequence[Sequence[int]]
+    findings: Mapping[str, Findings], texts: Texts, examinees: Mapping[str, Examinee], prompts: Sequence[Sequence[int]]
 ) -> None:
     """Add the agreement on texts of given lengths: prompts concatenated in turn, each text starting with another."""
     for length in texts.config.doctor_lengths:
@@ -255,8 +259,8 @@ def _add_lengths(
             order = itertools.cycle([*prompts[start:], *prompts[:start]])
             ids = list(itertools.islice(itertools.chain.from_iterable(order), length - texts.new))
             joined.append((ids, "long"))
-        scores, _ = judge(texts.recorded(joined), patients)
-        for name, patient in patients.items():
+        scores, _ = judge(texts.recorded(joined), examinees)
+        for name, examinee in examinees.items():
             if scores[name]:
-                found = scores[name][patient.declared.name].agreement
+                found = scores[name][examinee.declared.name].agreement
                 findings[name].setdefault("lengths", {})[str(length)] = found

@@ -9,7 +9,7 @@ from draft_models.targets.target import Target
 from inference.core.decode import autoregressive
 from inference.core.runtime import Eager
 from inference.core.tree import chain_parents
-from inference.doctor.patient import Recording
+from inference.doctor.examinee import Recording
 
 FIRST = 3  # the first place of a text that a head can draft as its second token
 
@@ -31,12 +31,12 @@ def record(
     places = tuple(range(max(len(prompt) + 1, FIRST), len(text)))
     if not places:
         return None
-    logits, taps = read(target, text, len(prompt), boundaries)
+    logits, aux_hidden = read(target, text, len(prompt), boundaries)
     logits = logits[[place - 1 - len(prompt) for place in places]]
     # Logits computed in half precision are normalised in float32.
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     tokens = torch.tensor(text, device=target.device)
-    return Recording(tokens, places, log_p, log_p.argmax(-1), taps, category)
+    return Recording(tokens, places, log_p, log_p.argmax(-1), aux_hidden, category)
 
 
 @torch.inference_mode()
@@ -45,19 +45,19 @@ def read(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits [n − start, V] after the tokens from position `start` on, and all hidden states [1, n, d] by boundary."""
     session = Eager().session(target, 0, len(text))
-    session.taps = tuple(boundaries)
+    session.aux_layers = tuple(boundaries)
     tokens, parts = torch.tensor(text, device=target.device), []
     for begin, end in ((0, start), (start, len(text))):
         rows = range(end - begin)
         session.feed(tokens[begin:end], chain_parents(0, len(rows)))
         logits = session.finish(last_only=begin == 0)
         if boundaries:
-            parts.append(session.tapped(rows))
+            parts.append(session.aux_hidden(rows))
         session.commit(rows)
     if not boundaries:
         return logits, {}
-    tapped = torch.cat(parts, dim=1).chunk(len(boundaries), dim=-1)
-    return logits, dict(zip(boundaries, tapped, strict=True))
+    aux_hidden = torch.cat(parts, dim=1).chunk(len(boundaries), dim=-1)
+    return logits, dict(zip(boundaries, aux_hidden, strict=True))
 
 
 def answer_of(target: Target, prompt: Sequence[int], count: int, eos: frozenset[int]) -> list[int]:

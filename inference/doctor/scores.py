@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draft_models.acceptance import acceptance
-from inference.doctor.patient import Recording
+from inference.doctor.examinee import Recording
 from inference.doctor.table import BLOCK, FEWEST
 
 FLIPS = 50_000

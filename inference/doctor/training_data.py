@@ -10,7 +10,7 @@ from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from draft_models.targets.fingerprint import Fingerprint
 from draft_models.targets.open_target import OpenTarget
-from inference.doctor.patient import Fact
+from inference.doctor.examinee import Fact
 from outrider.errors import UserError
 from outrider.settings import construct
 

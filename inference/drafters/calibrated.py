@@ -10,7 +10,7 @@ import torch
 from draft_models.calibration.checkpoint import META_FILE, load_calibration
 from draft_models.calibration.head import CalibrationHead
 from draft_models.targets.open_target import OpenTarget
-from inference.settings.kinds import KINDS, Maker
+from inference.settings.kinds import KINDS, DrafterPlugin
 from inference.settings.method import MethodConfig
 
 Model = TypeVar("Model")
@@ -35,17 +35,17 @@ def head_of(model: object) -> CalibrationHead | None:
 
 
 def head_asked(
-    source: str, maker: Maker, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig],
+    source: str, plugin: DrafterPlugin, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig],
     device: torch.device | str, **widths: int,
 ) -> CalibrationHead | None:  # fmt: skip
-    """The head of the drafter in `where`, read by `maker`; None if no method with that `source` uses one.
+    """The head of the drafter in `where`, read by `plugin`; None if no method with that `source` uses one.
 
     widths: as in `load_calibration`, which also documents the errors.
     """
     if not any(method.source == source and method.stop.needs_head for method in methods.values()):
         return None
     made_for, folder = asdict(target.fingerprint), KINDS[source].calibration or ""
-    return load_calibration(where, maker.digest(where), device, made_for, folder=folder, **widths)
+    return load_calibration(where, plugin.digest(where), device, made_for, folder=folder, **widths)
 
 
 def head_identity(source: str, where: str | None) -> str | None:

@@ -21,7 +21,7 @@ from inference.core.drafter import DraftModel
 from inference.core.session import Session, View
 from inference.core.tree import chain_parents
 from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity
-from inference.drafters.shaped import ShapedMaker
+from inference.drafters.shaped import ModelDrafterPlugin
 from inference.engines.footprint import Place
 from inference.engines.graphs.fixed_shapes import WIDTHS
 from inference.engines.packing import lay_out
@@ -50,35 +50,35 @@ class Eagle3Source:
 
     def __init__(self, head: Eagle3):
         self.head = head
-        self.taps = head.reading.taps
+        self.aux_layers = head.reading.taps
         self.predicted = head.draft_tokens
 
     def begin(self, session: Session) -> None:
         tokens = session.tokens
         self.target = session
-        self.session = session.layered().layers_beside(self.head)
-        taps = session.tapped(range(len(tokens)))
+        self.session = session.layered().draft_layers_session(self.head)
+        aux = session.aux_hidden(range(len(tokens)))
         if len(tokens) > 1:
-            self._run_pairs(tokens[1:], taps[:, :-1])
+            self._run_pairs(tokens[1:], aux[:, :-1])
             self.session.commit(range(len(tokens) - 1))
-        self._taps, self._tokens = taps[:, -1:], tokens[:0]  # of the pending pairs; the last one has no token yet
+        self._aux_hidden, self._tokens = aux[:, -1:], tokens[:0]  # of the pending pairs; the last one has no token yet
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         """See `DraftModel.extend`; every structure feeds the root first, in a pass without other tokens."""
         if self.session.rows:
             return self._run_drafted(tokens, parents)
-        return self._run_pairs(torch.cat([self._tokens, tokens]), self._taps)
+        return self._run_pairs(torch.cat([self._tokens, tokens]), self._aux_hidden)
 
-    def _run_pairs(self, tokens: Tensor, taps: Tensor) -> Tensor:
+    def _run_pairs(self, tokens: Tensor, aux: Tensor) -> Tensor:
         """Run pairs of tokens [n] and aux hidden states [1, n, k · H_t]; returns logits [1, K] after the last pair."""
         head = self.head
 
         def pairs(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
-            embedding, taps = x.tensor_split([head.reading.hidden], dim=-1)
-            out = head.run_embedded(embedding, head.features(taps), view.masks(), view.rotary, self.session.first)
+            embedding, aux = x.tensor_split([head.reading.hidden], dim=-1)
+            out = head.run_embedded(embedding, head.features(aux), view.masks(), view.rotary, self.session.first)
             return out, head.draft_logits(view.last(out, 1))
 
-        x = torch.cat([head.embed(tokens[None]), taps], dim=-1)
+        x = torch.cat([head.embed(tokens[None]), aux], dim=-1)
         out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)))
         self._pairs = len(tokens)
         self.hidden = self._outputs = out[0, -1:].clone()  # of the root and drafted tokens; passes reuse `out`
@@ -106,13 +106,13 @@ class Eagle3Source:
         return self.target.target_hidden
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        taps = self.target.tapped(rows)
+        aux = self.target.aux_hidden(rows)
         if self.session.rows:
             self.session.commit(range(self._pairs))
-            self._taps, fresh = taps, tokens[1:]  # the root's pair has run
+            self._aux_hidden, fresh = aux, tokens[1:]  # the root's pair has run
             self._tokens = self._tokens[:0]
         else:
-            self._taps, fresh = torch.cat([self._taps, taps], dim=1), tokens
+            self._aux_hidden, fresh = torch.cat([self._aux_hidden, aux], dim=1), tokens
         known = torch.tensor(fresh, dtype=torch.long, device=self._tokens.device)
         self._tokens = torch.cat([self._tokens, known])
 
@@ -120,7 +120,7 @@ class Eagle3Source:
 Model = Eagle3 | Calibrated[Eagle3]
 
 
-class Eagle3Maker(ShapedMaker[Model]):
+class Eagle3Plugin(ModelDrafterPlugin[Model]):
     """The model is an `Eagle3`, or a `Calibrated` one if a method uses its calibration head.
 
     changes: overrides of the reading that a head's config declares.
@@ -129,8 +129,8 @@ class Eagle3Maker(ShapedMaker[Model]):
     def __init__(self, changes: ReadingChanges = AS_DECLARED):
         self.changes = changes
 
-    def reading(self, changes: ReadingChanges) -> "Eagle3Maker":
-        return Eagle3Maker(changes)
+    def reading(self, changes: ReadingChanges) -> "Eagle3Plugin":
+        return Eagle3Plugin(changes)
 
     def foreign(self, where: str, target: OpenTarget) -> bool:
         return not open_head(where, target.config, changes=self.changes).made_here
@@ -175,8 +175,8 @@ class Eagle3Maker(ShapedMaker[Model]):
         reading = open_head(where, target, changes=self.changes).reading
         weights = sum(map(prod, head_shapes(reading).values()))
         cache = 2 * reading.layers * reading.key_heads * reading.head_dim * place.slots
-        taps = len(reading.taps) * reading.target_hidden  # outputs of the target's pass and inputs of the head's
-        passes = WIDTHS[-1] * (2 * taps + 5 * reading.hidden + 2 * reading.draft_vocabulary)
+        aux = len(reading.taps) * reading.target_hidden  # outputs of the target's pass and inputs of the head's
+        passes = WIDTHS[-1] * (2 * aux + 5 * reading.hidden + 2 * reading.draft_vocabulary)
         return {
             "EAGLE-3 head's weights": weights * place.itemsize,
             "its caches": (cache + passes) * place.itemsize,
@@ -187,4 +187,4 @@ class Eagle3Maker(ShapedMaker[Model]):
         return Eagle3Source(head)
 
 
-MAKER = Eagle3Maker()
+PLUGIN = Eagle3Plugin()

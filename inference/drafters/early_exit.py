@@ -14,7 +14,7 @@ from draft_models.targets.target import Target, require_layers
 from inference.core.drafter import DraftModel
 from inference.core.session import Session, View
 from inference.drafters.calibrated import Calibrated, head_asked, head_identity
-from inference.drafters.shaped import ShapedMaker
+from inference.drafters.shaped import ModelDrafterPlugin
 from inference.engines.footprint import Place, cache_bytes, count, pass_bytes
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, recorded_data, recorded_seconds
@@ -33,12 +33,12 @@ class EarlyExitSource:
         self.split = drafter.exit_layer
         self.predicted = drafter.draft_tokens
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     hidden: Tensor
 
     def begin(self, session: Session) -> None:
         self.session = session = session.layered()
-        self.cache = session.cache_beside(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
+        self.cache = session.draft_cache(self.drafter, range(self.split, self.split + len(self.drafter.layers)))
         prompt = session.hidden
         self._exit(prompt, 0, wanted=0)
         self._pending = prompt[:, :0]
@@ -65,7 +65,7 @@ class EarlyExitSource:
             hidden = drafter.run(hidden, view.masks()[drafter.window], view.rotary, self.cache)
             return hidden, drafter.draft_logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
 
-        hidden, logits = self.session.run_beside(f"exit {id(drafter)}", exit_pass, hidden, start, self.cache)
+        hidden, logits = self.session.run_draft_layers(f"exit {id(drafter)}", exit_pass, hidden, start, self.cache)
         return hidden, logits[:, logits.shape[1] - wanted :]
 
     @property
@@ -83,7 +83,7 @@ class EarlyExitSource:
             self.cache.keep(base, known)
 
 
-class EarlyExitMaker(ShapedMaker[Calibrated[EarlyExit]]):
+class EarlyExitPlugin(ModelDrafterPlugin[Calibrated[EarlyExit]]):
     """The model is a `Calibrated`."""
 
     def identity(self, where: str | None) -> dict[str, object]:
@@ -135,4 +135,4 @@ class EarlyExitMaker(ShapedMaker[Calibrated[EarlyExit]]):
         return EarlyExitSource(model.drafter)
 
 
-MAKER = EarlyExitMaker()
+PLUGIN = EarlyExitPlugin()

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from draft_models.targets.narrowed import spread
-from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter, DraftModel
 from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.calibrated import head_of
-from inference.settings.kinds import Maker, Model
+from inference.settings.kinds import DrafterPlugin, Model
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import Structure, WrappedSource, make_structure
 from inference.sizing.allowance import Allowance
@@ -21,7 +21,7 @@ from inference.sizing.policy import Tuning
 from outrider.streams import Streams
 
 
-class Shaped(Drafter):
+class ModelDrafter(Drafter):
     """A drafter that combines a draft model and a structure, the shape of its drafts.
 
     allowance: decides which rounds skip drafting; None: no round does. The model catches up with the tokens of skipped
@@ -30,16 +30,16 @@ class Shaped(Drafter):
 
     def __init__(self, model: DraftModel, structure: Structure, allowance: Allowance | None = None):
         self.model, self.structure, self.allowance = model, structure, allowance
-        self.split, self.taps, self.max_rows = model.split, model.taps, structure.max_rows
+        self.split, self.aux_layers, self.max_rows = model.split, model.aux_layers, structure.max_rows
 
     @property
     def totals(self) -> Mapping[str, float]:
         return self.structure.totals
 
-    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._session = session
-        by_place = chooser.greedy and not self.structure.reads_root
-        self._source = TimedModel(self.model, chooser, watch, session.vocabulary, by_place=by_place)
+        by_place = selector.greedy and not self.structure.reads_root
+        self._source = TimedModel(self.model, selector, watch, session.vocabulary, by_place=by_place)
         self.model.begin(session)
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
@@ -57,14 +57,14 @@ class Shaped(Drafter):
             self.allowance.observe(fed, len(tree), len(nodes) + 1)
 
 
-class ShapedMaker(Maker[Model]):
+class ModelDrafterPlugin(DrafterPlugin[Model]):
     """The plugin of a kind whose drafts, by its `draft_model`, are shaped by a structure."""
 
     def make(
         self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
         structure = make_structure(method, streams, drawn, head_of(model), tuning)
-        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
+        return ModelDrafter(self.draft_model(model, method), structure, allowance_of(tuning))
 
 
 def allowance_of(tuning: Tuning | None) -> Allowance | None:
@@ -74,7 +74,7 @@ def allowance_of(tuning: Tuning | None) -> Allowance | None:
 
 def rows_known(model: DraftModel, session: Session, tree: DraftTree, nodes: Sequence[int]) -> list[int]:
     """The rows of the root and of `nodes` of `tree`, for `DraftModel.commit`."""
-    if model.split or model.taps:
+    if model.split or model.aux_layers:
         return session.path(nodes)
     return [0, *(tree.rows[node] for node in nodes)]
 
@@ -88,13 +88,13 @@ class TimedModel(WrappedSource):
     """
 
     def __init__(
-        self, model: DraftModel, chooser: Chooser, watch: Stopwatch, vocabulary: int, *, by_place: bool = False
+        self, model: DraftModel, selector: TokenSelector, watch: Stopwatch, vocabulary: int, *, by_place: bool = False
     ):
         super().__init__(model)
         self._model, self._vocabulary = model, vocabulary
         self._ids = model.predicted if by_place else None
-        self._chooser, self._watch = chooser, watch
-        self.to_probs = None if chooser.greedy else self._probabilities
+        self._selector, self._watch = selector, watch
+        self.to_probs = None if selector.greedy else self._probabilities
 
     def begin_round(self) -> None:
         self._contexts: list[Tensor] = []
@@ -103,9 +103,9 @@ class TimedModel(WrappedSource):
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         if self._ids is not None and self.fed:  # the root, fed first, is a token id
             tokens = self._ids[tokens]
-        if self._chooser.reads_context:
+        if self._selector.reads_context:
             for place, parent in enumerate(parents):  # the root, without a parent, is the text's last token
-                before = self._contexts[parent] if parent >= 0 else self._chooser.text[:-1]
+                before = self._contexts[parent] if parent >= 0 else self._selector.text[:-1]
                 self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
         self.fed.append(len(tokens))
         with self._watch.part("draft"):
@@ -118,5 +118,5 @@ class TimedModel(WrappedSource):
         return tree if self._ids is None else replace(tree, tokens=self._ids[tree.tokens])
 
     def _probabilities(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        contexts = [self._contexts[row] for row in rows] if self._chooser.reads_context else None
-        return self._chooser.draft_probabilities(logits, contexts)
+        contexts = [self._contexts[row] for row in rows] if self._selector.reads_context else None
+        return self._selector.draft_probabilities(logits, contexts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference.core.drafter import DraftModel
 from inference.core.session import Session, View
-from inference.drafters.shaped import ShapedMaker
+from inference.drafters.shaped import ModelDrafterPlugin
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError, require
 
@@ -24,7 +24,7 @@ class SkipLayersSource:
     """
 
     split = 0
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     predicted = None
     hidden: Tensor
 
@@ -49,7 +49,7 @@ class SkipLayersSource:
 
         start = session.rows
         embedded = session.feed(tokens, parents)
-        hidden, logits = session.run_beside(self._name, kept_layers, embedded, start, session.rest)
+        hidden, logits = session.run_draft_layers(self._name, kept_layers, embedded, start, session.rest)
         self.hidden = hidden[0]
         return logits[0]
 
@@ -76,7 +76,7 @@ def skipped_layers(skip: Sequence[int] | None, count: int) -> list[int]:
     return sorted(skip)
 
 
-class SkipLayersMaker(ShapedMaker[None]):
+class SkipLayersPlugin(ModelDrafterPlugin[None]):
     """There is no model except the target."""
 
     def require_fits(self, method: MethodConfig, layers: int) -> None:
@@ -86,4 +86,4 @@ class SkipLayersMaker(ShapedMaker[None]):
         return SkipLayersSource(method.skip)
 
 
-MAKER = SkipLayersMaker()
+PLUGIN = SkipLayersPlugin()

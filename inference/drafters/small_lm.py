@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.calibration.checkpoint import drafter_digest
-from draft_models.draft_vocabulary import read_own_tokens
+from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm.model import TRAINING_FILE, SmallLM, load_small_lm
 from draft_models.targets.architectures import position_limit, read_config
@@ -23,7 +23,7 @@ from inference.core.drafter import DraftModel
 from inference.core.session import Session
 from inference.core.tree import chain_parents
 from inference.drafters.calibrated import Calibrated, head_asked, head_identity
-from inference.drafters.shaped import ShapedMaker
+from inference.drafters.shaped import ModelDrafterPlugin
 from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds
@@ -40,7 +40,7 @@ class SmallLMSource:
     """
 
     split = 0
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     hidden: Tensor
 
     def __init__(self, lm: Target):
@@ -58,7 +58,7 @@ class SmallLMSource:
         self.target = session
         self.vocabulary = session.vocabulary
         prompt = session.tokens.to(self.lm.device)
-        self.session = session.beside(self.lm)
+        self.session = session.draft_session(self.lm)
         self.session.feed(prompt, chain_parents(0, len(prompt)))
         self.session.commit(range(len(prompt)))
         self._pending = prompt[:0]
@@ -106,7 +106,7 @@ def small_lm_of(model: Model) -> SmallLM:
     return model.drafter if isinstance(model, Calibrated) else model
 
 
-class SmallLMMaker(ShapedMaker[Model]):
+class SmallLMPlugin(ModelDrafterPlugin[Model]):
     """The model is a `SmallLM`, or a `Calibrated` one if a method uses its calibration head."""
 
     def lies_in(self, folder: str) -> bool:
@@ -142,7 +142,7 @@ class SmallLMMaker(ShapedMaker[Model]):
         return [small_lm_of(model)]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
-        own = read_own_tokens(where, None, read_config(where, role="small_lm"))
+        own = read_draft_vocabulary(where, None, read_config(where, role="small_lm"))
         return None if own is None else own.tokens.tolist()
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
@@ -156,4 +156,4 @@ class SmallLMMaker(ShapedMaker[Model]):
         return SmallLMSource(small_lm_of(model))
 
 
-MAKER = SmallLMMaker()
+PLUGIN = SmallLMPlugin()

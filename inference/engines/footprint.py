@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
-from draft_models.targets.anatomy import key_heads
 from draft_models.targets.empty_models import empty_model
+from draft_models.targets.model_spec import key_heads
 from inference.engines.graphs.fixed_shapes import WIDTHS
 
 

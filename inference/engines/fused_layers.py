@@ -224,7 +224,7 @@ def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
     fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
     together: list[tuple[Any, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
     if isinstance(model, LayerStack):
-        alike = len(set(model.windows)) == 1 and len({call.table for call in model.anatomy.calls}) == 1
+        alike = len(set(model.windows)) == 1 and len({call.table for call in model.spec.calls}) == 1
         together = [(model, fused)] if alike and len(fused) == len(model.layers) else []
     together = [(holder, layers) for holder, layers in together if holder.at_once is None]
     for holder, layers in together:

@@ -155,8 +155,8 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
     On a CPU, layers run at once and weights are packed if that is faster or recorded (see `engines.cpu.recorded`).
     """
     fuse_layers(model)
-    if isinstance(model, LayerStack) and model.own_tokens is not None and isinstance(model.head, nn.Linear):
-        model.head = first_outputs(model.head, len(model.own_tokens.tokens))  # the last output is never proposed
+    if isinstance(model, LayerStack) and model.draft_vocabulary is not None and isinstance(model.head, nn.Linear):
+        model.head = first_outputs(model.head, len(model.draft_vocabulary.tokens))  # the last output is never proposed
     together = run_at_once(model)
     if device.type != "cpu":
         return

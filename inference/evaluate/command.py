@@ -4,7 +4,7 @@ from data_prep.text.prompts import read_prompts
 from data_prep.text.rehearsal import rehearsable
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.loading.memory_plan import plan_evaluation
-from inference.loading.subject import find_target, heldout_fraction
+from inference.loading.targets import find_target, heldout_fraction
 from inference.measure.replay import evaluate_replay
 from inference.settings.evaluate import EvaluateConfig
 

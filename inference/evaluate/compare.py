@@ -22,11 +22,11 @@ from draft_models.card import add_report
 from inference.core.stopwatch import Clock
 from inference.doctor.table import coloured, refuse, table
 from inference.engines.choose import make_runtime
-from inference.loading.subject import (
+from inference.loading.targets import (
     Models,
-    Subject,
+    TargetSetup,
     context_length,
-    find_subject,
+    find_setup,
     finish,
     load_drafters,
     load_models,
@@ -93,18 +93,18 @@ def _evaluate(
     limit: TimeLimit,
 ) -> list[str]:
     """The names of the methods that were not lossless."""
-    subject = find_subject(config)
-    require_own_device(subject.device, state)
-    turns = [[render(subject, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
+    setup = find_setup(config)
+    require_own_device(setup.device, state)
+    turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
-    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
-    context = context_length(subject, drafters)
+    drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
+    context = context_length(setup, drafters)
     new = config.max_new_tokens
     require(new < context, "max_new_tokens", new, f"less than the models' context of {context} tokens")
     longest = max(config.doctor_lengths, default=0)
     require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")
     require_fits(prompts, rendered, context - new)
-    settings = run_settings(config, subject, prompts)
+    settings = run_settings(config, setup, prompts)
 
     def open_results() -> tuple[Any, list[int], float, int]:
         earlier = open_run(out_dir, settings, config.resume, config)
@@ -116,8 +116,8 @@ def _evaluate(
     todo, must = limit.to_do(len(prompts), done)
     share, taken = todo[state.process_index :: state.num_processes], 0
     known = None if earlier is None else construct(Prepared, earlier).products
-    waits = known is None and subject.device.type == "cpu" and not state.is_main_process  # for the main one's kernels
-    models = load_models(config, subject, drafters, known) if share and not waits else None
+    waits = known is None and setup.device.type == "cpu" and not state.is_main_process  # for the main one's kernels
+    models = load_models(config, setup, drafters, known) if share and not waits else None
     positions = longest_text(turns, new, context)
     if earlier is None:  # then the main process has a share; it measures once the other processes wait
         state.wait_for_everyone()
@@ -125,8 +125,8 @@ def _evaluate(
         if state.is_main_process:
             assert models is not None
             try:
-                doctor = see_doctor(config, subject, models, prompts, rendered)
-                begun = replace(prepare_methods(config, subject, models, rendered[0], positions), doctor=doctor)
+                doctor = see_doctor(config, setup, models, prompts, rendered)
+                begun = replace(prepare_methods(config, setup, models, rendered[0], positions), doctor=doctor)
             except Exception as error:  # raised in all processes below
                 begun = error
 
@@ -141,10 +141,10 @@ def _evaluate(
         earlier = from_main(state, begin)
     prepared = construct(Prepared, earlier)
     if share and models is None:
-        models = load_models(config, subject, drafters, prepared.products)
+        models = load_models(config, setup, drafters, prepared.products)
     if models is not None:
         models.runtime.prepare(positions, prepared.kernels)
-        bench = make_bench(config, subject, models, prepared, rendered[share[0]], len(prompts))
+        bench = make_bench(config, setup, models, prepared, rendered[share[0]], len(prompts))
         spent = limit.spent()
         most = None if config.minutes is None else 60 * config.minutes - spent
         for position in counted(share, "measuring", "prompts", most=most):
@@ -157,9 +157,9 @@ def _evaluate(
                 print(f"minutes={config.minutes:g} are over: {made}", flush=True)
             asked = prompts[position], rendered[position], position
             threads = use_threads(config.threads)  # the same number for all arms of the prompt
-            results, skipped = measure_prompt(config, *asked, subject, models, bench)
+            results, skipped = measure_prompt(config, *asked, setup, models, bench)
             spent, taken = limit.spent(), taken + 1
-            peak, got = peak_memory(subject.device), bench.watch.take()
+            peak, got = peak_memory(setup.device), bench.watch.take()
             measured = Measured(
                 position, state.num_processes, results, skipped, threads, spent, peak, got, load_average()
             )
@@ -168,7 +168,7 @@ def _evaluate(
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken]))
     with Stage("writing the report"):
-        return from_main(state, lambda: report(config, subject, prepared, prompts, settings, expected, out_dir))
+        return from_main(state, lambda: report(config, setup, prepared, prompts, settings, expected, out_dir))
 
 
 def require_own_device(device: torch.device, state: PartialState) -> None:
@@ -183,13 +183,13 @@ def require_own_device(device: torch.device, state: PartialState) -> None:
 
 
 def see_doctor(
-    config: EvaluateConfig, subject: Subject, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
+    config: EvaluateConfig, setup: TargetSetup, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
 ) -> dict[str, Any]:
     """The doctor's findings, printed. Raises `UserError` if a drafter is misread and a better reading is available."""
     from inference.doctor.examine import examine  # imported only if requested
 
     with Stage("examining drafters"):
-        found = examine(config, subject, models, prompts, rendered)
+        found = examine(config, setup, models, prompts, rendered)
     for kind, one in found.items():
         print(coloured(table(kind, one), sys.stdout), flush=True)
         refuse(KINDS[kind].option or kind, str(config.where(KINDS[kind])), one)
@@ -198,7 +198,7 @@ def see_doctor(
 
 def report(
     config: EvaluateConfig,
-    subject: Subject,
+    setup: TargetSetup,
     prepared: Prepared,
     prompts: Sequence[Prompt],
     settings: Mapping[str, Any],
@@ -215,17 +215,17 @@ def report(
         raise UserError(f"out_dir={out_dir}: results of {missing} prompts are not to be seen there; resume=true")
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
     facts: dict[str, Any] = {
-        "target": subject.target.source,
+        "target": setup.target.source,
         "drafter": " + ".join(where for where in map(config.where, KINDS.values()) if where) or "none",
-        "dtype": subject.numbers,
-        "computes_in": subject.floats,
-        "device": str(subject.device),
-        "runtime": make_runtime(config.runtime, subject.device).name,
+        "dtype": setup.numbers,
+        "computes_in": setup.floats,
+        "device": str(setup.device),
+        "runtime": make_runtime(config.runtime, setup.device).name,
         "kernels": prepared.chosen(),
         "processes": max(measured.processes for measured in done.values()),
         "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),
         "prompts_given": len(prompts),
-        "template": subject.chat_template if any(prompt.chat for prompt in prompts) else None,
+        "template": setup.chat_template if any(prompt.chat for prompt in prompts) else None,
         "peak_memory_bytes": max((measured.peak_bytes for measured in done.values()), default=0),
         "load": machine_load(
             (m.cpu_share for m in done.values()), (m.load for m in done.values()), os.cpu_count() or 1
@@ -237,10 +237,10 @@ def report(
         "sampling": asdict(config.sampling),
         "generation_config": {
             "from": config.generation_config,
-            "taken_over": dict(subject.inherited.taken),
-            "ignored": dict(subject.inherited.ignored),
+            "taken_over": dict(setup.inherited.taken),
+            "ignored": dict(setup.inherited.ignored),
         },
-        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if subject.device.type == "cuda" else None,
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
         "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
         "digests": digests(settings),
         "overlap": overlaps(config, prompts),
@@ -253,11 +253,11 @@ def report(
     ]
     relate_to_chain(reports)
     texts = {
-        (r.prompt_id, arm): subject.tokenizer.decode(list(g.tokens), skip_special_tokens=True)
+        (r.prompt_id, arm): setup.tokenizer.decode(list(g.tokens), skip_special_tokens=True)
         for r in results
         for arm, g in r.generations.items()
     }
-    page = make_page(reports, results, lambda ids: str(subject.tokenizer.decode(list(ids))))
+    page = make_page(reports, results, lambda ids: str(setup.tokenizer.decode(list(ids))))
     write_reports(out_dir, reports, results, texts, page)
     print(markdown(reports))
     for kind in KINDS.values():

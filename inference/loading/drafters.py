@@ -25,15 +25,15 @@ def new_drafter(
     drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`).
     """
     kind = KINDS[method.source]
-    model, maker = drafters.get(kind.name), kind.load_maker()
+    model, plugin = drafters.get(kind.name), kind.load_plugin()
     if kind.shaped and method.reads_ngrams:
         from draft_models.ngrams.table import TrigramTable  # compiled code: not for who drafts otherwise
         from inference.drafters.ngram.fused import Fused
 
         table = drafters.get("ngrams")
         assert isinstance(table, TrigramTable)
-        return Fused(maker.draft_model(model, method), table, method, tuning)
-    return maker.make(model, method, streams, drawn=drawn, tuning=tuning)
+        return Fused(plugin.draft_model(model, method), table, method, tuning)
+    return plugin.make(model, method, streams, drawn=drawn, tuning=tuning)
 
 
 def prepare(target: Target, drafters: Drafters) -> None:
@@ -44,4 +44,4 @@ def prepare(target: Target, drafters: Drafters) -> None:
         if target.layered is not None:  # else it runs unchanged
             lay_out(target.layered, target.device)
         for name, model in drafters.items():
-            KINDS[name].load_maker().prepare(model, target)
+            KINDS[name].load_plugin().prepare(model, target)

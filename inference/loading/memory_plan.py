@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedConfig
 
-from draft_models.targets.anatomy import context_limit
 from draft_models.targets.empty_models import empty_layers, empty_model
 from draft_models.targets.int8 import int8_bytes, require_linear
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import pick_device, pick_dtype
 from inference.engines.footprint import Place, cache_bytes, count, pass_bytes, weight_bytes
 from inference.settings.evaluate import EvaluateConfig
@@ -53,7 +53,7 @@ def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
-            held |= config.maker(kind).held(where, target, place)
+            held |= config.plugin(kind).held(where, target, place)
     return describe(held, place, "int8" if config.dtype == "int8" else name_of(dtype), device)
 
 
@@ -71,7 +71,7 @@ def plan_capture(
     if layers is not None:
         part = count(empty_layers(target, range(layers))) * place.itemsize if layers else 0
         held = {f"target's first {layers} layers, embedding and head": part}
-    held |= kind.load_maker().held(checkpoint, target, place)
+    held |= kind.load_plugin().held(checkpoint, target, place)
     return describe(held, place, name_of(dtype), device)
 
 

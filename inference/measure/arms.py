@@ -11,13 +11,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.target import Target
-from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, cut, speculative, until
 from inference.core.generation import Generation, collect
 from inference.core.runtime import Runtime
 from inference.core.sampling import Sampler
 from inference.core.stop_strings import StopStrings
 from inference.core.stopwatch import Clock, Round
+from inference.core.token_selector import TokenSelector
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.measure.lossless import Deviation, Forced, make_reference
@@ -53,7 +53,7 @@ def make_arms(
     runtime: Runtime | None = None,
     tunings: Mapping[str, Tuning] | None = None,
     clock: Clock = time.perf_counter,
-    choosing: Choosing = lambda chooser: chooser,
+    choosing: Choosing = lambda selector: selector,
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
@@ -62,7 +62,7 @@ def make_arms(
     stops: stop strings; they need the `tokenizer`.
     runtime: how the passes of all arms but `generate` run; None: eagerly.
     tunings: of the methods with "auto" sizes (see `inference.measure.probe`).
-    choosing: replaces an arm's chooser.
+    choosing: replaces an arm's selector.
 
     An arm uses the random streams within its name, one per purpose.
     """
@@ -82,12 +82,12 @@ def make_arms(
 
     sampled = sampling.temperature > 0
 
-    def choose_by(streams: Streams, prompt: Sequence[int], naive: bool = False) -> Chooser:
-        return choosing(Chooser(sampler_for(prompt), streams.of("verify") if sampled else None, naive=naive))
+    def choose_by(streams: Streams, prompt: Sequence[int], naive: bool = False) -> TokenSelector:
+        return choosing(TokenSelector(sampler_for(prompt), streams.of("verify") if sampled else None, naive=naive))
 
     def autoregress(prompt: Sequence[int], streams: Streams) -> Generation:
-        chooser = choose_by(streams.within(AUTOREGRESSIVE), prompt)
-        return run(plainly(prompt, chooser=chooser), prompt)
+        selector = choose_by(streams.within(AUTOREGRESSIVE), prompt)
+        return run(plainly(prompt, selector=selector), prompt)
 
     def drafting(name: str, method: MethodConfig) -> Arm:
         tuning = tunings.get(name) if tunings else None
@@ -95,8 +95,8 @@ def make_arms(
         def draft(prompt: Sequence[int], streams: Streams) -> Generation:
             own = streams.within(name)
             drafter = new_drafter(method, drafters, own, sampled, tuning)
-            chooser = choose_by(own, prompt, naive=method.verify == "naive")
-            decoded = run(drafted(drafter, prompt, chooser=chooser), prompt)
+            selector = choose_by(own, prompt, naive=method.verify == "naive")
+            decoded = run(drafted(drafter, prompt, selector=selector), prompt)
             return replace(decoded, totals=dict(drafter.totals))
 
         return draft
@@ -228,8 +228,8 @@ def measure_deviations(
     reference = make_reference(plain, result.prompt, text)
     made: list[Forced] = []
 
-    def force(chooser: Chooser) -> Chooser:
-        made.append(Forced(chooser, reference))
+    def force(selector: TokenSelector) -> TokenSelector:
+        made.append(Forced(selector, reference))
         return made[-1]
 
     found: dict[str, Deviation] = {}
@@ -245,8 +245,8 @@ def show_rounds(
     """The rounds of every method on `prompt`, by name: an extra untimed run that records the trees."""
     made: list[Noting] = []
 
-    def note(chooser: Chooser) -> Chooser:
-        made.append(Noting(chooser))
+    def note(selector: TokenSelector) -> TokenSelector:
+        made.append(Noting(selector))
         return made[-1]
 
     found: dict[str, tuple[ShownRound, ...]] = {}

@@ -14,7 +14,7 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from inference.core.runtime import KernelChoice
 from inference.core.stopwatch import Clock, synchronized_clock
-from inference.loading.subject import Models, Subject, context_length
+from inference.loading.targets import Models, TargetSetup, context_length
 from inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
 from inference.measure.busy import CpuWatch
 from inference.measure.lossless import HALF
@@ -57,9 +57,9 @@ class Prepared:
         return {**self.products, **attention}
 
 
-def render(subject: Subject, prompt: Prompt, texts: Sequence[str]) -> list[int]:
+def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str]) -> list[int]:
     """The ids of `texts`, alternating user turns and answers, rendered as `prompt` requires."""
-    return render_prompt(texts, subject.tokenizer, subject.chat_template if prompt.chat else "none")
+    return render_prompt(texts, setup.tokenizer, setup.chat_template if prompt.chat else "none")
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
@@ -83,17 +83,17 @@ def require_fits(prompts: Sequence[Prompt], rendered: Sequence[Sequence[int]], l
 
 
 def prepare_methods(
-    config: EvaluateConfig, subject: Subject, models: Models, prompt: Sequence[int], positions: int
+    config: EvaluateConfig, setup: TargetSetup, models: Models, prompt: Sequence[int], positions: int
 ) -> Prepared:
     """The methods of `config`, with "auto" choices measured on `prompt`; texts have up to `positions` tokens."""
     stack = models.stack
-    others = [KINDS[name].load_maker().own_models(model) for name, model in models.drafters.items()]
+    others = [KINDS[name].load_plugin().own_models(model) for name, model in models.drafters.items()]
     kernels = models.runtime.choose_kernels([stack, *itertools.chain.from_iterable(others)], positions)
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     tuned = tune(
         config.methods, stack, models.drafters, prompt, sampling=config.sampling, seed=config.seed, clock=clock,
-        runtime=models.runtime, generation=subject.inherited.config, eos=subject.eos,
+        runtime=models.runtime, generation=setup.inherited.config, eos=setup.eos,
     )  # fmt: skip
     return Prepared(*tuned, kernels, products=models.products)
 
@@ -120,7 +120,7 @@ class Bench:
 
 def make_bench(
     config: EvaluateConfig,
-    subject: Subject,
+    setup: TargetSetup,
     models: Models,
     prepared: Prepared,
     prompt: Sequence[int],
@@ -128,8 +128,8 @@ def make_bench(
 ) -> Bench:
     """The arms of `config`, warmed up on a few tokens after `prompt`; `prompts`: the total number of prompts."""
     make = partial(
-        make_arms, models.stack, models.drafters, prepared.methods, sampling=config.sampling, eos=subject.eos,
-        generation=subject.inherited.config, stops=subject.stops, tokenizer=subject.tokenizer, runtime=models.runtime,
+        make_arms, models.stack, models.drafters, prepared.methods, sampling=config.sampling, eos=setup.eos,
+        generation=setup.inherited.config, stops=setup.stops, tokenizer=setup.tokenizer, runtime=models.runtime,
         tunings=prepared.tunings,
     )  # fmt: skip
     reference = models.plain if config.compare_transformers else None
@@ -144,16 +144,16 @@ def make_bench(
     for warm_up in counted(warm_ups, "warming up, compiling what is new", "methods"):
         warm_up(prompt, Streams(config.seed).within("warm-up"))
     profilers: dict[str, Arm] = {}
-    if subject.device.type == "cuda":
+    if setup.device.type == "cuda":
         synchronized = arms_for(config.max_new_tokens, synchronized_clock)
         profilers = {name: synchronized[name] for name in (AUTOREGRESSIVE, *prepared.methods)}
     sampled = config.sampling.temperature > 0
     judged = frozenset(place * prompts // JUDGED for place in range(JUDGED))
     shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
-    judge = arms_with if sampled or subject.dtype in HALF or subject.int8 else None
+    judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None
     arms, watch = arms_for(config.max_new_tokens), CpuWatch()
-    if subject.device.type == "cpu":
+    if setup.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
     return Bench(arms, profilers, judged, judge, shown, arms_with, watch)
 
@@ -178,7 +178,7 @@ def measure_prompt(
     prompt: Prompt,
     first: Sequence[int],
     position: int,
-    subject: Subject,
+    setup: TargetSetup,
     models: Models,
     bench: Bench,
 ) -> tuple[tuple[PromptResult, ...], tuple[Skipped, ...]]:
@@ -191,10 +191,10 @@ def measure_prompt(
     names = prompt.turn_ids
     texts: list[str] = []
     sampled = config.sampling.temperature > 0
-    context = context_length(subject, models.drafters)
+    context = context_length(setup, models.drafters)
     for number, turn in enumerate(prompt.turns):
         texts.append(turn)
-        ids = first if number == 0 else render(subject, prompt, texts)
+        ids = first if number == 0 else render(setup, prompt, texts)
         if len(ids) + config.max_new_tokens > context:
             print(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context", flush=True)
             room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
@@ -220,5 +220,5 @@ def measure_prompt(
             shown = show_rounds(bench.show, config.methods, ids, Streams(config.seed, result.prompt_id, 0))
             result = replace(result, shown=shown)
         results.append(result)
-        texts.append(str(subject.tokenizer.decode(list(result.answer), skip_special_tokens=True)))
+        texts.append(str(setup.tokenizer.decode(list(result.answer), skip_special_tokens=True)))
     return tuple(results), ()

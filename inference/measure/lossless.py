@@ -38,8 +38,8 @@ from torch.func import functional_call
 from transformers import DynamicCache, PreTrainedModel
 
 from draft_models.targets.attention import stock_attention
-from inference.core.acceptance import Chooser
 from inference.core.session import Session
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import ROOT, DraftTree
 
 HALF = (torch.bfloat16, torch.float16)
@@ -251,15 +251,15 @@ def _logit_errors(ours: Tensor, logits: Tensor) -> Tensor:
     return (off - off.mean(-1, keepdim=True)).square().mean(-1).sqrt()
 
 
-class Forced(Chooser):
+class Forced(TokenSelector):
     """Chooses the tokens of a reference's text whatever the logits are, and records the logits' errors.
 
-    like: the arm's own chooser; its processors act, and drafts are drawn from its distributions.
+    like: the arm's own selector; its processors act, and drafts are drawn from its distributions.
     """
 
-    def __init__(self, like: Chooser, reference: Reference):
+    def __init__(self, like: TokenSelector, reference: Reference):
         self.__dict__.update(like.__dict__)
-        self.plain = False  # else plain decoding would bypass the chooser
+        self.plain = False  # else plain decoding would bypass the selector
         self._reference = reference
         self._place = 0  # index in the text
         self._errors: list[Tensor] = []

@@ -10,15 +10,15 @@ import numpy as np
 from torch import Tensor
 from transformers import GenerationConfig
 
-from draft_models.targets.anatomy import context_limit
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.target import Target
-from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
 from inference.core.runtime import Runtime
 from inference.core.stopwatch import Clock, Round
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.settings.kinds import KINDS
@@ -26,7 +26,7 @@ from inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfi
 from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.shapes.factory import RoundSource, Structure, WrappedSource
 from inference.sizing.costs import Costs, curve, typical
-from inference.sizing.node_sizes import ROOMS, trials_of
+from inference.sizing.node_sizes import SEARCH_SIZES, trials_of
 from inference.sizing.policy import INDICES, Trials, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
 from outrider.errors import UserError
 from outrider.progress import Stage
@@ -123,7 +123,7 @@ def measure(
     The rounds of a generation cycle through `probes`, so that drift of the machine affects all sizes alike. Takes
     `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer. A prompt too long to continue is cut at the front.
     """
-    drafter_limit = KINDS[method.source].load_maker().context(drafters.get(method.source))
+    drafter_limit = KINDS[method.source].load_plugin().context(drafters.get(method.source))
     limits = [context_limit(stack.config), *([drafter_limit] if drafter_limit else [])]
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
@@ -132,15 +132,15 @@ def measure(
     sampled = sampling.temperature > 0
     generations = itertools.count()
 
-    def make_shaped(method: MethodConfig, streams: Streams) -> Shaped:
+    def make_shaped(method: MethodConfig, streams: Streams) -> ModelDrafter:
         drafter = new_drafter(method, drafters, streams, sampled)
-        assert isinstance(drafter, Shaped)
+        assert isinstance(drafter, ModelDrafter)
         return drafter
 
     def decode(arm: Callable[..., Iterator[Round]], *drafter: Drafter, tokens: int) -> Iterator[Round]:
         coins = streams.of("verify", next(generations)) if sampled else None
-        chooser = Chooser(sampler, coins, naive=method.verify == "naive")
-        options = {"max_new_tokens": tokens, "chooser": chooser, "runtime": runtime, "clock": clock}
+        selector = TokenSelector(sampler, coins, naive=method.verify == "naive")
+        options = {"max_new_tokens": tokens, "selector": selector, "runtime": runtime, "clock": clock}
         return arm(stack, *drafter, prompt, **options)
 
     plain = list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]
@@ -155,7 +155,7 @@ def measure(
 
     def probed() -> Drafter:
         if isinstance(probe, _Probe):
-            return Shaped(make_shaped(explicit[0], streams).model, probe)
+            return ModelDrafter(make_shaped(explicit[0], streams).model, probe)
         drafter = new_drafter(method, drafters, streams, sampled)
         drafter.sizes = probe
         return drafter
@@ -244,7 +244,7 @@ class _SizesInTurn:
     def room(self) -> int:
         """See `Sizes`."""
         self._turn += 1
-        return next(room for room in ROOMS if room >= self._size)
+        return next(room for room in SEARCH_SIZES if room >= self._size)
 
     @property
     def _size(self) -> int:

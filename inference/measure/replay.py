@@ -28,17 +28,17 @@ from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.encoder import open_encoder
 from draft_models.targets.target import Target
 from draft_models.targets.vocabulary import vocabulary_digest
-from inference.core.acceptance import Chooser
 from inference.core.decode import cut, decode_rounds
 from inference.core.drafter import Drafter
 from inference.core.generation import Generation, collect
 from inference.core.session import Session
 from inference.core.stopwatch import Clock, Round
 from inference.core.target_session import TargetSession, eager_session
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, depths
 from inference.core.verify import verify_greedy
 from inference.loading.drafters import Drafters, new_drafter
-from inference.loading.subject import finish, load_drafters
+from inference.loading.targets import finish, load_drafters
 from inference.measure.statistics import acceptance_by_position, decode_statistics, structure_statistics
 from inference.measure.threads import use_threads
 from inference.settings.evaluate import EvaluateConfig
@@ -68,7 +68,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedTurn:
     """One turn: the ids of the target's prompt and of its answer, end token included."""
 
     id: str
@@ -80,7 +80,7 @@ class Recording:
 class RecordedSession(Session):
     """A recording in the place of a target, for drafters that share nothing with it: rows are noted, and nothing runs.
 
-    Where logits would be is nothing: `RecordedChooser` knows what follows. In the place of the target's last hidden
+    Where logits would be is nothing: `RecordedSelector` knows what follows. In the place of the target's last hidden
     state, `width` wide, are zeros.
     """
 
@@ -99,7 +99,7 @@ class RecordedSession(Session):
     def vocabulary(self) -> int:
         return self._vocabulary
 
-    def beside(self, model: Target) -> Session:
+    def draft_session(self, model: Target) -> Session:
         return eager_session(model, None, self.capacity, self.context)
 
     def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
@@ -127,7 +127,7 @@ class FirstLayersSession(TargetSession):
         return self.hidden.new_empty(len(self.finished), 0)
 
 
-class RecordedChooser(Chooser):
+class RecordedSelector(TokenSelector):
     """Chooses what was recorded, whatever the logits. After its end the recording says its last token again."""
 
     def __init__(self, recorded: Sequence[int]):
@@ -171,8 +171,8 @@ def replay(
         raise UserError("empty recorded answer: expected the target's tokens, the end token included")
     context = len(prompt) + max_new_tokens
     made = session(drafter.split, context + drafter.max_rows + 1, context)
-    chooser = RecordedChooser(cut(answer, eos, max_new_tokens))
-    yield from decode_rounds(made, drafter, chooser, prompt, max_new_tokens, eos, clock)
+    selector = RecordedSelector(cut(answer, eos, max_new_tokens))
+    yield from decode_rounds(made, drafter, selector, prompt, max_new_tokens, eos, clock)
 
 
 # ------------------------------------------------------------------------------------------------------- recordings
@@ -225,7 +225,7 @@ def _text(turn: object) -> str:
 
 def recordings(
     prompts: Sequence[Prompt], answers: Mapping[str, Sequence[str]], vocabulary: Vocabulary
-) -> list[Recording]:
+) -> list[RecordedTurn]:
     """Every turn of every prompt with its recorded answer. Earlier turns are the later ones' context.
 
     Every answer is assumed to end with the end token. This is wrong for an answer that the recorder truncated, which
@@ -248,7 +248,7 @@ def recordings(
             asked, system = vocabulary.encode(opening), ""
             both = vocabulary.encode(f"{opening} {answer}")
             said = both[len(asked) :] if both[: len(asked)] == asked else vocabulary.encode(answer)
-            found.append(Recording(name, prompt.category, (*ids, *asked), (*said, vocabulary.eos)))
+            found.append(RecordedTurn(name, prompt.category, (*ids, *asked), (*said, vocabulary.eos)))
             ids += [*asked, *said, vocabulary.eos]
     return found
 
@@ -300,7 +300,7 @@ def replay_turns(
     name: str,
     method: MethodConfig,
     drafters: Drafters,
-    turns: Sequence[Recording],
+    turns: Sequence[RecordedTurn],
     *,
     max_new_tokens: int,
     seed: int,
@@ -318,7 +318,7 @@ def replay_turns(
     return generations
 
 
-def replay_report(turns: Sequence[Recording], generations: Sequence[Generation]) -> dict[str, Any]:
+def replay_report(turns: Sequence[RecordedTurn], generations: Sequence[Generation]) -> dict[str, Any]:
     """Statistics of one method over recorded turns; draft_us: median microseconds a round spent drafting."""
     seconds = [r.structure_seconds for g in generations for r in g.rounds]
     groups: dict[str, list[Generation]] = {}

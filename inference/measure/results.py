@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from inference.core.acceptance import Chooser
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.measure.lossless import Deviation
 from outrider.streams import Streams
@@ -33,10 +33,10 @@ class ShownRound:
     path: tuple[int, ...] = ()
 
 
-class Noting(Chooser):
+class Noting(TokenSelector):
     """Chooses as `like` does, and notes every tree that is verified."""
 
-    def __init__(self, like: Chooser):
+    def __init__(self, like: TokenSelector):
         self.__dict__.update(like.__dict__)
         self.verified: list[_Verified] = []
 
@@ -102,7 +102,7 @@ class Skipped:
 Arm = Callable[[Sequence[int], Streams], Generation]  # from a prompt's ids and the generation's random streams
 
 
-Choosing = Callable[[Chooser], Chooser]
+Choosing = Callable[[TokenSelector], TokenSelector]
 
 
-MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # arms whose choosers are replaced
+MakeArms = Callable[[Choosing], Mapping[str, Arm]]  # arms whose selectors are replaced

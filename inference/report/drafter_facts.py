@@ -18,7 +18,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     and by category."""
     found = {}
     for name, where in drafter_folders(config).items():
-        tokens = config.maker(KINDS[name]).known_tokens(where)
+        tokens = config.plugin(KINDS[name]).known_tokens(where)
         if tokens is not None:
             shares = coverage(tokens, ((result.category, result.answer) for result in results))
             found[name] = {"tokens": len(tokens), "coverage": shares}
@@ -27,7 +27,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
     """Seconds of training by kind of drafter, where recorded."""
-    found = {name: KINDS[name].load_maker().trained_seconds(where) for name, where in drafter_folders(config).items()}
+    found = {name: KINDS[name].load_plugin().trained_seconds(where) for name, where in drafter_folders(config).items()}
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
@@ -36,7 +36,7 @@ def digests(settings: Mapping[str, Any]) -> dict[str, str]:
     target = settings["target"]
     found = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
     for kind in KINDS.values():
-        found |= {f"{kind.name} {name}": settings[name] for name in kind.load_maker().identity(None)}
+        found |= {f"{kind.name} {name}": settings[name] for name in kind.load_plugin().identity(None)}
     return {
         name: value
         if isinstance(value, str)

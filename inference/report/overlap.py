@@ -24,7 +24,7 @@ def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dic
     found: dict[str, dict[str, Any]] = {}
     read: dict[str, dict[str, Any]] = {}
     for name, where in drafter_folders(config).items():
-        data = config.maker(KINDS[name]).data_of(where)
+        data = config.plugin(KINDS[name]).data_of(where)
         key = json.dumps(data, sort_keys=True)  # drafters of the same target often share their training text
         read[key] = read.get(key) or overlap(data, prompts)
         found[name] = read[key]

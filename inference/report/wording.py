@@ -74,7 +74,7 @@ def _choice(report: Report) -> str:
     settings = {key: value for key, value in report["sampling"].items() if value != getattr(SamplingConfig(), key)}
     said = ", ".join(f"{key} {value:g}" for key, value in settings.items())
     if report["temperature"]:
-        return f"sampled ({said}; the same law, so no tokens to compare)"
+        return f"sampled ({said}; the same distribution, so no tokens to compare)"
     return f"greedy ({said})" if said else "greedy"
 
 

@@ -19,7 +19,7 @@ from draft_models.targets.settings import (
     RehearsedConfig,
     TableFolder,
 )
-from inference.settings.kinds import KINDS, Kind, Maker, kind_in
+from inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in
 from inference.settings.method import MethodConfig, NgramConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
@@ -202,6 +202,6 @@ class EvaluateConfig(RehearsedConfig):
             return "" if self.checkpoint is None else f"; checkpoint={self.checkpoint} holds no drafter that is known"
         return f"; checkpoint={self.checkpoint} holds {self.held.name}, for method={self.held.preset}"
 
-    def maker(self, kind: Kind) -> Maker[Any]:
-        """The `Maker` of `kind`, which reads models as these options say."""
-        return kind.load_maker().reading(self.reading)
+    def plugin(self, kind: Kind) -> DrafterPlugin[Any]:
+        """The `DrafterPlugin` of `kind`, which reads models as these options say."""
+        return kind.load_plugin().reading(self.reading)

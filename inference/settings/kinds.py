@@ -1,7 +1,7 @@
 """The registry of drafter kinds, by the name that a method's `source` has.
 
-A kind's entry holds what settings need, without importing torch. The rest of the runtime uses its `Maker`, which is
-imported when a method of that kind is used.
+A kind's entry holds what settings need, without importing torch. The rest of the runtime uses its `DrafterPlugin`,
+which is imported when a method of that kind is used.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ class Placed(TypedDict, total=False):
     device: "torch.device | str"
 
 
-class Maker(ABC, Generic[Model]):
+class DrafterPlugin(ABC, Generic[Model]):
     """A kind's functions. `model` is the object that its `load` returned; the defaults suit a kind without a model."""
 
     def lies_in(self, folder: str) -> bool:
@@ -61,7 +61,7 @@ class Maker(ABC, Generic[Model]):
         """
         raise TypeError(f"{type(self).__name__}: a kind with an option for its model's place needs a `load` of its own")
 
-    def reading(self, changes: "ReadingChanges") -> "Maker[Model]":
+    def reading(self, changes: "ReadingChanges") -> "DrafterPlugin[Model]":
         """A variant that reads models with `changes`; the same object for kinds that have none."""
         return self
 
@@ -152,7 +152,7 @@ def recorded_data(settings: object) -> dict[str, object] | None:
 class Kind:
     """A registry entry: what settings need to know of a kind of drafter.
 
-    maker: "module:name" of its `Maker`.
+    plugin: "module:name" of its `DrafterPlugin`.
     option: the option of evaluate-checkpoint that names its model's path; None: it has no model.
     needs: what must be at that path; "": it has no model.
     file: a file in its model's directory; None: `checkpoint` does not accept it.
@@ -167,7 +167,7 @@ class Kind:
     """
 
     name: str
-    maker: str
+    plugin: str
     option: str | None = None
     needs: str = ""
     file: str | None = None
@@ -188,11 +188,11 @@ class Kind:
         """The folder of a calibration head for the model in `where`; None: the kind has none."""
         return None if self.calibration is None else Path(where) / self.calibration
 
-    def load_maker(self) -> Maker[Any]:
-        """Its `Maker`."""
-        module, _, name = self.maker.partition(":")
-        maker: Maker[Any] = getattr(import_module(module), name)
-        return maker
+    def load_plugin(self) -> DrafterPlugin[Any]:
+        """Its `DrafterPlugin`."""
+        module, _, name = self.plugin.partition(":")
+        plugin: DrafterPlugin[Any] = getattr(import_module(module), name)
+        return plugin
 
 
 KINDS: dict[str, Kind] = {}
@@ -204,7 +204,7 @@ def kind_in(folder: str) -> Kind | None:
     Raises `UserError` where it cannot be read.
     """
     kinds = [kind for kind in KINDS.values() if kind.file is not None and (Path(folder) / kind.file).is_file()]
-    return next((kind for kind in kinds if len(kinds) == 1 or kind.load_maker().lies_in(folder)), None)
+    return next((kind for kind in kinds if len(kinds) == 1 or kind.load_plugin().lies_in(folder)), None)
 
 
 def presets_of(given: Mapping[str, str | None]) -> list[str]:
@@ -229,7 +229,7 @@ def register(kind: Kind) -> Kind:
 register(
     Kind(
         "early_exit",
-        "inference.drafters.early_exit:MAKER",
+        "inference.drafters.early_exit:PLUGIN",
         option="checkpoint",
         needs="an early-exit drafter directory",
         file="drafter.json",
@@ -243,7 +243,7 @@ register(
 register(
     Kind(
         "small_lm",
-        "inference.drafters.small_lm:MAKER",
+        "inference.drafters.small_lm:PLUGIN",
         option="small_lm",
         needs="a causal LM directory or Hub name",
         file="config.json",
@@ -256,7 +256,7 @@ register(
 register(
     Kind(
         "eagle3",
-        "inference.drafters.eagle3:MAKER",
+        "inference.drafters.eagle3:PLUGIN",
         option="eagle3",
         needs="a directory or Hub name of an EAGLE-3 head",
         file="config.json",
@@ -267,11 +267,11 @@ register(
         layers=True,
     )
 )
-register(Kind("skip_layers", "inference.drafters.skip_layers:MAKER", own=("skip",), layers=True))
+register(Kind("skip_layers", "inference.drafters.skip_layers:PLUGIN", own=("skip",), layers=True))
 register(
     Kind(
         "prompt_lookup",
-        "inference.drafters.ngram.lookup:MAKER",
+        "inference.drafters.ngram.lookup:PLUGIN",
         shaped=False,
         own=("max_ngram", "stop.max_draft"),
     )
@@ -279,7 +279,7 @@ register(
 register(
     Kind(
         "ngrams",
-        "inference.drafters.ngram.ngrams:MAKER",
+        "inference.drafters.ngram.ngrams:PLUGIN",
         option="table",
         needs="an n-gram table directory (data_prep/build_trigrams.py)",
         file="table.json",

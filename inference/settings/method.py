@@ -13,8 +13,8 @@ from outrider.errors import require, require_choice
 from outrider.settings import Count, Named, Positive, Settings, Share, only, require_default
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
-# depend on it, nor does the law of sampled ones. Which tokens a seed draws depends on it, and so on the machine's
-# speed.
+# depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the
+# machine's speed.
 AUTO: Final = "auto"
 Size = Count | Literal["auto"]
 

@@ -14,7 +14,7 @@ from inference.core.drafter import CHOSEN
 from inference.settings.limits import MOST_NODES
 from inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
 
-ROOMS = (8, 16, 32, MOST_NODES)  # sizes of a search, in nodes
+SEARCH_SIZES = (8, 16, 32, MOST_NODES)  # sizes of a search, in nodes
 _HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower bounds of all bands of q except the last
 
 
@@ -37,7 +37,7 @@ class BestNodes:
 
     def room(self) -> int:
         """The smallest search that finds more nodes than the last choice, to limit wasted work."""
-        return next((room for room in ROOMS if room > self._chosen), MOST_NODES)
+        return next((room for room in SEARCH_SIZES if room > self._chosen), MOST_NODES)
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
         """See `Sizes`."""

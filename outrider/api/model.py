@@ -24,15 +24,15 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import PromptTemplate
 from draft_models.targets.settings import DecodeDtype
-from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative, until
 from inference.core.stop_strings import StopStrings
 from inference.core.stopwatch import Round, synchronized_clock
+from inference.core.token_selector import TokenSelector
 from inference.engines.choose import make_runtime
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.loading.drafters import new_drafter, prepare
 from inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
-from inference.loading.subject import find_subject, finish, load_drafters, load_stack
+from inference.loading.targets import find_setup, finish, load_drafters, load_stack
 from inference.measure.probe import tune
 from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.evaluate import EvaluateConfig, Runtime
@@ -104,12 +104,12 @@ class Model:
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
         with Stage("loading"):
-            self.subject = subject = find_subject(config)
-            target, dtype, device = subject.target, subject.dtype, subject.device
+            self.setup = setup = find_setup(config)
+            target, dtype, device = setup.target, setup.dtype, setup.device
             self.drafters = load_drafters(config, target, dtype=dtype, device=device)
-            self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=subject.int8)
+            self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
             prepare(self.stack, self.drafters)
-        self.runtime = make_runtime(config.runtime, self.subject.device)
+        self.runtime = make_runtime(config.runtime, self.setup.device)
         self.last: Passes | None = None
         self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}
         self._tuning: Tuning | None = None
@@ -169,7 +169,7 @@ class Model:
         The first is the prefill. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
         """
         turns, template = (
-            ([prompt], "none") if isinstance(prompt, str) else (_conversation(prompt), self.subject.chat_template)
+            ([prompt], "none") if isinstance(prompt, str) else (_conversation(prompt), self.setup.chat_template)
         )
         ids = render_prompt(turns, self.tokenizer, template)
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
@@ -188,10 +188,10 @@ class Model:
         other = copy(self)
         other.method = preset(method) if isinstance(method, str) else method
         other.name, other.config = name, replace(self.config, methods={name: other.method})
-        subject = self.subject
-        other.drafters = load_drafters(other.config, subject.target, dtype=subject.dtype, device=subject.device)
+        setup = self.setup
+        other.drafters = load_drafters(other.config, setup.target, dtype=setup.dtype, device=setup.device)
         for kind, model in other.drafters.items():
-            KINDS[kind].load_maker().prepare(model, self.stack)
+            KINDS[kind].load_plugin().prepare(model, self.stack)
         other.last, other._tuning, other._tuned = None, None, False
         return other
 
@@ -224,12 +224,12 @@ class Model:
         longer use the file. Raises `UserError`."""
         finish(self.drafters)
         for name in self.drafters:
-            KINDS[name].load_maker().release(self.method)
+            KINDS[name].load_plugin().release(self.method)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's tokenizer."""
-        return self.subject.tokenizer
+        return self.setup.tokenizer
 
     def _decode(
         self,
@@ -240,18 +240,18 @@ class Model:
         streams: Streams,
         speculate: bool,
     ) -> Iterator[Round]:
-        subject, sampled = self.subject, sampling.temperature > 0
-        source, revision = subject.target.source, subject.target.revision
+        setup, sampled = self.setup, sampling.temperature > 0
+        source, revision = setup.target.source, setup.target.revision
         asked = (sampling.repetition_penalty, stops)
         if asked not in self._inherited:  # cached, as `inherit` reads the target's files
             self._inherited[asked] = inherit(
-                source, revision, sampling, stops, eos=subject.eos, vocabulary=subject.config.vocab_size, ignore=False
+                source, revision, sampling, stops, eos=setup.eos, vocabulary=setup.config.vocab_size, ignore=False
             )
         inherited = self._inherited[asked]
         stops = stops or tuple(inherited.taken.get("stop_strings", ()))
-        settings = generate_settings(inherited.config, sampling, max_new_tokens=max_new_tokens, eos=subject.eos)
-        chooser = Chooser(
-            make_sampler(settings, sampling, ids, subject.device),
+        settings = generate_settings(inherited.config, sampling, max_new_tokens=max_new_tokens, eos=setup.eos)
+        selector = TokenSelector(
+            make_sampler(settings, sampling, ids, setup.device),
             streams.of("verify") if sampled else None,
             naive=speculate and self.method.verify == "naive",
         )
@@ -261,17 +261,17 @@ class Model:
             decode: Callable[..., Iterator[Round]] = functools.partial(speculative, self.stack, drafter)
         else:
             decode = functools.partial(autoregressive, self.stack)
-        rounds = decode(ids, max_new_tokens=max_new_tokens, eos=subject.eos, chooser=chooser, runtime=self.runtime)
+        rounds = decode(ids, max_new_tokens=max_new_tokens, eos=setup.eos, selector=selector, runtime=self.runtime)
         return until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
         """Measure the costs for "auto" sizes once, by decoding after the first prompt."""
         if self._tuned:
             return
-        clock = synchronized_clock if self.subject.device.type == "cuda" else time.perf_counter
+        clock = synchronized_clock if self.setup.device.type == "cuda" else time.perf_counter
         ready, tunings = tune(
             {self.name: self.method}, self.stack, self.drafters, ids, sampling=sampling, runtime=self.runtime,
-            generation=self.subject.inherited.config, eos=self.subject.eos, clock=clock,
+            generation=self.setup.inherited.config, eos=self.setup.eos, clock=clock,
         )  # fmt: skip
         self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
 

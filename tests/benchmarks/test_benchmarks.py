@@ -209,7 +209,8 @@ def test_losses_are_timed_by_rows_at_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_timed_losses_are_of_a_law_and_of_tokens() -> None:
-    """Cached laws of different tokens that add up to 1; every loss is positive and has gradients for both sides."""
+    """Cached distributions of different tokens that add up to 1; every loss is positive and has gradients for both
+    sides."""
     import bench_losses
 
     hidden, weight = torch.randn(6, 8).requires_grad_(), torch.randn(64, 8).requires_grad_()

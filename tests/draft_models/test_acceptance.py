@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.acceptance import acceptance, analytic_tau, judge, placed, top_k_law, whole_law
+from draft_models.acceptance import acceptance, acceptance_by_target, acceptance_by_top_k, analytic_tau, judge, placed
 
 TOKENS, VOCABULARY, WIDTH = 11, 9, 4
 
@@ -39,16 +39,16 @@ def test_judging_is_the_argmax_and_the_acceptance(monkeypatch: pytest.MonkeyPatc
     q, p = (hidden @ head).log_softmax(-1), (known @ teacher).log_softmax(-1)
     top = p.topk(4)
     tail = 1 - top.values.exp().sum(-1)
-    for law, expected in (
-        (whole_law(lambda states: states @ teacher, known), acceptance(p, q)),
-        (whole_law(lambda states: states @ torch.cat([teacher, teacher], 1), known), acceptance(p, q)),
+    for accept, expected in (
+        (acceptance_by_target(lambda states: states @ teacher, known), acceptance(p, q)),
+        (acceptance_by_target(lambda states: states @ torch.cat([teacher, teacher], 1), known), acceptance(p, q)),
         (
-            whole_law(lambda states: states @ teacher[:, :6], known),
+            acceptance_by_target(lambda states: states @ teacher[:, :6], known),
             acceptance(*(of[:, :6].log_softmax(-1) for of in (p, q))),
         ),
-        (top_k_law(top.indices, top.values, tail), acceptance(top.values, q.gather(1, top.indices))),
+        (acceptance_by_top_k(top.indices, top.values, tail), acceptance(top.values, q.gather(1, top.indices))),
     ):
-        choices, accepted = judge(lambda states: states @ head, hidden, law)
+        choices, accepted = judge(lambda states: states @ head, hidden, accept)
         assert torch.equal(choices, q.argmax(-1))
         assert accepted is not None
         torch.testing.assert_close(accepted, expected)
@@ -61,14 +61,16 @@ def test_of_the_top_k_it_is_a_lower_bound_that_more_of_them_raise() -> None:
     for k in range(1, VOCABULARY):
         top = p.topk(k)
         tail = 1 - top.values.exp().sum(-1)
-        found = top_k_law(top.indices, top.values, tail)(logits, slice(None))
+        found = acceptance_by_top_k(top.indices, top.values, tail)(logits, slice(None))
         assert (found > before).all()
-        rounded = top_k_law(top.indices, top.values + 0.1, tail * torch.tensor(0.1).exp())(logits, slice(None))
+        rounded = acceptance_by_top_k(top.indices, top.values + 0.1, tail * torch.tensor(0.1).exp())(
+            logits, slice(None)
+        )
         torch.testing.assert_close(rounded, found)
         before = found
     exact = acceptance(p, logits.log_softmax(-1))
     assert (before < exact).all()
-    torch.testing.assert_close(top_k_law(*p.topk(VOCABULARY)[::-1], 0 * exact)(logits, slice(None)), exact)
+    torch.testing.assert_close(acceptance_by_top_k(*p.topk(VOCABULARY)[::-1], 0 * exact)(logits, slice(None)), exact)
 
 
 def expected_tokens(accepted: list[float]) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draft_models.draft_vocabulary import places
 from draft_models.losses import DIVERGENCES, IGNORE, PLAIN, linear_divergence, linear_topk_divergence
-from draft_models.targets.anatomy import LogitRule
+from draft_models.targets.model_spec import LogitRule
 
 WIDTH, VOCABULARY, K = 6, 17, 4
 
@@ -277,7 +277,7 @@ def test_sure_sides_stay_finite(kind: str) -> None:
 
 @pytest.mark.parametrize("sure", [1e3, 40.0, 1e6])
 def test_without_acceptance_its_gradient_is_bounded_and_towards_the_target(sure: float) -> None:
-    """Two laws that are sure of different tokens: in float32 no e^−sure is left of α from 104 on."""
+    """Two distributions that are sure of different tokens: in float32 no e^−sure is left of α from 104 on."""
     p = torch.full((1, VOCABULARY), -sure)
     q = p.clone()
     p[:, 0] = q[:, 1] = 0.0

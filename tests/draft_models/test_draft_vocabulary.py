@@ -22,7 +22,7 @@ from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_laye
 from draft_models.losses import IGNORE
 from draft_models.targets.narrowed import spread
 from draft_models.targets.open_target import open_target
-from inference.drafters.early_exit import EarlyExitMaker
+from inference.drafters.early_exit import EarlyExitPlugin
 from inference.engines.footprint import Place
 from inference.engines.packing import PackedLinear, can_pack
 from inference.loading.drafters import prepare
@@ -130,10 +130,10 @@ def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path)
     save_pretrained(tmp_path / "drafter", student.drafter, target.fingerprint, {}, torch.float32)
     stored = load_file(tmp_path / "drafter" / WEIGHTS_FILE)
     assert not any(name.startswith("head") for name in stored)
-    planned = EarlyExitMaker().held(str(tmp_path / "drafter"), target.config, Place(4, 64))
+    planned = EarlyExitPlugin().held(str(tmp_path / "drafter"), target.config, Place(4, 64))
     assert planned["early exit's weights"] == 4 * (sum(trained) + len(TOKENS) * width)
     placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
-    made = EarlyExitMaker().load(str(tmp_path / "drafter"), target, {}, **placed)
+    made = EarlyExitPlugin().load(str(tmp_path / "drafter"), target, {}, **placed)
     stack = target.stack(**placed)
     hidden = torch.randn(1, 4, width)
     expected = stack.head(made.drafter.norm(hidden))[..., TOKENS]
@@ -162,7 +162,7 @@ def test_the_rest_of_the_head_costs_a_step_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sampled: bool, shared: bool) -> None:
-    """With a head of its own by the whole target, or with the target's by cached laws."""
+    """With a head of its own by the whole target, or with the target's by cached distributions."""
     target = save_target(tmp_path / "target", kv_heads=2)
     if shared:
         options: dict[str, Any] = {"objective": "acceptance", "teacher": "cached", "train_head": False}

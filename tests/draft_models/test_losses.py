@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence
-from draft_models.targets.anatomy import LogitRule
+from draft_models.targets.model_spec import LogitRule
 
 WIDTH, VOCABULARY = 8, 13
 

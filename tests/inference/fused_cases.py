@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from draft_models.ngrams.table import TrigramTable
-from inference.core.acceptance import Chooser
 from inference.core.stopwatch import Stopwatch
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.fused import Fused
 from inference.settings.method import MethodConfig, NgramConfig, StructureConfig
@@ -20,7 +20,7 @@ from tests.known_source import KnownSource, Q
 class FedModel(KnownSource):
     """A `DraftModel` of a known q."""
 
-    split, taps, predicted = 0, (), None
+    split, aux_layers, predicted = 0, (), None
 
     def begin(self, session: Any) -> None:
         self.paths = []
@@ -48,7 +48,7 @@ def begun(
 ) -> Fused:
     """A drafter that has read the prompt `text`."""
     fused = Fused(FedModel(q), table, method, tuning)
-    fused.begin(TextSession(list(text)), Chooser(), Stopwatch(time.perf_counter))  # type: ignore[arg-type]
+    fused.begin(TextSession(list(text)), TokenSelector(), Stopwatch(time.perf_counter))  # type: ignore[arg-type]
     return fused
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
-from inference.core.sampling import successors
+from inference.core.sampling import top_tokens
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.ngrams import MixedDrafter, TrigramDrafter
 
@@ -20,8 +20,8 @@ class FakeSession:
         self.tokens = torch.tensor(tokens, dtype=torch.long)
         self.rows = recycle or {}
 
-    def recycled(self) -> tuple[list[int], torch.Tensor]:
-        return list(self.rows), successors(torch.tensor(list(self.rows.values())).log(), 4)
+    def top_tokens_of_rows(self) -> tuple[list[int], torch.Tensor]:
+        return list(self.rows), top_tokens(torch.tensor(list(self.rows.values())).log(), 4)
 
 
 def make_documents(vocabulary: int = VOCABULARY) -> list[list[int]]:

@@ -25,11 +25,11 @@ from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.proof import prove_rows
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import PlainLM, RowCache
+from draft_models.targets.whole_model import RowCache, WholeModel
 from inference.core.decode import speculative
 from inference.core.target_session import WholeSession
 from inference.core.tree import chain_parents
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.packing import PackedLinear, can_pack, pack_linears
 from inference.evaluate import compare
@@ -88,16 +88,16 @@ def save_plain(path: Path, config: PreTrainedConfig, scale: float = 5.0) -> Path
     return path
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> PlainLM:
+def load(path: Path, dtype: torch.dtype = torch.float32) -> WholeModel:
     lm = load_small_lm(str(path), load_tokenizer(str(path)), dtype=dtype)
-    assert isinstance(lm, PlainLM)
+    assert isinstance(lm, WholeModel)
     return lm
 
 
 def decode(stack: LayerStack, source: SmallLMSource, structure: str, prompt: list[int], count: int) -> tuple:
     """The new tokens, and how many were drafted and accepted."""
     drafting = make_structure(method_of(STRUCTURES[structure]), Streams(0))
-    rounds = list(speculative(stack, Shaped(source, drafting), prompt, max_new_tokens=count))
+    rounds = list(speculative(stack, ModelDrafter(source, drafting), prompt, max_new_tokens=count))
     return [t for r in rounds for t in r.tokens], sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
 
 
@@ -125,7 +125,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Path,
     return stack, knowing(stack, prompt + expected, folder / "small"), prompt, expected
 
 
-def session_after(prompt: list[int], lm: PlainLM) -> WholeSession:
+def session_after(prompt: list[int], lm: WholeModel) -> WholeSession:
     """A session of its own that has read the prompt."""
     session = WholeSession(lm, 128)
     session.feed(torch.tensor(prompt), chain_parents(0, len(prompt)))
@@ -200,7 +200,7 @@ def test_refused_where_trees_cannot_run(tmp_path: Path, name: str) -> None:
 def test_the_check_notices_what_a_forward_ignores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignored: str, scale: float
 ) -> None:
-    lm = PlainLM(AutoModelForCausalLM.from_pretrained(save_plain(tmp_path, GPT2, scale)))
+    lm = WholeModel(AutoModelForCausalLM.from_pretrained(save_plain(tmp_path, GPT2, scale)))
     prove_rows(lm)
     forward = type(lm.model).forward
 

@@ -18,7 +18,7 @@ from inference.core.decode import autoregressive, speculative
 from inference.core.runtime import Eager
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.settings.method import StructureConfig
 from inference.shapes.factory import make_structure
@@ -61,7 +61,7 @@ def test_greedy_equals_generate(target: OpenTarget) -> None:
     plain = AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
     expected = reference_generate(plain, prompt, TOKENS)
     exits = EarlyExitSource(exit_of(target, LAYERS - 1, noise=0.05))
-    chain, tree = (Shaped(exits, make_structure(method_of(shape), Streams(0))) for shape in SHAPES)
+    chain, tree = (ModelDrafter(exits, make_structure(method_of(shape), Streams(0))) for shape in SHAPES)
     plainly = autoregressive(stack, prompt, max_new_tokens=TOKENS)
     assert [t for r in plainly for t in r.tokens] == expected
     eager, graphed, drafted = Eager(), Graphed(), 0
@@ -122,7 +122,7 @@ def test_scales_are_seen_unrounded(tmp_path: Path) -> None:
     target = open_target(str(save_family(tmp_path, "granite", **changes)))
     assert target.config.dtype == torch.bfloat16
     stack, prompt = target.stack(dtype=torch.float32), random_prompt(14)
-    assert stack.anatomy.scale == pytest.approx(1.7003, rel=1e-6)
+    assert stack.spec.scale == pytest.approx(1.7003, rel=1e-6)
     plain = AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
     rounds = autoregressive(stack, prompt, max_new_tokens=TOKENS)
     assert [t for r in rounds for t in r.tokens] == reference_generate(plain, prompt, TOKENS)
@@ -134,9 +134,9 @@ def test_a_quirk_that_is_ignored_is_refused(tmp_path: Path, quirk: str) -> None:
     target = open_target(str(save_family(tmp_path, family)))
     model: Any = target.layers(dtype=torch.float32)
     prove_layers(model, "target=whole")
-    changed = change(model.anatomy)
-    assert changed[field] != getattr(model.anatomy, field)
-    model.anatomy = type(model.anatomy)(**{**vars(model.anatomy), **changed})
+    changed = change(model.spec)
+    assert changed[field] != getattr(model.spec, field)
+    model.spec = type(model.spec)(**{**vars(model.spec), **changed})
     with pytest.raises(UserError, match="differ from its own forward's by"):
         prove_layers(model, "target=ignored")
 
@@ -173,7 +173,7 @@ def test_the_stack_of_some_layers_has_their_calls(tmp_path: Path) -> None:
     whole = target.stack(dtype=torch.float32)
     some: LayerStack = target.stack([0, 1, 3], dtype=torch.float32)
     assert some.windows == [whole.windows[i] for i in (0, 1, 3)]
-    assert [c.table for c in some.anatomy.calls] == [whole.anatomy.calls[i].table for i in (0, 1, 3)]
+    assert [c.table for c in some.spec.calls] == [whole.spec.calls[i].table for i in (0, 1, 3)]
 
 
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}

@@ -17,7 +17,7 @@ from draft_models.targets.open_target import open_target
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import DraftModel
 from inference.drafters.early_exit import Calibrated
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.engines import packing
 from inference.engines.choose import make_runtime
 from inference.engines.fused_layers import join
@@ -29,7 +29,7 @@ from inference.engines.packing import (
     pack_linears,
 )
 from inference.evaluate.command import evaluate as command
-from inference.loading import memory_plan, subject
+from inference.loading import memory_plan, targets
 from inference.loading.drafters import prepare
 from inference.measure.lossless import BULK
 from inference.settings.evaluate import EvaluateConfig
@@ -150,7 +150,7 @@ def test_every_arm_decodes_the_int8_model(
         rounds = list(autoregressive(stack, random_prompt(20), **options))
     else:
         model: DraftModel = EarlyExitSource(drafter) if source == "early_exit" else SkipLayersSource([LAYERS - 1])
-        shaped = Shaped(model, make_structure(method_of(STRUCTURES[structure]), Streams(0)))
+        shaped = ModelDrafter(model, make_structure(method_of(STRUCTURES[structure]), Streams(0)))
         rounds = list(speculative(stack, shaped, random_prompt(20), **options))
         assert sum(r.accepted for r in rounds) > 5
     assert [token for r in rounds for token in r.tokens] == said
@@ -177,9 +177,9 @@ def test_a_report_says_int8_and_an_arm_of_floats_is_found(
     """The fault: this runtime decodes the floats that transformers' int8 model is made from."""
     prompts = [Prompt("a", "code", ("def add(first, second):",), False)]
     faulty = lambda target, plain, dtype, device, **_: target.stack(dtype=dtype, device=device)  # noqa: E731
-    with patch.object(subject, "pick_dtype", lambda *_: floats):
+    with patch.object(targets, "pick_dtype", lambda *_: floats):
         evaluate(config_for(made[0], tmp_path / "right"), prompts)
-        with patch.object(subject, "load_stack", faulty), pytest.raises(SystemExit):
+        with patch.object(targets, "load_stack", faulty), pytest.raises(SystemExit):
             evaluate(config_for(made[0], tmp_path / "wrong"), prompts)
     name = str(floats).removeprefix("torch.")
     for report in json.loads((tmp_path / "right/report.json").read_text())["reports"]:

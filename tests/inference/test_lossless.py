@@ -1,4 +1,4 @@
-"""Every source × structure emits the target's own text, token for token (sampling: test_laws.py)."""
+"""Every source × structure emits the target's own text, token for token (sampling: test_distributions.py)."""
 
 import copy
 import itertools
@@ -16,20 +16,20 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 from draft_models.draft_vocabulary import narrow
 from draft_models.eagle3.model import Eagle3
 from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
-from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter, DraftModel
 from inference.core.sampling import Sampler
 from inference.core.stopwatch import Round
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.fused import Fused
-from inference.drafters.shaped import Shaped, allowance_of
+from inference.drafters.shaped import ModelDrafter, allowance_of
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.measure.arms import make_arms
@@ -77,7 +77,7 @@ def drafter_of(model: DraftModel, name: str) -> Drafter:
     """`model`, shaped by the structure of that name; or beside n-grams, which learn from the text alone."""
     if name == "fused":
         return Fused(model, None, MethodConfig(structure=STRUCTURES[name], ngrams=NGRAMS), None)
-    return Shaped(model, structure_of(name))
+    return ModelDrafter(model, structure_of(name))
 
 
 def tokens_of(rounds: list[Round]) -> list[int]:
@@ -122,7 +122,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
         load_tokenizer(str(path)).save_pretrained(folder / "small")
         prompt = random_prompt(20)
         said = reference_generate(model, prompt, 40)
-        own = OwnTokens(torch.tensor(sorted({*prompt, *said[::2]})), model.config.vocab_size)
+        own = DraftVocabulary(torch.tensor(sorted({*prompt, *said[::2]})), model.config.vocab_size)
         narrow(small, own)
         export(small, load_tokenizer(str(path)), folder / "small_of_some")
         return path, folder / "small", stack, prompt, said
@@ -153,13 +153,13 @@ def test_drafts_by_places_are_those_by_tokens(
     path, small, stack, prompt, said = target
     drafts: list[tuple] = []
 
-    def noted(self: Shaped, root: torch.Tensor, limit: int) -> DraftTree:
+    def noted(self: ModelDrafter, root: torch.Tensor, limit: int) -> DraftTree:
         tree = draft(self, root, limit)
         drafts.append((tree.tokens.tolist(), tree.parents, tree.rows))
         return tree
 
-    draft = Shaped.draft
-    monkeypatch.setattr(Shaped, "draft", noted)
+    draft = ModelDrafter.draft
+    monkeypatch.setattr(ModelDrafter, "draft", noted)
     found = []
     for reads_root in (structure.startswith("token_graph"), True):
         if kind == "early_exit, some tokens":
@@ -172,7 +172,7 @@ def test_drafts_by_places_are_those_by_tokens(
             generator = torch.Generator().manual_seed(0)
             model.head.lm_head.weight += 1e-3 * torch.randn(model.head.lm_head.weight.shape, generator=generator)
         shaped = drafter_of(model, structure)
-        assert isinstance(shaped, Shaped)
+        assert isinstance(shaped, ModelDrafter)
         shaped.structure.reads_root = reads_root
         assert tokens_of(list(speculative(stack, shaped, prompt, max_new_tokens=40))) == said
         assert model.predicted is not None
@@ -220,7 +220,9 @@ def test_what_the_papers_report_of_their_structures(target: tuple) -> None:
             observe(tree, accepted)
 
         drafting.observe = record  # type: ignore[method-assign]
-        list(speculative(stack, Shaped(make_source("small_lm", path, small), drafting), prompt, max_new_tokens=40))
+        list(
+            speculative(stack, ModelDrafter(make_source("small_lm", path, small), drafting), prompt, max_new_tokens=40)
+        )
         if name == "opt_tree":
             expected = sum(1 + float(tree.path_probs.sum()) for tree, _ in seen)
             assert drafting.totals == pytest.approx({"expected_tau": expected}, rel=1e-5)
@@ -246,7 +248,9 @@ def test_a_sharper_q_drafts_deeper(target: tuple) -> None:
             observe(tree, accepted)
 
         drafting.observe = record  # type: ignore[method-assign]
-        list(speculative(stack, Shaped(make_source("small_lm", path, small), drafting), prompt, max_new_tokens=40))
+        list(
+            speculative(stack, ModelDrafter(make_source("small_lm", path, small), drafting), prompt, max_new_tokens=40)
+        )
         return sum(depths) / len(depths)
 
     assert mean_depth(0.3) > mean_depth(1.0) > mean_depth(4.0)
@@ -261,7 +265,7 @@ def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: st
     drafter = make_source(source, path, path, torch.float64)
     prompt = random_prompt(9)
     text = prompt + tokens_of(
-        list(speculative(stack, Shaped(drafter, structure_of(structure)), prompt, max_new_tokens=30))
+        list(speculative(stack, ModelDrafter(drafter, structure_of(structure)), prompt, max_new_tokens=30))
     )
     fresh = make_source(source, path, path, torch.float64)
 
@@ -269,7 +273,7 @@ def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: st
         return [of.cache, of.session.first, of.session.rest] if source == "early_exit" else [of.session.first]
 
     known = caches(drafter)[0].length
-    next(speculative(stack, Shaped(fresh, structure_of(structure)), text[:known], max_new_tokens=2))
+    next(speculative(stack, ModelDrafter(fresh, structure_of(structure)), text[:known], max_new_tokens=2))
     for ours, expected in zip(caches(drafter), caches(fresh), strict=True):
         for pair, fresh_pair in zip(ours.content(), expected.content(), strict=True):
             for tensor, fresh_tensor in zip(pair, fresh_pair, strict=True):
@@ -285,7 +289,7 @@ def test_rounds_without_a_draft_change_no_token(
     path, small, stack, prompt, expected = target
     tuning = Tuning(Costs((step_seconds,) * (WIDEST + 1), (1.0,) * (WIDEST + 1), 0.0, 1.0))
     structure = make_structure(MethodConfig(stop=StopConfig(rule="survival")), Streams(0), tuning=tuning)
-    drafter = Shaped(make_source(source, path, small), structure, allowance_of(tuning))
+    drafter = ModelDrafter(make_source(source, path, small), structure, allowance_of(tuning))
     rounds = list(speculative(stack, drafter, prompt, max_new_tokens=len(expected)))
     assert tokens_of(rounds) == expected
     drafted = [r.drafted > 0 for r in rounds[1:-1]]
@@ -317,12 +321,17 @@ def test_greedy_with_a_repetition_penalty_equals_generate(tmp_path: Path, struct
     assert expected != reference_generate(model, prompt, 40)
     sampler = Sampler(SamplingConfig(repetition_penalty=1.3))
     source = make_source("early_exit", path, path)
-    rounds = speculative(stack, drafter_of(source, structure), prompt, max_new_tokens=40, chooser=Chooser(sampler))
+    rounds = speculative(
+        stack, drafter_of(source, structure), prompt, max_new_tokens=40, selector=TokenSelector(sampler)
+    )
     assert tokens_of(list(rounds)) == expected
-    assert tokens_of(list(autoregressive(stack, prompt, max_new_tokens=40, chooser=Chooser(sampler)))) == expected
+    assert (
+        tokens_of(list(autoregressive(stack, prompt, max_new_tokens=40, selector=TokenSelector(sampler)))) == expected
+    )
 
 
-# --- sampling, over a vocabulary of 6; its law is tested in test_laws.py ----------------------------------------------
+# --- sampling, over a vocabulary of 6; its distribution is tested in test_distributions.py
+# ----------------------------------------------
 
 VOCABULARY = 6
 
@@ -355,11 +364,13 @@ def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tup
     """With processors that read the text: the target as its own drafter is right with every first candidate."""
     stack, _, prompt = tiny_vocabulary
     generator = random.Random(0)
-    chooser = Chooser(Sampler(SamplingConfig(temperature=0.9, repetition_penalty=1.8), [ByLength()]), generator)
+    selector = TokenSelector(Sampler(SamplingConfig(temperature=0.9, repetition_penalty=1.8), [ByLength()]), generator)
     drafting = make_tree(StructureConfig(kind="k_config", widths=widths), random.Random(1))
     count = 1 + 6 * (len(widths) + 1)
     rounds = list(
-        speculative(stack, Shaped(SmallLMSource(stack), drafting), prompt, max_new_tokens=count, chooser=chooser)
+        speculative(
+            stack, ModelDrafter(SmallLMSource(stack), drafting), prompt, max_new_tokens=count, selector=selector
+        )
     )
     assert [r.accepted for r in rounds[1:]] == [len(widths)] * 6
     assert drafting.totals == {"nodes_tried": 6 * len(widths), "accepted_candidate_1": 6 * len(widths)}
@@ -382,7 +393,7 @@ def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, mon
             seen.append((rule, bool(q), bool(given["draws"])))
         return verify_sampled(tokens, parents, q, p, rule, chance, **given)
 
-    monkeypatch.setattr("inference.core.acceptance.verify_sampled", noted)
+    monkeypatch.setattr("inference.core.token_selector.verify_sampled", noted)
     used = {}
     for name in methods:
         seen.clear()

@@ -19,10 +19,10 @@ from inference.core.decode import speculative
 from inference.core.runtime import Eager
 from inference.core.tree import DraftTree
 from inference.drafters.calibrated import Calibrated
-from inference.drafters.eagle3 import MAKER as EAGLE3_MAKER
+from inference.drafters.eagle3 import PLUGIN as EAGLE3_PLUGIN
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
 from inference.loading.drafters import Drafters
@@ -315,7 +315,7 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
 
     drafting.observe = noted  # type: ignore[method-assign]
     source = EarlyExitSource(drafters["early_exit"].drafter)
-    rounds = list(speculative(stack, Shaped(source, drafting), random_prompt(20), max_new_tokens=30))
+    rounds = list(speculative(stack, ModelDrafter(source, drafting), random_prompt(20), max_new_tokens=30))
     assert rule.told == expected == [(r.depth, r.accepted) for r in rounds[1:]]
     assert {depth for depth, _ in expected} >= {3}
 
@@ -334,7 +334,7 @@ def test_real_hidden_states_are_those_behind_the_logits(
     """What a rule sees of a source's hidden states gives, through the source's head, the logits it sees."""
     stack, drafters = models
     exit_, head = drafters["early_exit"].drafter, tiny_head(stack.config)
-    EAGLE3_MAKER.prepare(head, stack)
+    EAGLE3_PLUGIN.prepare(head, stack)
     made = {
         "early_exit": (EarlyExitSource(exit_), exit_),
         "small_lm": (SmallLMSource(stack), stack),
@@ -353,6 +353,6 @@ def test_real_hidden_states_are_those_behind_the_logits(
     flat = {"temperature": 5.0} if structure in RANKED else {}  # the likeliest node is not always the first one's child
     drafting: Any = make_structure(MethodConfig(structure=replace(TREES[structure], **flat)), Streams(0))
     drafting.rule.stop = compare
-    list(speculative(stack, Shaped(source, drafting), random_prompt(9), max_new_tokens=16, runtime=runtime))
+    list(speculative(stack, ModelDrafter(source, drafting), random_prompt(9), max_new_tokens=16, runtime=runtime))
     assert len(rows) > 4
     assert any(rows) == (structure in RANKED)

@@ -50,7 +50,7 @@ def model(folder: Path) -> Any:
 
 def by_transformers(model: Any, prompt: str, **options: Any) -> str:
     """What `generate` continues `prompt` with, by the target alone."""
-    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model.subject.target.source), model.tokenizer
+    plain, tokenizer = AutoModelForCausalLM.from_pretrained(model.setup.target.source), model.tokenizer
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.inference_mode():
         out = plain.generate(ids, attention_mask=torch.ones_like(ids), tokenizer=tokenizer, **options)

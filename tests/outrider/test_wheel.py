@@ -26,10 +26,10 @@ def test_imports_of_ours_alone_are_written_anew(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)
     under_outrider = runpy.run_path("setup.py")["under_outrider"]
-    written = """from train.loop import fit\n    import conf\nload("inference.drafters.small_lm:MAKER")\n"""
+    written = """from train.loop import fit\n    import conf\nload("inference.drafters.small_lm:PLUGIN")\n"""
     assert under_outrider(written) == (
         """from outrider.train.loop import fit\n    import outrider.conf\n"""
-        """load("outrider.inference.drafters.small_lm:MAKER")\n"""
+        """load("outrider.inference.drafters.small_lm:PLUGIN")\n"""
     )
     other = """from training import a\nfrom outrider.train import b\nsplit = "train"\nfile = "train.jsonl"\n"""
     assert under_outrider(other) == other

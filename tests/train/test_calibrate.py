@@ -28,7 +28,7 @@ from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import DraftModel
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.evaluate.command import evaluate
 from inference.measure.time_limit import TimeLimit, spread_order
@@ -82,7 +82,7 @@ def test_what_is_captured_is_what_happened(tmp_path: Path, kind: str) -> None:
 
     labels: list[float] = []
     positions: list[int] = []
-    rounds = list(speculative(stack, Shaped(draft_model(), Chain(FixedLength(4))), prompt, max_new_tokens=30))
+    rounds = list(speculative(stack, ModelDrafter(draft_model(), Chain(FixedLength(4))), prompt, max_new_tokens=30))
     for r in rounds[1:]:
         tested = min(r.accepted + 1, r.drafted)
         labels += [1.0] * r.accepted + [0.0] * (tested - r.accepted)
@@ -264,7 +264,7 @@ def test_a_head_of_a_drafter_that_other_engines_read(
     )
     calibrate(run)
     assert {file: file.read_bytes() for file in before} == before
-    digest = KINDS[name].load_maker().digest(str(drafter))
+    digest = KINDS[name].load_plugin().digest(str(drafter))
     head = load_calibration(drafter, digest, folder=HEAD_FOLDER)
     assert float(head.draft.abs().sum()) > 0
     evaluate(config)
@@ -281,10 +281,10 @@ def test_a_head_of_a_drafter_that_other_engines_read(
 
 
 def test_a_head_is_bound_to_how_its_drafter_is_read(tiny_models: Path) -> None:
-    maker, where = KINDS["eagle3"].load_maker(), str(tiny_models / "eagle3")
+    plugin, where = KINDS["eagle3"].load_plugin(), str(tiny_models / "eagle3")
     otherwise = ReadingChanges(norm_output=True)
-    assert maker.reading(ReadingChanges()).digest(where) == maker.digest(where)
-    assert maker.reading(otherwise).digest(where) != maker.digest(where)
+    assert plugin.reading(ReadingChanges()).digest(where) == plugin.digest(where)
+    assert plugin.reading(otherwise).digest(where) != plugin.digest(where)
 
 
 def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tiny_models: Path, tmp_path: Path) -> None:

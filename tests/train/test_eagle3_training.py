@@ -18,8 +18,8 @@ from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.checkpoint import load_head, open_head, stored_tokens
 from draft_models.targets.architectures import load_config
 from inference.core.decode import speculative
-from inference.drafters.eagle3 import MAKER, Eagle3Source
-from inference.drafters.shaped import Shaped
+from inference.drafters.eagle3 import PLUGIN, Eagle3Source
+from inference.drafters.shaped import ModelDrafter
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
 from outrider.errors import UserError
@@ -55,7 +55,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert 1 < evaluated[0]["eval_tau_analytic"] < evaluated[-1]["eval_tau_analytic"] <= 5
     record = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())
     assert record["metrics"]["tau"] == max(line["eval_tau"] for line in evaluated)
-    assert MAKER.trained_seconds(str(tmp_path / "out")) == record["training_seconds"] > 0
+    assert PLUGIN.trained_seconds(str(tmp_path / "out")) == record["training_seconds"] > 0
     assert "evaluate-checkpoint target=" in (tmp_path / "out" / CARD_FILE).read_text()
 
     head = load_head(str(tmp_path / "out"), load_config(str(sure)), dtype=torch.float32)
@@ -65,7 +65,9 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     model, stack = open_stack(sure)
     head.use_embedding(stack.embed_tokens.weight)
     prompt = random_prompt(20)
-    rounds = list(speculative(stack, Shaped(Eagle3Source(head), Chain(FixedLength(4))), prompt, max_new_tokens=20))
+    rounds = list(
+        speculative(stack, ModelDrafter(Eagle3Source(head), Chain(FixedLength(4))), prompt, max_new_tokens=20)
+    )
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
 
 

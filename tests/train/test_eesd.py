@@ -23,7 +23,7 @@ from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.settings.kinds import recorded_seconds
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
@@ -70,7 +70,7 @@ def test_a_trained_drafter_is_lossless_and_better(
         drafter.use_head(stack.head)
     prompt = random_prompt(20)
     rounds = list(
-        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=20)
+        speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=20)
     )
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
 
@@ -272,7 +272,7 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
         for r in list(
             speculative(
                 stack,
-                Shaped(EarlyExitSource(student.drafter.requires_grad_(False)), Chain(FixedLength(4))),
+                ModelDrafter(EarlyExitSource(student.drafter.requires_grad_(False)), Chain(FixedLength(4))),
                 heldout_prompt(heldout[i]),
                 max_new_tokens=12,
             )
@@ -363,7 +363,7 @@ def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     model, stack = open_stack(path)
     prompt = random_prompt(20)
     rounds = list(
-        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(3))), prompt, max_new_tokens=20)
+        speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(3))), prompt, max_new_tokens=20)
     )
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
     with pytest.raises(UserError, match=r"fit\.optimizer='muon': expected adamw"):

@@ -84,7 +84,7 @@ CASES = list(itertools.product(DIVERGENCES, ("online", "cached")))
 
 @pytest.mark.parametrize(("objective", "teacher"), quick_where(lambda case: case == ("kl_tv", "cached"), CASES))
 def test_every_objective_makes_the_drafter_like_the_target(tmp_path: Path, objective: str, teacher: str) -> None:
-    """By the acceptance of held-out tokens. The target is sure, so that its top-k is most of its law."""
+    """By the acceptance of held-out tokens. The target is sure, so that its top-k is most of its distribution."""
     target = save_target(tmp_path / "target", kv_heads=2, peak=8.0)
     data = save_responses(target, tmp_path / "responses")
     fit = replace(FIT, steps=24, lr=5e-3, log_every=4, eval_every=12, save_every=None)

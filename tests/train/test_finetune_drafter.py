@@ -20,8 +20,8 @@ from draft_models.small_lm.model import TRAINING_FILE, load_small_lm
 from draft_models.targets.architectures import load_config
 from draft_models.targets.open_target import load_tokenizer, open_target
 from inference.core.decode import autoregressive, speculative
-from inference.drafters.shaped import Shaped
-from inference.drafters.small_lm import MAKER, SmallLMSource
+from inference.drafters.shaped import ModelDrafter
+from inference.drafters.small_lm import PLUGIN, SmallLMSource
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
 from outrider.errors import UserError
@@ -72,7 +72,7 @@ def test_the_drafter_is_an_ordinary_directory_that_helps(
     )
     assert out[0, 20:].tolist() == expected
     source = SmallLMSource(load_small_lm(str(tmp_path / "out"), load_tokenizer(str(target)), dtype=torch.float32))
-    rounds = list(speculative(stack, Shaped(source, Chain(FixedLength(3))), prompt, max_new_tokens=16))
+    rounds = list(speculative(stack, ModelDrafter(source, Chain(FixedLength(3))), prompt, max_new_tokens=16))
     assert [token for r in rounds for token in r.tokens] == expected
 
 
@@ -88,7 +88,7 @@ def test_minutes_decide_the_steps_and_nothing_else(
     finetune_drafter(short)
     report = json.loads((tmp_path / "short" / TRAINING_FILE).read_text())
     assert (report["steps"], report["settings"]["minutes"]) == (1, 1e-9)
-    assert MAKER.trained_seconds(str(tmp_path / "short")) == report["training_seconds"] > 0
+    assert PLUGIN.trained_seconds(str(tmp_path / "short")) == report["training_seconds"] > 0
     finetune_drafter(replace(short, resume=True))
     assert "finished already" in capsys.readouterr().out
     with pytest.raises(UserError, match="minutes=1: expected null with on_policy"):
@@ -222,7 +222,7 @@ def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: 
     eos = {list(autoregressive(stack, prompts[0], max_new_tokens=7))[-1].tokens[-1]}
     metrics = Decoding(prompts, 20, eos)(stack, source)
     limits: dict[str, Any] = {"max_new_tokens": 20, "eos": eos}
-    drafting = [list(speculative(stack, Shaped(source, Chain(FixedLength(4))), p, **limits)) for p in prompts]
+    drafting = [list(speculative(stack, ModelDrafter(source, Chain(FixedLength(4))), p, **limits)) for p in prompts]
     assert sum(len(r.tokens) for r in drafting[0]) <= 7  # what comes after a text's end is not watched
     rounds = [r for one in drafting for r in one[1:]]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))

@@ -22,8 +22,8 @@ from draft_models.losses import linear_cross_entropy
 from draft_models.targets.open_target import open_target
 from inference.core.drafter import Drafter, DraftModel
 from inference.core.session import Session
-from inference.drafters.shaped import Shaped, allowance_of
-from inference.settings.kinds import KINDS, Kind, Maker, register
+from inference.drafters.shaped import ModelDrafter, allowance_of
+from inference.settings.kinds import KINDS, DrafterPlugin, Kind, register
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import make_structure
 from inference.sizing.policy import Tuning
@@ -127,7 +127,7 @@ class BigramSource:
         pass
 
 
-class BigramMaker(Maker):
+class BigramPlugin(DrafterPlugin):
     """The model is a `Bigram`."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
@@ -148,16 +148,16 @@ class BigramMaker(Maker):
         self, model: Bigram, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
         structure = make_structure(method, streams, drawn, None, tuning)
-        return Shaped(self.draft_model(model, method), structure, allowance_of(tuning))
+        return ModelDrafter(self.draft_model(model, method), structure, allowance_of(tuning))
 
 
-MAKER = BigramMaker()
+PLUGIN = BigramPlugin()
 
 
 @pytest.fixture
 def bigram() -> Iterator[Kind]:
     """The kind, known while a test runs."""
-    yield register(Kind("bigram", f"{__name__}:MAKER", option="bigram", needs="a directory of train_bigram"))
+    yield register(Kind("bigram", f"{__name__}:PLUGIN", option="bigram", needs="a directory of train_bigram"))
     KINDS.pop("bigram", None)
 
 

@@ -24,7 +24,7 @@ from tests.conf.test_configs import compose_and_build
 from tests.tiers import typical_where
 from tests.train.test_pipeline_options import EXPERIMENTS, steps_of
 from train.pipeline_run import check_steps, run_pipeline, step_stage
-from train.pipeline_settings import HERE, STEPS, PipelineConfig, Step, StepConfig
+from train.pipeline_settings import HERE, STEPS, PipelineConfig, PipelineStep, StepConfig
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
@@ -167,7 +167,7 @@ class Mission:
         before: tuple[str, ...] = ()
         for name in self.names:
             links = (f"calls={self.calls}", f"fails={folder}/{name}.fails", f"reads={HERE}/{before}")
-            monkeypatch.setitem(STEPS, name, Step(str(self.script), f"{name}/product", before, links))
+            monkeypatch.setitem(STEPS, name, PipelineStep(str(self.script), f"{name}/product", before, links))
             before = (name,)
 
     def run(self, resume: bool = True, debug: bool = False, **more: list[str]) -> list[str]:
@@ -315,8 +315,10 @@ def test_a_given_target_is_not_made_again(mission, monkeypatch):
     """And what was done with another one is not gone on with."""
     mission.script.write_text(STAND_IN.replace('"made"', "'{\"made_of\": 1}'"))
     links = (f"calls={mission.calls}", f"fails={mission.out_dir}/none")
-    monkeypatch.setitem(STEPS, "fetch", Step(str(mission.script), "fetch/product", (), links))
-    monkeypatch.setitem(STEPS, "eesd", Step(str(mission.script), "eesd/product", ("fetch",), (*links, "t={target}")))
+    monkeypatch.setitem(STEPS, "fetch", PipelineStep(str(mission.script), "fetch/product", (), links))
+    monkeypatch.setitem(
+        STEPS, "eesd", PipelineStep(str(mission.script), "eesd/product", ("fetch",), (*links, "t={target}"))
+    )
     config = PipelineConfig(steps={"fetch": StepConfig(), "eesd": StepConfig()}, out_dir=str(mission.out_dir))
     run_pipeline(config)
     assert mission.calls.read_text().split() == ["fetch", "eesd"]
@@ -351,7 +353,7 @@ def test_a_running_step_ends_with_the_pipeline(tmp_path):
     )
     code = (
         "from train.pipeline_settings import *\nfrom train.pipeline_run import run_pipeline\n"
-        f"STEPS['target'] = Step({str(script)!r}, 'x')\n"
+        f"STEPS['target'] = PipelineStep({str(script)!r}, 'x')\n"
         f"run_pipeline(PipelineConfig(steps={{'target': StepConfig()}}, out_dir={str(tmp_path / 'out')!r}))\n"
     )
     pipeline = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)

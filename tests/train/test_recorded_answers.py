@@ -23,7 +23,7 @@ from draft_models.targets.tensor_files import TensorFiles
 from inference.core.decode import speculative
 from inference.engines.cpu.recorded import recorded
 from inference.loading.drafters import prepare
-from inference.loading.subject import load_stack
+from inference.loading.targets import load_stack
 from outrider.errors import UserError
 from tests.tiny import LAYERS, byte_tokenizer, save_target
 from tests.train.jobs import CHAT, calibrating, save_for_calibration
@@ -150,11 +150,11 @@ def test_an_answer_with_another_token_than_the_likeliest_is_left_out(
             (tmp_path / str(fault)).mkdir(exist_ok=True)
             (tmp_path / str(fault) / file.name).write_bytes(file.read_bytes())
         shard = next((tmp_path / str(fault)).glob("*.safetensors"))
-        laws = load_file(shard)
-        for name in [name for name in laws if name.endswith(".tokens")][::3]:
-            laws[name][-1] ^= fault
-            laws[name.replace(".tokens", ".sequence")][-1] ^= fault
-        save_file(laws, shard)
+        acceptances = load_file(shard)
+        for name in [name for name in acceptances if name.endswith(".tokens")][::3]:
+            acceptances[name][-1] ^= fault
+            acceptances[name.replace(".tokens", ".sequence")][-1] ^= fault
+        save_file(acceptances, shard)
         calibrate(by_record(tmp_path, tmp_path / f"run{fault}", str(fault), checkpoint=str(folder / "drafter")))
         left_out.append([int(count) for count in re.findall(r"not_greedy=(\d+)", capsys.readouterr().out)])
     assert sum(left_out[0]) == 0 < sum(left_out[1])

@@ -21,12 +21,12 @@ from draft_models.early_exit.model import USE
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import TRAINING_FILE, load_small_lm
 from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.targets.stack import LayerStack
 from draft_models.tiny.models import save_tiny_model, save_tiny_models
-from inference.loading.subject import load_drafters
+from inference.loading.targets import load_drafters
 from inference.report.drafter_facts import drafter_lines, trained_seconds
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
@@ -107,15 +107,15 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
 
 
 def test_a_small_lm_of_some_tokens_keeps_what_its_ids_stand_for(run: Path, tmp_path: Path) -> None:
-    own = OwnTokens(torch.arange(3, 90, 2), 257)
+    own = DraftVocabulary(torch.arange(3, 90, 2), 257)
     model, tokenizer = load_causal_lm(str(run / "small_lm"), role="small_lm"), load_tokenizer(str(run / TARGET))
     narrow(model, own)
     export(model, tokenizer, tmp_path / "run/small_lm")
     ship(tmp_path / "run", tmp_path / "out")
     shipped = load_small_lm(str(tmp_path / "out/small_lm"), tokenizer, dtype=torch.float32)
     assert isinstance(shipped, LayerStack)
-    assert shipped.own_tokens is not None
-    assert torch.equal(shipped.own_tokens.tokens, own.tokens)
+    assert shipped.draft_vocabulary is not None
+    assert torch.equal(shipped.draft_vocabulary.tokens, own.tokens)
     assert torch.equal(shipped.head.weight, model.get_output_embeddings().weight.bfloat16().float())
 
 
@@ -171,5 +171,5 @@ def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> Non
     assert (meta.dtype, bool(meta.fingerprint.tensors)) == ("bfloat16", True)
     assert all((folder / name / "README.md").exists() for name in ("eesd", "small_lm"))
     assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
-    KINDS["small_lm"].load_maker().known_tokens(str(folder / "small_lm"))  # raises where their file is not its config's
+    KINDS["small_lm"].load_plugin().known_tokens(str(folder / "small_lm"))  # raises if file and config disagree
     assert sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]

@@ -16,10 +16,10 @@ from draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_dive
 from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.stack import LayerStack
-from inference.drafters.small_lm import MAKER
+from inference.drafters.small_lm import PLUGIN
 from inference.engines.footprint import Place
 from inference.engines.graphs.fixed_shapes import WIDTHS
 from inference.settings.evaluate import EvaluateConfig
@@ -39,7 +39,7 @@ TOKENS = torch.tensor([3, 7, 40, 41, 99, 100, 256])
 def models(target: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The target whole, and as a drafter of `TOKENS` alone."""
     whole, small = (open_target(str(target)).layers(dtype=torch.float32) for _ in range(2))
-    narrow(small, OwnTokens(TOKENS, VOCABULARY))
+    narrow(small, DraftVocabulary(TOKENS, VOCABULARY))
     return whole, small
 
 
@@ -69,7 +69,7 @@ def test_of_texts_of_its_tokens_it_says_what_the_whole_one_does(tmp_path: Path, 
 
 @pytest.mark.parametrize("objective", ["cross_entropy", *DIVERGENCES])
 def test_its_losses_are_those_over_its_tokens(tmp_path: Path, objective: str) -> None:
-    """By the whole target and by cached laws, in which there are tokens that it has not."""
+    """By the whole target and by cached distributions, in which there are tokens that it has not."""
     whole, small = models(save_target(tmp_path))
     rows, identity = batch(), torch.eye(VOCABULARY)
     q = whole(rows["input_ids"]).logits[..., TOKENS]
@@ -119,8 +119,8 @@ def test_it_samples_the_targets_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("finished", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: bool) -> None:
-    """A new one by cached laws, greedy; adapters of a finished one on its own samples, sampled. Rows of both tables are
-    all that is stored of them. Chain, tree and token graph. The report says what it covers."""
+    """A new one by cached distributions, greedy; adapters of a finished one on its own samples, sampled. Rows of both
+    tables are all that is stored of them. Chain, tree and token graph. The report says what it covers."""
     target, out = save_target(tmp_path / "target", kv_heads=2), tmp_path / "out"
     if finished:
         shape, data = DrafterConfig(path=str(target)), write_corpus(tmp_path)
@@ -135,7 +135,7 @@ def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: 
     assert weights["model.embed_tokens.weight"].shape[0] == 25
     assert ("lm_head.weight" in weights) == finished
     assert "cannot draft with it" in (out / "README.md").read_text()
-    planned, whole = (MAKER.held(str(path), load_config(str(target)), Place(4, 64)) for path in (out, target))
+    planned, whole = (PLUGIN.held(str(path), load_config(str(target)), Place(4, 64)) for path in (out, target))
     assert planned["small LM's weights"] == sum(tensor.nbytes for tensor in weights.values())
     unwritten = WIDTHS[-1] * (VOCABULARY - len(tokens)) * 4  # its passes write logits of its own tokens alone
     assert planned["its caches"] == whole["its caches"] - unwritten or not finished

@@ -25,7 +25,8 @@ from train.settings.drafters import DrafterConfig
 @pytest.mark.parametrize("chat", [False, True])
 @torch.no_grad()
 def test_cached_rows_say_what_the_target_says(tmp_path: Path, target: Path, chat: bool) -> None:
-    """At every label of every row: the law is the target's after exactly the tokens before it in its document."""
+    """At every label of every row: the distribution is the target's after exactly the tokens before it in its
+    document."""
     data = save_responses(target, tmp_path / "responses", chat)
     rows = load_top_k_rows(data, byte_tokenizer(CHAT), 120)
     plain = load_rows(data, byte_tokenizer(CHAT), 120, "train")
@@ -89,8 +90,8 @@ def test_cached_rows_are_of_the_files_and_records_asked_for(tmp_path: Path, targ
     assert texts(max_records=6) < first
 
 
-def save_laws(folder: Path, k: int, logprob: float = -1.0) -> DataConfig:
-    """Three texts from elsewhere, each with a law of `k` at all its tokens, the first one included."""
+def save_top_k(folder: Path, k: int, logprob: float = -1.0) -> DataConfig:
+    """Three texts from elsewhere, each with a distribution of `k` at all its tokens, the first one included."""
     responses = []
     for i in range(3):
         record = {"id": f"r{i}", "text": f"{i}: {TEXT}", "prompt_tokens": 0}
@@ -103,15 +104,15 @@ def save_laws(folder: Path, k: int, logprob: float = -1.0) -> DataConfig:
 
 
 def test_a_law_is_at_the_token_before_its_own_and_in_its_document(tmp_path: Path) -> None:
-    rows = load_top_k_rows(save_laws(tmp_path / "one", 2), byte_tokenizer(), 300)
+    rows = load_top_k_rows(save_top_k(tmp_path / "one", 2), byte_tokenizer(), 300)
     for row in (rows[i] for i in range(len(rows))):
         for document in set(row["documents"].tolist()) - {-1}:
             part = row["documents"] == document
             assert row["labels"][part].tolist() == [*row["input_ids"][part].tolist()[1:], IGNORE]
-    other = load_top_k_rows(save_laws(tmp_path / "other", 2, logprob=-2.0), byte_tokenizer(), 300)
-    assert other.key != rows.key  # of equal texts, another law
+    other = load_top_k_rows(save_top_k(tmp_path / "other", 2, logprob=-2.0), byte_tokenizer(), 300)
+    assert other.key != rows.key  # of equal texts, another distribution
     with pytest.raises(UserError, match=r"top-k of several k \(\[2, 3\]\); give one run's"):
-        load_top_k_rows(save_laws(tmp_path / "one", 3), byte_tokenizer(), 300)
+        load_top_k_rows(save_top_k(tmp_path / "one", 3), byte_tokenizer(), 300)
 
 
 def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus: DataConfig) -> None:

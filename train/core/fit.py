@@ -30,7 +30,7 @@ from train.core.loop import train
 from train.core.progress import Report, cut_log, start_wandb
 from train.core.time_budget import StepBudget
 from train.core.trained_weights import load_trained, save_trained
-from train.core.training import FitResult, Metrics, Rows
+from train.core.training import FitResult, Metrics, TrainRows
 from train.settings.fit import FitConfig
 
 STATE_FILE = "training_state.json"
@@ -75,7 +75,7 @@ Evaluate = Callable[[nn.Module, int], Metrics]
 
 def fit(
     model: nn.Module,
-    rows: Rows,
+    rows: TrainRows,
     config: FitConfig,
     out_dir: Path,
     *,

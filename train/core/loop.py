@@ -15,7 +15,7 @@ from outrider.streams import Streams
 from train.core import run_dir
 from train.core.engine import Engine
 from train.core.progress import Report
-from train.core.training import Batch, Rows
+from train.core.training import Batch, TrainRows
 from train.settings.fit import FitConfig
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def own_share(rows: Sequence[int], micro: int, process: int, processes: int) -> 
 
 def train(
     engine: Engine,
-    rows: Rows,
+    rows: TrainRows,
     config: FitConfig,
     budget: "StepBudget",
     report: Report,
@@ -110,7 +110,7 @@ def is_due(done: int, every: int | None, total: int) -> bool:
     return done == total or (every is not None and done % every == 0)
 
 
-def load_share(rows: Rows, config: FitConfig, step: int, accelerator: Accelerator) -> list[Batch]:
+def load_share(rows: TrainRows, config: FitConfig, step: int, accelerator: Accelerator) -> list[Batch]:
     """The micro batches of this process in optimizer step `step`, on the CPU."""
     chosen = step_rows(len(rows), config.batch_rows, config.seed, step)
     micro = config.micro_rows(accelerator.num_processes)

@@ -13,8 +13,8 @@ Metrics = dict[str, float]
 Batch = dict[str, Tensor]
 
 
-class Rows(Protocol):
-    """The data set interface of the loop: `data_prep.text.rows.Rows`, or any similar map-style data set."""
+class TrainRows(Protocol):
+    """The data set interface of the loop: `data_prep.text.rows.PackedRows`, or any similar map-style data set."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Batch: ...
@@ -64,7 +64,7 @@ class Training(Generic[Student]):
     """
 
     student: Student
-    rows: Rows
+    rows: TrainRows
     fit: FitConfig
     identity: Mapping[str, object]
     evaluate: Callable[[Student, int], Metrics] | None

@@ -20,7 +20,7 @@ from data_prep.responses.directory import SECONDS_FILE, seconds_spent
 from data_prep.text.sources import Split
 from inference.core.drafter import Drafter, DraftModel
 from inference.core.stopwatch import Round
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.measure.time_limit import TimeLimit, spread_order
 from inference.shapes.factory import Chain
 from inference.stopping.interface import Step
@@ -220,7 +220,7 @@ def capture(
     """
     recorder = Recorder(max_draft, whole, drafting.ends)
     for text in counted(texts, "shard", "texts"):
-        for _ in drafting.rounds(Shaped(drafting.draft_model(), Chain(recorder)), text):
+        for _ in drafting.rounds(ModelDrafter(drafting.draft_model(), Chain(recorder)), text):
             pass
         if len(recorder.kept) >= EXAMPLES and is_over():
             break

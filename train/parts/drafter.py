@@ -10,19 +10,19 @@ from transformers import PreTrainedConfig
 
 from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage
 from draft_models.early_exit.checkpoint import provenance
-from draft_models.targets.anatomy import context_limit
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, fast_dtype
-from inference.loading.subject import end_tokens
+from inference.loading.targets import end_tokens
 from outrider.errors import UserError
 from outrider.files import write_json
-from train.core.training import Rows, Trained
+from train.core.training import Trained, TrainRows
 from train.settings.fit import FitConfig
 
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
 
 
 def pick_tokens(
-    size: int | None, target: OpenTarget, rows: Rows, heldout: Rows, limit: int | None = None
+    size: int | None, target: OpenTarget, rows: TrainRows, heldout: TrainRows, limit: int | None = None
 ) -> Tensor | None:
     """The draft vocabulary [size]; prints its coverage. None for all tokens. Raises `UserError`.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from draft_models.acceptance import judge, tau_of_rounds, whole_law
+from draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
 from draft_models.draft_vocabulary import places
 from draft_models.eagle3.checkpoint import StoredHead, make_head
 from draft_models.eagle3.export import require_said
@@ -106,7 +106,7 @@ class Eagle3Student(nn.Module):
         with torch.autocast(input_ids.device.type, enabled=False):
             stack.reserve(positions.shape[1])
             given = (stack.rotary(positions), stack.packed_masks(positions, documents), self.head.reading.taps)
-            hidden, taps = stack.run_tapped(stack.embed(input_ids, positions), 0, len(stack.layers), *given)
+            hidden, taps = stack.run_with_aux(stack.embed(input_ids, positions), 0, len(stack.layers), *given)
             return torch.stack([*taps, stack.norm(hidden)], 2)
 
     def guesses(
@@ -162,7 +162,7 @@ class Eagle3Student(nn.Module):
             return rows_cross_entropy(rows, weight, wanted, chunk, shares=counted)
         states, matrix = head_product(self.stack.head, target)
         return rows_divergence(
-            rows, weight, states, matrix, self.objective, chunk, target_rule=self.stack.anatomy.logits,
+            rows, weight, states, matrix, self.objective, chunk, target_rule=self.stack.spec.logits,
             tokens=head.draft_tokens, shares=shares.flatten(),
         )  # fmt: skip
 
@@ -174,11 +174,11 @@ class Eagle3Student(nn.Module):
         taps, target = states[:, :, :-1].flatten(2), states[:, :, -1]
         guesses = self.guesses(input_ids, positions, documents, taps, kept, steps)
         target, wanted, valid = target.flatten(0, 1)[kept], labels.flatten()[kept], self.valid(positions, kept, steps)
-        law = whole_law(self.stack.logits_after_norm, target)
+        accept = acceptance_by_target(self.stack.logits_after_norm, target)
         choices, _ = judge(self.stack.logits_after_norm, target, None)
         loss, right, accepted = [], [], []
         for step in range(steps):
-            said, found = judge(self.head.logits, guesses[:, step], law)
+            said, found = judge(self.head.logits, guesses[:, step], accept)
             assert found is not None
             loss.append(self.loss(guesses[:, step, None], target, wanted, valid[:, step, None].float()))
             right.append(((said == choices) & valid[:, step]).sum())

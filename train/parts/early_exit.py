@@ -69,11 +69,11 @@ def student_on(model: PreTrainedModel, config: EesdConfig, exit_layer: int, toke
 
 def describe(student: EarlyExitStudent, config: EesdConfig, files: TensorFiles, exit_layer: int) -> str:
     """One greppable line: bytes read, parameter counts, processes, objective, and the source of tau_analytic."""
-    law = "whole_target" if config.online or config.decode_prompts else "none"
-    law = "top_k_lower_bound" if law == "none" and config.distils else law
+    accept = "whole_target" if config.online or config.decode_prompts else "none"
+    accept = "top_k_lower_bound" if accept == "none" and config.distils else accept
     trained, frozen = parameters_of(student)
     return (
         f"eesd exit_layer={exit_layer} read_bytes={files.bytes_read} read_tensors={files.tensors_read}/"
         f"{len(files.file_of)} trained_parameters={trained} frozen_parameters={frozen} "
-        f"processes={PartialState().num_processes} objective={config.objective} tau_analytic={law}"
+        f"processes={PartialState().num_processes} objective={config.objective} tau_analytic={accept}"
     )

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.draft_vocabulary import save_tokens
-from draft_models.targets.narrowed import own_tokens_of
+from draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.errors import UserError
 from train.core import run_dir
 
@@ -25,7 +25,7 @@ def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Pat
     try:
         lm.save_pretrained(staged)
         tokenizer.save_pretrained(staged)
-        if (own := own_tokens_of(lm)) is not None:
+        if (own := draft_vocabulary_of(lm)) is not None:
             save_tokens(staged, own)
         for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, out_dir / file.name)

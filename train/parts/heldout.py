@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from draft_models.acceptance import Law, analytic_tau, judge, placed, whole_law
+from draft_models.acceptance import AcceptanceOf, acceptance_by_target, analytic_tau, judge, placed
 from draft_models.losses import IGNORE
-from draft_models.targets.anatomy import context_limit
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import speculative
 from inference.core.drafter import DraftModel
 from inference.core.generation import collect
-from inference.drafters.shaped import Shaped
-from inference.loading.subject import end_tokens
+from inference.drafters.shaped import ModelDrafter
+from inference.loading.targets import end_tokens
 from inference.measure.statistics import acceptance_by_position, decode_statistics
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
 from outrider.progress import counted
 from train.core.trained_weights import trained_parameters
-from train.core.training import Batch, Metrics, Rows, Student
+from train.core.training import Batch, Metrics, Student, TrainRows
 
 WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone
 
@@ -55,7 +55,7 @@ class Decoding:
     eos: Collection[int]
 
     @classmethod
-    def of(cls, target: OpenTarget, rows: Rows, prompts: int, new_tokens: int) -> Self:
+    def of(cls, target: OpenTarget, rows: TrainRows, prompts: int, new_tokens: int) -> Self:
         """Prompts from the beginnings of the first rows, short enough that the new tokens fit the target's context."""
         longest = context_limit(target.config) - new_tokens
         return cls(heldout_prompts(rows, prompts, longest), new_tokens, end_tokens(target))
@@ -68,7 +68,7 @@ class Decoding:
         """
         generations = []
         for prompt in counted(self.prompts, "decoding held-out prompts", "prompts"):
-            drafter = Shaped(model, Chain(FixedLength(WATCHED_DRAFT)))
+            drafter = ModelDrafter(model, Chain(FixedLength(WATCHED_DRAFT)))
             rounds = speculative(stack, drafter, prompt, max_new_tokens=self.new_tokens, eos=self.eos)
             generations.append(collect(rounds))
         positions = {f"accept_{int(row['position'])}": row["accepted"] for row in acceptance_by_position(generations)}
@@ -106,27 +106,29 @@ class MovedNorms:
 class HeldOutText:
     """Held-out rows, `size` at a time, with the whole target's predictions at supervised positions, if it is given.
 
-    laws: whether to store the target's distributions there, in addition to its argmax.
+    acceptances: whether to store the target's distributions there, in addition to its argmax.
     """
 
-    def __init__(self, rows: Rows, size: int, target: LayerStack | None = None, *, laws: bool = True) -> None:
+    def __init__(
+        self, rows: TrainRows, size: int, target: LayerStack | None = None, *, acceptances: bool = True
+    ) -> None:
         self.batches = batches_of(rows, size)
-        self.choices, self.laws = list[Tensor](), list[Law | None]()
+        self.choices, self.acceptances = list[Tensor](), list[AcceptanceOf | None]()
         for batch in counted(self.batches, "reading held-out text", "batches"):
-            law = None
+            accept = None
             if target is not None:
                 hidden = supervised_hidden(target, batch)
                 self.choices.append(target_choices(target, batch["labels"], hidden))
-                law = whole_law(target.logits_after_norm, hidden.cpu()) if laws else None
-            self.laws.append(law)
+                accept = acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
+            self.acceptances.append(accept)
 
-    def judge(self, judged: Callable[[Batch, Law | None], tuple[Tensor, Tensor | None]]) -> Metrics:
+    def judge(self, judged: Callable[[Batch, AcceptanceOf | None], tuple[Tensor, Tensor | None]]) -> Metrics:
         """top1: the share of supervised positions at which a drafter's argmax is the text's next token. top1_target:
         the same against the target's argmax, if that is known. tau_analytic: see `expected_tau`.
 
         judged: (batch, the target's distributions) → the drafter's argmax and acceptance probability, [B, T] each.
         """
-        pairs = list(zip(self.batches, self.laws, strict=True))
+        pairs = list(zip(self.batches, self.acceptances, strict=True))
         found = [judged(*pair) for pair in counted(pairs, "judging held-out text", "batches")]
         guesses, accepted = [guess for guess, _ in found], [known for _, known in found if known is not None]
         metrics = {"top1": agreement(guesses, [batch["labels"] for batch in self.batches])}
@@ -135,13 +137,13 @@ class HeldOutText:
         return metrics | ({"top1_target": agreement(guesses, self.choices)} if self.choices else {})
 
 
-def batches_of(rows: Rows, size: int) -> list[Batch]:
+def batches_of(rows: TrainRows, size: int) -> list[Batch]:
     """All `rows` in batches of `size`; the last batch may be smaller."""
     numbers = range(len(rows))
     return [default_collate([rows[i] for i in numbers[start : start + size]]) for start in numbers[::size]]
 
 
-def heldout_prompts(rows: Rows, count: int, longest: int) -> list[list[int]]:
+def heldout_prompts(rows: TrainRows, count: int, longest: int) -> list[list[int]]:
     """Prompts from the beginnings of up to `count` held-out rows, cut from the left to at most `longest` tokens."""
     return [heldout_prompt(rows[i])[-longest:] for i in range(min(count, len(rows)))]
 
@@ -176,11 +178,11 @@ def target_choices(stack: LayerStack, labels: Tensor, hidden: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def judged(drafter: LayerStack, batch: Batch, law: Law | None) -> tuple[Tensor, Tensor | None]:
+def judged(drafter: LayerStack, batch: Batch, accept: AcceptanceOf | None) -> tuple[Tensor, Tensor | None]:
     """A small LM's argmax [B, T] at the supervised positions of packed rows, IGNORE elsewhere, and its acceptance
-    probability [B, T] under the target's distribution `law`, NaN elsewhere; None without `law`."""
+    probability [B, T] under the target's distribution `accept`, NaN elsewhere; None without `accept`."""
     keep = batch["labels"].to(drafter.device) != IGNORE
-    choices, accepted = judge(drafter.logits_after_norm, supervised_hidden(drafter, batch), law)
+    choices, accepted = judge(drafter.logits_after_norm, supervised_hidden(drafter, batch), accept)
     return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
 
 

@@ -15,8 +15,8 @@ from draft_models.eagle3.checkpoint import head_shapes
 from draft_models.eagle3.reading import Reading
 from draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from draft_models.losses import OVERLAPS
-from draft_models.targets.anatomy import context_limit
 from draft_models.targets.empty_models import empty_layers, empty_model
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import pick_dtype
 from inference.engines.footprint import Place, cache_bytes, weight_bytes
 from inference.loading.memory_plan import GB, planned_device

@@ -18,15 +18,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from draft_models.draft_vocabulary import narrow, narrow_config, places, read_own_tokens
+from draft_models.draft_vocabulary import narrow, narrow_config, places, read_draft_vocabulary
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.small_lm.model import require_same_vocabulary
-from draft_models.targets.anatomy import LogitRule, context_limit
 from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.load_layers import load_layers
-from draft_models.targets.narrowed import OwnTokens, is_narrowed, own_tokens_of
+from draft_models.targets.model_spec import LogitRule, context_limit
+from draft_models.targets.narrowed import DraftVocabulary, draft_vocabulary_of, is_narrowed
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.proof import prove_layers
 from draft_models.targets.stack import LayerStack
@@ -64,14 +64,14 @@ def drafter_config(
     return LlamaConfig.from_dict({**shape, **special_tokens(tokenizer)})
 
 
-def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> OwnTokens | None:
+def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> DraftVocabulary | None:
     """The draft vocabulary of the finished drafter to continue from; None if it has all tokens.
 
     Raises `UserError` if it belongs to another target, or if another one is requested.
     """
     path, revision = config.drafter.path, config.drafter.revision
     assert path is not None
-    own = read_own_tokens(path, revision, load_config(path, revision, role="drafter.path"), role="drafter.path")
+    own = read_draft_vocabulary(path, revision, load_config(path, revision, role="drafter.path"), role="drafter.path")
     if own is None:
         return None
     if config.draft_vocabulary is not None:
@@ -88,7 +88,7 @@ def start_lm(
     shape: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
-    own: OwnTokens | None = None,
+    own: DraftVocabulary | None = None,
 ) -> PreTrainedModel:
     """The drafter before training, float32: a fixed function of config, files and draft vocabulary `own` (None: all).
 
@@ -106,13 +106,13 @@ def start_lm(
             )
             special = {} if own is not None else special_tokens(tokenizer)
             lm.generation_config = GenerationConfig(do_sample=False, **special)
-            lm.own_tokens = own
+            lm.draft_vocabulary = own
         else:
             files = open_tensors(drafter.path, drafter.revision)
             lm = load_layers(files, shape, range(shape.num_hidden_layers), dtype=torch.float32)
             prove_layers(lm, f"drafter.path={drafter.path}")
             if own is not None and is_narrowed(shape):
-                lm.own_tokens = own
+                lm.draft_vocabulary = own
             elif own is not None:
                 narrow(lm, own)
             lm.requires_grad_(True)
@@ -192,7 +192,7 @@ class SmallLMStudent(nn.Module):
         if self.training and self.on_policy is not None and self.on_policy.due(self.step):
             return {"loss_sum": self._on_own_samples(input_ids, labels, positions)}
         hidden = packed_hidden(self.stack, input_ids, positions, documents)
-        own = self.stack.own_tokens
+        own = self.stack.draft_vocabulary
         if self.objective == "cross_entropy":
             labels = labels if own is None else places(labels, own.tokens, own.vocabulary)
             return {"loss_sum": linear_cross_entropy(*self._product(hidden), labels, rule=self._rule)}
@@ -208,17 +208,17 @@ class SmallLMStudent(nn.Module):
     def _product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Like `head_product`, without the row for tokens outside the draft vocabulary, which is never proposed."""
         states, weight = head_product(self.stack.head, hidden)
-        own = self.stack.own_tokens
+        own = self.stack.draft_vocabulary
         return states, weight if own is None else weight[: len(own.tokens)]
 
     @property
     def _rule(self) -> LogitRule:
-        return self.stack.anatomy.logits
+        return self.stack.spec.logits
 
     def _divergence(self, hidden: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
         assert self.teacher is not None
         mine, theirs = self._product(hidden), head_product(self.teacher.head, taught)
-        own, target_rule = self.stack.own_tokens, self.teacher.anatomy.logits
+        own, target_rule = self.stack.draft_vocabulary, self.teacher.spec.logits
         tokens = None if own is None else own.tokens
         return linear_divergence(
             *mine, *theirs, labels, self.objective, rule=self._rule, target_rule=target_rule, tokens=tokens
@@ -284,7 +284,7 @@ def continue_prefixes(
     numbers[b, i], so a row does not depend on the other rows. All ids are the target's; an `lm` with a draft vocabulary
     samples from it. Returns (ids [B, longest + count], padded with 0, the new tokens [B, count]).
     """
-    count, own = numbers.shape[1], own_tokens_of(lm)
+    count, own = numbers.shape[1], draft_vocabulary_of(lm)
     vocabulary = vocabulary if own is None else len(own.tokens)
     lengths = torch.tensor([len(prefix) for prefix in prefixes], device=numbers.device)
     ids = numbers.new_zeros((len(prefixes), int(lengths.max()) + count), dtype=torch.long)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from data_prep.text.rows import Rows
+from data_prep.text.rows import PackedRows
 from outrider.errors import UserError
 from outrider.files import read_mapping, require_writable, write_json
 from outrider.processes import from_main, only_run_of
@@ -66,9 +66,9 @@ ROWS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class RowsWithStates:
-    """`Rows` whose items also have states [T, k + 1, H_t]."""
+    """`PackedRows` whose items also have states [T, k + 1, H_t]."""
 
-    rows: Rows
+    rows: PackedRows
     states: Tensor  # in the stored format
     width: int  # H_t
 
@@ -81,7 +81,7 @@ class RowsWithStates:
 
 
 def with_states(
-    rows: Rows,
+    rows: PackedRows,
     build: Callable[[], Eagle3Student],
     item: tuple[int, int, int],
     folder: Path,
@@ -161,7 +161,9 @@ def _make_room(folder: Path, identity: Mapping[str, object], size: int, blocks: 
     write_json(filling, identity)
 
 
-def _fill(states: Tensor, done: Tensor, rows: Rows, student: Eagle3Student, folder: Path, state: PartialState) -> None:
+def _fill(
+    states: Tensor, done: Tensor, rows: PackedRows, student: Eagle3Student, folder: Path, state: PartialState
+) -> None:
     """Compute this process's share of the blocks, except those that are `done`, uint8 [blocks]."""
     device = student.stack.device
     shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.responses.answers import TopK
-from data_prep.responses.directory import Response, law_document, read_shard
+from data_prep.responses.directory import Response, read_shard, top_k_document
 from data_prep.text.chat import Document
 from data_prep.text.records import Record, SkipRecordError, find_layout, to_record
-from data_prep.text.rows import Rows, load_rows, pack
+from data_prep.text.rows import PackedRows, load_rows, pack
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split, content_key, is_heldout, resolve_paths
 from draft_models.losses import IGNORE
@@ -43,10 +43,10 @@ class TopKRows:
         self._logprobs = torch.zeros(len(self._tokens), width, dtype=torch.float16)
         self._tail = torch.zeros(len(self._tokens), dtype=torch.float16)
         starts = np.cumsum([0, *(len(document.ids) for document in documents)])
-        for start, (_, places, law) in zip(starts, examples, strict=False):
+        for start, (_, places, top) in zip(starts, examples, strict=False):
             at = torch.from_numpy(start + places - 1)  # the position that predicts the token
-            self._labels[at], self._ids[at] = law.tokens.int(), law.ids.int()
-            self._logprobs[at], self._tail[at] = law.logprobs.half(), law.tail.half()
+            self._labels[at], self._ids[at] = top.tokens.int(), top.ids.int()
+            self._logprobs[at], self._tail[at] = top.logprobs.half(), top.tail.half()
         # `pack` gets the indices of the documents' tokens in these arrays instead of token ids.
         places_of = (
             Document(np.arange(start, stop), np.ones(stop - start, bool), whole=True)
@@ -83,7 +83,7 @@ class TopKRows:
         }
 
 
-TaughtRows = Rows | TopKRows
+TaughtRows = PackedRows | TopKRows
 
 
 def load_taught_rows(
@@ -122,7 +122,7 @@ def load_top_k_rows(
             f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
             f"{found}); make more of them with data_prep/generate_responses.py top_k_logits=K"
         )
-    widths = {law.ids.shape[1] for _, _, law in examples}
+    widths = {top.ids.shape[1] for _, _, top in examples}
     if len(widths) > 1:
         raise UserError(f"data path={', '.join(config.path)}: top-k of several k ({sorted(widths)}); give one run's")
     return TopKRows(examples, seq_len, max_rows)
@@ -141,7 +141,7 @@ def _examples(
         if response.top is None:
             counts["without_top_k"] += 1
             continue
-        found = law_document(response, tokenizer, config.template)
+        found = top_k_document(response, tokenizer, config.template)
         if found is None:
             counts["retokenised"] += 1
             continue
@@ -150,9 +150,9 @@ def _examples(
         if not kept.any():
             counts["unsupervised"] += 1
             continue
-        law = response.top
+        top = response.top
         known = torch.from_numpy(np.flatnonzero(kept))
-        cut = TopK(law.tokens[known], law.ids[known], law.logprobs[known], law.tail[known])
+        cut = TopK(top.tokens[known], top.ids[known], top.logprobs[known], top.tail[known])
         yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
 
 

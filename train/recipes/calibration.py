@@ -17,14 +17,14 @@ from data_prep.text.sources import Split
 from draft_models.calibration.checkpoint import save_calibration
 from draft_models.calibration.head import CalibrationHead
 from draft_models.early_exit.checkpoint import open_target_of, read_meta
-from draft_models.targets.anatomy import context_limit
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.decode import speculative
 from inference.core.stopwatch import Round
 from inference.engines.packing import lay_out
 from inference.loading.drafters import prepare
 from inference.loading.memory_plan import plan_capture
-from inference.loading.subject import end_tokens, load_stack
+from inference.loading.targets import end_tokens, load_stack
 from inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from inference.settings.kinds import KINDS, Kind, kind_in
 from inference.settings.method import MethodConfig
@@ -56,7 +56,7 @@ def calibrate(config: CalibrateConfig) -> None:
         print(plan_capture(config, kind, config.checkpoint, target, positions, _layers_read(config, kind)), flush=True)
         return
     join_processes()
-    digest = kind.load_maker().reading(config.reading).digest(config.checkpoint)  # before anything is written there
+    digest = kind.load_plugin().reading(config.reading).digest(config.checkpoint)  # before anything is written there
     run_training(config, Recipe(config, kind, digest).prepare, config.checkpoint)
 
 
@@ -113,10 +113,10 @@ class Recipe:
         dtype = pick_dtype(config.dtype, target.config, state.device)
         fingerprint = from_main(state, lambda: target.fingerprint)
         known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
-        maker = self.kind.load_maker().reading(config.reading)
-        model = maker.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
+        plugin = self.kind.load_plugin().reading(config.reading)
+        model = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
-        draft_model = partial(maker.draft_model, model, MethodConfig(self.kind.name))
+        draft_model = partial(plugin.draft_model, model, MethodConfig(self.kind.name))
 
         @cache
         def load() -> Callable[..., Iterator[Round]]:  # only where something is left to capture
@@ -124,7 +124,7 @@ class Recipe:
 
         drafting = Drafting(load, draft_model, config.new_tokens, end_tokens(target))
         settings = self._settings(digest_of(known), str(dtype), drafting.ends)
-        room = self._room(target, maker.context(model))
+        room = self._room(target, plugin.context(model))
 
         def texts_of(split: Split, count: int) -> list[Text]:
             given = config.data, target.tokenizer, config.seq_len, split

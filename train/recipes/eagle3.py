@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 
 from data_prep.text.rehearsal import rehearsable
-from data_prep.text.rows import Rows, load_rows
+from data_prep.text.rows import PackedRows, load_rows
 from draft_models.card import write_card
 from draft_models.eagle3.card import TRAINING_FILE, use_of
 from draft_models.eagle3.checkpoint import StoredHead, open_head
@@ -71,7 +71,7 @@ class Recipe:
         fingerprint = from_main(state, lambda: target.fingerprint)
         build = partial(make_student, config, target, stored, self.reading, tokens, state.device)
         made_from = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(self.reading.taps)}
-        taught: Rows | RowsWithStates = rows
+        taught: PackedRows | RowsWithStates = rows
         if config.features is not None:
             taught = self._with_states(rows, build, made_from, state)
         student = build()
@@ -92,7 +92,7 @@ class Recipe:
         )
 
     def _with_states(
-        self, rows: Rows, build: Callable[[], Eagle3Student], made_from: Mapping[str, object], state: PartialState
+        self, rows: PackedRows, build: Callable[[], Eagle3Student], made_from: Mapping[str, object], state: PartialState
     ) -> RowsWithStates:
         """`rows` with the target's hidden states, stored in the folder `config.features`."""
         config, reading = self.config, self.reading
@@ -121,7 +121,7 @@ class Recipe:
 
 
 def evaluation_of(
-    config: Eagle3Config, target: OpenTarget, heldout: Rows, student: Eagle3Student
+    config: Eagle3Config, target: OpenTarget, heldout: PackedRows, student: Eagle3Student
 ) -> Callable[[Eagle3Student, int], Metrics]:
     """The evaluation during training, on the main process: `judge_steps`, then real decoding (`Decoding`) with the head
     as it would be served, and `MovedNorms`."""

@@ -14,7 +14,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from data_prep.text.rehearsal import rehearsable
-from draft_models.acceptance import Law
+from draft_models.acceptance import AcceptanceOf
 from draft_models.card import CARD_FILE, write_card
 from draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
 from draft_models.early_exit.model import USE, EarlyExitStudent, exit_layers
@@ -26,7 +26,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.loading.drafters import prepare
 from outrider.processes import from_main, say
 from train.core.driver import run_training
-from train.core.training import Batch, Metrics, Rows, Trained, Training
+from train.core.training import Batch, Metrics, Trained, Training, TrainRows
 from train.parts.drafter import pick_tokens, require_context
 from train.parts.early_exit import as_started, default_exit_layer, describe, make_student
 from train.parts.heldout import Decoding, HeldOutText, evaluation
@@ -134,13 +134,13 @@ class Recipe:
 
 
 def evaluation_of(
-    config: EesdConfig, target: OpenTarget, heldout: Rows, student: EarlyExitStudent, *, active: bool
+    config: EesdConfig, target: OpenTarget, heldout: TrainRows, student: EarlyExitStudent, *, active: bool
 ) -> Callable[[EarlyExitStudent, int], Metrics] | None:
     """The evaluation during training, on the main process. active: whether this is the main process.
 
     Metric names are those of `HeldOutText.judge`, `Decoding` and `MovedNorms`. tau_analytic uses the whole target if it
     is loaded, for the loss or for `decode_prompts`. With the target's cached top-k it is a lower bound (see
-    `top_k_law`). Else it is absent.
+    `acceptance_by_top_k`). Else it is absent.
     With `decode_prompts` the whole target is loaded too, for top1_target and real decoding.
 
     Construct it before `fit`: DeepSpeed shards every module constructed after its start.
@@ -151,7 +151,7 @@ def evaluation_of(
     device, whole = student.stack.device, None
     if decoding.prompts:
         whole = target.stack(dtype=pick_dtype("auto", target.config, device), device=device)
-    text = HeldOutText(heldout, config.eval_batch_rows, whole, laws=not student.online)
+    text = HeldOutText(heldout, config.eval_batch_rows, whole, acceptances=not student.online)
 
     def judge(student: EarlyExitStudent) -> Metrics:
         return text.judge(partial(judged, student))
@@ -162,10 +162,10 @@ def evaluation_of(
     return evaluation(student, stored_dtype(target.config), judge, decode)
 
 
-def judged(student: EarlyExitStudent, batch: Batch, law: Law | None) -> tuple[Tensor, Tensor | None]:
+def judged(student: EarlyExitStudent, batch: Batch, accept: AcceptanceOf | None) -> tuple[Tensor, Tensor | None]:
     """The drafter's argmax and its acceptance probability, from `EarlyExitStudent.judged`."""
     device = student.stack.device
-    return student.judged(**{key: value.to(device) for key, value in batch.items()}, law=law)
+    return student.judged(**{key: value.to(device) for key, value in batch.items()}, accept=accept)
 
 
 def decode_student(student: EarlyExitStudent, stack: LayerStack, decoding: Decoding) -> Metrics:

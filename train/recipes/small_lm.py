@@ -18,14 +18,14 @@ from draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME
 from draft_models.targets.attention import stock_name
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
 from outrider.processes import from_main, say
 from train.core.driver import run_training
-from train.core.training import Metrics, Rows, Trained, Training
+from train.core.training import Metrics, Trained, Training, TrainRows
 from train.parts.drafter import parameters_of, pick_tokens, require_context, write_record
 from train.parts.export import export
 from train.parts.heldout import Decoding, HeldOutText, evaluation, judged
@@ -57,7 +57,7 @@ def prepare(config: FinetuneConfig, state: PartialState) -> Training[SmallLMStud
     if own is None:
         limit = None if config.drafter.path is None else shape.vocab_size
         tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, limit))
-        own = None if tokens is None else OwnTokens(tokens, target.config.vocab_size)
+        own = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
     stack = None
     if config.online or state.is_main_process:  # other processes do not decode
         dtype = pick_dtype(config.frozen_dtype, target.config, state.device)
@@ -110,7 +110,7 @@ def describe(student: SmallLMStudent, config: FinetuneConfig) -> str:
 
 
 def evaluation_of(
-    config: FinetuneConfig, target: OpenTarget, heldout: Rows, student: SmallLMStudent, stack: LayerStack | None
+    config: FinetuneConfig, target: OpenTarget, heldout: TrainRows, student: SmallLMStudent, stack: LayerStack | None
 ) -> Callable[[SmallLMStudent, int], Metrics] | None:
     """The evaluation during training, of the model as it would be served. None without the whole target, `stack`.
 
@@ -135,7 +135,7 @@ def save(
     config: FinetuneConfig,
     target: OpenTarget,
     student: SmallLMStudent,
-    own: OwnTokens | None,
+    own: DraftVocabulary | None,
     identity: dict[str, object],
     trained: Trained,
 ) -> None:

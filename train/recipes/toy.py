@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from data_prep.text.rows import Rows, load_rows
+from data_prep.text.rows import PackedRows, load_rows
 from data_prep.text.sources import read_records
 from draft_models.losses import IGNORE, linear_cross_entropy
 from draft_models.targets.attention import packed_mask
@@ -93,7 +93,7 @@ def _texts(config: ToyTargetConfig) -> Iterator[str]:
 
 
 @torch.compiler.set_stance("force_eager")  # shapes differ from training, and each would be compiled again
-def bits_per_byte(model: nn.Module, rows: Rows, sizes: Tensor, batch_rows: int = 8) -> float:
+def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows: int = 8) -> float:
     """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
     process = join_processes()
     sums = torch.zeros(2, dtype=torch.float64)
@@ -112,7 +112,7 @@ def bits_per_byte(model: nn.Module, rows: Rows, sizes: Tensor, batch_rows: int =
 def greedy_sample(
     lm: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    rows: Rows,
+    rows: PackedRows,
     new_tokens: int,
     prompt_tokens: int = 48,
 ) -> str:

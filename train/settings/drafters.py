@@ -51,10 +51,10 @@ class EesdConfig(TargetConfig):
     draft_vocabulary: Count | None = None  # of a new one: tokens that it predicts, the text's most frequent; null: all
     # of a new one; false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
     train_layer: bool = True
-    # cross_entropy: the paper's, on the text's tokens; others: from the target's law, see draft_models/losses.py; kl:
-    # forward_kl by its first name
+    # cross_entropy: the paper's, on the text's tokens; others: from the target's distribution, see
+    # draft_models/losses.py; kl: forward_kl by its first name
     objective: Literal[Objective, "kl"] = "cross_entropy"
-    # where any but cross_entropy has that law from: the whole target, run along, or cached top-k beside `data`
+    # where any but cross_entropy has that distribution from: the whole target, run along, or cached top-k beside `data`
     teacher: Teacher = "online"
     # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
     frozen_dtype: Literal["fast", FloatDtype] = "fast"

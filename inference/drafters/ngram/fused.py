@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from draft_models.ngrams.table import TrigramTable
-from inference.core.acceptance import Chooser
 from inference.core.drafter import CHOSEN, Drafter, DraftModel
-from inference.core.sampling import successors
+from inference.core.sampling import top_tokens
 from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import ROOT, DraftTree
 from inference.drafters.ngram.fused_growth import (
     drafted,
@@ -57,7 +57,7 @@ class Fused(Drafter):
         chosen_here = None in (nodes, depth)
         self.feeding = Feeding(required(tuning) if chosen_here else tuning, nodes, depth, shape.width)
         self.model, self.table, self.config = model, table, method.ngrams
-        self.split, self.taps, self.successors = model.split, model.taps, method.ngrams.recycle
+        self.split, self.aux_layers, self.top_count = model.split, model.aux_layers, method.ngrams.recycle
         self.max_rows = self.feeding.max_nodes + self.feeding.max_fed
         self._maximum = shape.join == "maximum"
         self._totals: dict[str, float] = {}
@@ -66,13 +66,13 @@ class Fused(Drafter):
     def totals(self) -> Mapping[str, float]:
         return self._totals
 
-    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._session = session
-        self._source = TimedModel(self.model, chooser, watch, session.vocabulary)
+        self._source = TimedModel(self.model, selector, watch, session.vocabulary)
         self.model.begin(session)
         table = self.table or TrigramTable(session.vocabulary, "", {}, {})
         self._ngrams = MixedDrafter(table, self.config)
-        self._ngrams.begin(session, chooser, watch)
+        self._ngrams.begin(session, selector, watch)
         self._scratch, self._weights, self._gains = new_scratch(self.config.longest), new_join(), Gains()
         nodes = self.feeding.max_nodes
         self._pool, self._ranked, self._candidates = new_pool(nodes), new_ranked(nodes), new_candidates(nodes)
@@ -145,7 +145,7 @@ class Fused(Drafter):
             logits = self._source.to_probs(logits, range(self._rows, self._rows + len(nodes))).log()
         self._rows += len(nodes)
         self._add("drafter_passes", 1)
-        return successors(logits, _LIKELIEST).cpu().numpy()
+        return top_tokens(logits, _LIKELIEST).cpu().numpy()
 
     def _draft(self, root: Tensor, count: int) -> DraftTree:
         """The draft of the best `count` nodes."""
@@ -159,7 +159,7 @@ class Fused(Drafter):
         self.model.commit(rows_known(self.model, self._session, tree, nodes), tokens)
         unknown = sum(tree.rows[node] < 0 for node in nodes)
         self._waiting = unknown if self._rows else self._waiting + 1 + unknown
-        if self.successors:
+        if self.top_count:
             self._ngrams.verified(*self._drafted, self._session.path(range(len(tree))))
         self._ngrams.append(tokens)
         self.feeding.observe(self._drafted[1], self._ranked.paths[: len(tree)], nodes)

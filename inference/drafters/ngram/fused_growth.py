@@ -135,7 +135,7 @@ def grow(pool, made, fed, row, found, shares, maximum, ranked, count, depth, sou
     the first `count` nodes of the previous ranking.
 
     Before the call, the draft model ran at the nodes `fed`, as its rows `row`, `row` + 1, …, and returned `found`
-    float32 [n, 2k]: the k likeliest tokens and their q (see `sampling.successors`). shares: λ by class; maximum:
+    float32 [n, 2k]: the k likeliest tokens and their q (see `sampling.top_tokens`). shares: λ by class; maximum:
     P = max(q, n) instead, divided by its sum if that exceeds 1.
 
     A child is never likelier than its parent, so the best nodes become final in order, and every prefix is a tree.

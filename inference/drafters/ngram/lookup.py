@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter
 from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, chain_parents
-from inference.settings.kinds import Maker
+from inference.settings.kinds import DrafterPlugin
 from inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN
 from inference.settings.method import AUTO, MethodConfig
 from inference.sizing.allowance import Allowance
@@ -54,7 +54,7 @@ class PromptLookup(Drafter):
     def totals(self) -> Mapping[str, float]:
         return {} if self.sizes is None else self.sizes.totals
 
-    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         self._text: list[int] = []
         self._followed_at: dict[tuple[int, ...], int] = {}  # n-gram → the start of its latest continuation
         self._append(session.tokens.tolist())
@@ -129,7 +129,7 @@ class PromptLookup(Drafter):
             self._followed_at[tuple(self._text[end - size :])] = end
 
 
-class LookupMaker(Maker[None]):
+class LookupPlugin(DrafterPlugin[None]):
     """There is no model."""
 
     def make(
@@ -140,4 +140,4 @@ class LookupMaker(Maker[None]):
         return PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
 
 
-MAKER = LookupMaker()
+PLUGIN = LookupPlugin()

@@ -19,17 +19,17 @@ from draft_models.ngrams.recycled import recycle
 from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import read_header, table_digest
 from draft_models.targets.open_target import OpenTarget
-from inference.core.acceptance import Chooser
 from inference.core.drafter import Drafter
 from inference.core.session import Session
 from inference.core.stopwatch import Stopwatch
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.mixture import Mixture
 from inference.drafters.ngram.ngram_memory import Learnt, close, memory_of, nothing, open_memory, save_all
 from inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
-from inference.settings.kinds import Maker, Placed, recorded_data
+from inference.settings.kinds import DrafterPlugin, Placed, recorded_data
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
-from inference.sizing.node_sizes import ROOMS, BestNodes
+from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from inference.sizing.policy import Tuning
 from outrider.errors import require
 from outrider.processes import join_processes
@@ -47,7 +47,7 @@ class _OverText(Drafter):
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         self.table, self.config = table, config
-        rooms = ROOMS if config.nodes == AUTO else (number(config.nodes),)
+        rooms = SEARCH_SIZES if config.nodes == AUTO else (number(config.nodes),)
         self._rooms = {room: new_nodes(room) for room in rooms}
         self.max_rows = rooms[-1]
         self._draft: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
@@ -56,7 +56,7 @@ class _OverText(Drafter):
     def totals(self) -> Mapping[str, float]:
         return {} if self.sizes is None else self.sizes.totals
 
-    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         prompt, keep = session.tokens.tolist(), self.config.keep
         learnt = nothing(self.table, self.config) if keep is None else memory_of(keep).begin(prompt, self._known)
         self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
@@ -181,22 +181,22 @@ class MixedDrafter(_OverText):
     def __init__(self, table: TrigramTable, config: NgramConfig):
         super().__init__(table, config)
         self.mixture = Mixture(table, config)
-        self.successors = config.recycle
+        self.top_count = config.recycle
         self._verified: _Verified | None = None  # the last round's arguments of `recycle`, until it runs
 
-    def begin(self, session: Session, chooser: Chooser, watch: Stopwatch) -> None:
+    def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
         # A memory keeps this drafter alive for longer; a proxy does not keep the target's cache alive as well.
         self._session: Session = weakref.proxy(session)
-        super().begin(session, chooser, watch)
+        super().begin(session, selector, watch)
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        if self.successors:
+        if self.top_count:
             self.verified(tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64), range(len(tree) + 1))
         super().commit(tree, nodes, tokens)
 
     def verified(self, tokens: np.ndarray, parents: np.ndarray, rows: Sequence[int]) -> None:
         """Record that the target ran `tokens` under `parents`, int64 [n]; rows: of the root and of each token."""
-        ran, found = self._session.recycled()
+        ran, found = self._session.top_tokens_of_rows()
         place = {row: i for i, row in enumerate(rows)}
         numbers = np.array([place[row] for row in ran], np.int64)
         self._verified = (self._length + 1, tokens, parents, numbers, found.cpu().numpy())
@@ -270,7 +270,7 @@ def identity_of(target: object) -> dict[str, object]:
     return {name: value for name, value in known.items() if name not in ("target", "revision")}
 
 
-class NgramMaker(Maker[TrigramTable | None]):
+class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     """The model is a `TrigramTable`."""
 
     def identity(self, where: str | None) -> dict[str, object]:
@@ -307,4 +307,4 @@ class NgramMaker(Maker[TrigramTable | None]):
         return make_ngram_drafter(model, method.ngrams, streams.number("search", bits=64), tuning)
 
 
-MAKER = NgramMaker()
+PLUGIN = NgramPlugin()

@@ -15,10 +15,10 @@ from draft_models.targets.int8 import Int8Linear, Linear
 from draft_models.targets.target import LayerCache, Mask
 from inference.core.cache import KVCache
 from inference.engines.cpu import entries
-from inference.engines.cpu.layout import Layout, call, out_of_panels
+from inference.engines.cpu.layout import WeightLayout, call, out_of_panels
 from inference.engines.cpu.linear import PANEL
 from inference.engines.cpu.pages import in_large_pages
-from inference.engines.cpu.passes import Shape
+from inference.engines.cpu.passes import LayerShape
 from inference.engines.cpu.recorded import settle
 from inference.engines.cpu.team import most_threads
 from inference.engines.cpu.vectors import LANES
@@ -61,7 +61,7 @@ class PanelLinear(nn.Module):
         super().__init__()
         self.shape = (linear.out_features, linear.in_features)
         self._dtype = linear.scale.dtype if isinstance(linear, Int8Linear) else linear.weight.dtype
-        self.layout = Layout.of([linear], self._dtype)
+        self.layout = WeightLayout.of([linear], self._dtype)
         self._panels = in_large_pages(self.layout.panels(linear))
         self._scales, self._biases = _scales(linear), _biases(linear)
         self.bias = linear.bias
@@ -94,8 +94,8 @@ class PanelLinear(nn.Module):
         if rows > TOGETHER:
             parts = [self.after(weight, eps, part) for part in x.reshape(rows, size).split(TOGETHER)]
             return torch.cat([part for part in parts if part is not None]).view(*x.shape[:-1], -1)
-        room = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * size,), eps)
-        table = {entries.NORMS: weight.data_ptr(), entries.ROOM: room.data_ptr()}
+        work = torch.full((1 + most_threads() * (2 + self.layout.parts * rows) * size,), eps)
+        table = {entries.NORMS: weight.data_ptr(), entries.WORK: work.data_ptr()}
         return self._call(self._normed, x, x.contiguous(), table)
 
     def _call(self, entry: int, x: Tensor, operand: Tensor, more: dict[int, int] | None = None) -> Tensor:
@@ -122,11 +122,11 @@ class LayersAtOnce:
         first = layers[0]
         self._dtype = dtype_of(first)
         self._first = first.layer_idx
-        self._shape = Shape(
+        self._shape = LayerShape(
             first.qkv.in_features, first.heads, first.rotated - first.heads, first.head_dim, first.down.in_features
         )
         linears = [linear for layer in layers for linear in layer.products]
-        self.layout = Layout.of(linears, self._dtype)
+        self.layout = WeightLayout.of(linears, self._dtype)
         sizes = [linear.out_features * linear.in_features for linear in first.products]
         self._weights = in_large_pages(torch.empty(len(layers), sum(sizes), dtype=self.layout.stored))
         # Layer by layer, so that there is no third copy of a large model.
@@ -150,7 +150,7 @@ class LayersAtOnce:
         table[entries.INPUTS], table[entries.HEADS], table[entries.KEY_HEADS] = self._shape[:3]
         table[entries.WIDTH], table[entries.INNER] = self._shape[3:]
         self._table = table  # addresses are filled in at each use: a copy of this object has others
-        self._rooms: dict[tuple[int, int, int], int] = {}
+        self._workspace_sizes: dict[tuple[int, int, int], int] = {}
 
     def chosen(self, layers: Sequence[Any]) -> str:
         """The measured faster way through `layers`, `AT_ONCE` or `ONE_BY_ONE`; or the recorded one.
@@ -251,15 +251,15 @@ class LayersAtOnce:
             done.append(self._call(hidden[:, begin:end], start, stop, place, kept[:, :, None], past + end, more))
         return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
-    def run_each(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], kept: Tensor, seats: Tensor) -> Tensor:
+    def run_each(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], kept: Tensor, slots: Tensor) -> Tensor:
         """Run all layers on one more token of each of R sequences, hidden [R, d] → [R, d]; any number of rows.
 
         kept [L, 2, S, G, positions, D]: the KV cache of S sequences, to which the rows' keys and values are written.
-        seats int64 [R, 2]: each row's sequence, and the number of earlier positions in it. rotary: cos and sin [R, D].
+        slots int64 [R, 2]: each row's sequence, and the number of earlier positions in it. rotary: cos and sin [R, D].
         All have the layers' dtype and are contiguous.
         """
-        past = int(seats[:, 1].max())
-        more = {entries.SEATS: seats.data_ptr(), entries.PAST: past}
+        past = int(slots[:, 1].max())
+        more = {entries.SLOTS: slots.data_ptr(), entries.PAST: past}
         return self._call(hidden, 0, len(self._weights), rotary, kept, past + 1, more)
 
     def _call(
@@ -271,14 +271,14 @@ class LayersAtOnce:
         rows, threads = hidden.numel() // self._shape.hidden, most_threads()
         out = torch.empty_like(hidden)
         cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
-        room = torch.empty(self._room(rows, threads, positions))
+        work = torch.empty(self._workspace_size(rows, threads, positions))
         table = self._table.copy()
         table[entries.WEIGHTS] = self._weights.data_ptr()
         for place, tensor in zip(_FLOATS, self._floats, strict=True):
             table[place] = tensor.data_ptr()
         table[entries.X], table[entries.OUT] = hidden.data_ptr(), out.data_ptr()
         table[entries.COS], table[entries.SIN] = cos.data_ptr(), sin.data_ptr()
-        table[entries.CACHE], table[entries.ROOM] = kept.data_ptr(), room.data_ptr()
+        table[entries.CACHE], table[entries.WORK] = kept.data_ptr(), work.data_ptr()
         table[entries.CACHED], table[entries.SEQUENCES], table[entries.CAPACITY] = kept.shape[0], *kept.shape[2:5:2]
         table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
         table[entries.MOST] = threads
@@ -287,12 +287,12 @@ class LayersAtOnce:
         call(self._function, table, self._weights[0].nbytes * (stop - start))
         return out
 
-    def _room(self, rows: int, threads: int, positions: int) -> int:
+    def _workspace_size(self, rows: int, threads: int, positions: int) -> int:
         """The workspace of a pass over `positions` positions in floats, rounded up; cached, as computing it is slow."""
         size = (rows, threads, -(-positions // SOME) * SOME)
-        if size not in self._rooms:
-            self._rooms[size] = sum(entries.room_sizes(self._shape, *size, self.layout.parts))
-        return self._rooms[size]
+        if size not in self._workspace_sizes:
+            self._workspace_sizes[size] = sum(entries.workspace_sizes(self._shape, *size, self.layout.parts))
+        return self._workspace_sizes[size]
 
 
 def dtype_of(layer: Any) -> torch.dtype:

@@ -126,14 +126,14 @@ def _copy_tail(builder, keys, position, positions, width, into):
 
 
 @intrinsic
-def _score_keys(context, keys, position, packed, room, tail, scores, line, count):
+def _score_keys(context, keys, position, packed, work, tail, scores, line, count):
     """scores[line + i, position + j] = query i · keys[position + j], i < count ≤ 16, j < 16.
 
-    room: a workspace of 16 · 16 floats; tail: one of 16 keys, used if fewer are left.
+    work: a workspace of 16 · 16 floats; tail: one of 16 keys, used if fewer are left.
     """
 
     def make(context, builder, signature, given):
-        kinds, arrays = (keys, packed, room, tail, scores), (given[0], *given[2:6])
+        kinds, arrays = (keys, packed, work, tail, scores), (given[0], *given[2:6])
         of_keys, of_packed, of_room, of_tail, of_scores = arrays_of(context, builder, kinds, arrays)
         position, line, count = given[1], given[6], given[7]
         positions, width = cgutils.unpack_tuple(builder, of_keys.shape, 2)
@@ -168,7 +168,7 @@ def _score_keys(context, keys, position, packed, room, tail, scores, line, count
         return context.get_dummy_value()
 
     whole = types.int64
-    return types.void(keys, whole, packed, room, tail, scores, whole, whole), make
+    return types.void(keys, whole, packed, work, tail, scores, whole, whole), make
 
 
 @intrinsic
@@ -195,14 +195,14 @@ def _split_weights(context, scores, line, steps):
 
 
 @intrinsic
-def _weigh_values(context, scores, line, values, seen, nothing, room, block, column):
+def _weigh_values(context, scores, line, values, seen, nothing, work, block, column):
     """block[i, column:][:32] = Σ_j weight j of a split line i of scores · values[j, column:][:32], j < seen.
 
-    nothing: 32 bfloat16 zeros; room: a workspace of 32 · 32 bfloat16s.
+    nothing: 32 bfloat16 zeros; work: a workspace of 32 · 32 bfloat16s.
     """
 
     def make(context, builder, signature, given):
-        kinds = (scores, values, nothing, room, block)
+        kinds = (scores, values, nothing, work, block)
         arrays = arrays_of(context, builder, kinds, (given[0], given[2], given[4], given[5], given[6]))
         of_scores, of_values, of_nothing, of_room, of_block = arrays
         seen, column = given[3], given[7]
@@ -251,12 +251,12 @@ def _weigh_values(context, scores, line, values, seen, nothing, room, block, col
         return context.get_dummy_value()
 
     whole = types.int64
-    return types.void(scores, whole, values, whole, nothing, room, block, whole), make
+    return types.void(scores, whole, values, whole, nothing, work, block, whole), make
 
 
 # Offsets in a thread's workspace, in rows of D floats: queries, and later their results, [16, D]; queries as a right
 # operand; intermediate scores or values, 2 KiB; keys, if fewer than 16 are left, [16, D]; zeros.
-_PACKED, _BETWEEN, _TAIL, _NOTHING, WORK = 16, 24, 40, 48, 50
+_PACKED, _BETWEEN, _TAIL, _NOTHING, USED = 16, 24, 40, 48, 50
 
 
 @kernel
@@ -267,7 +267,7 @@ def attend_by_amx(task, first, last, halves, out):
     """
     width = task.keys.shape[2]
     each = task.rows * (task.queries.shape[1] // width) // task.keys.shape[0]
-    nothing = task.near[_NOTHING:WORK]
+    nothing = task.near[_NOTHING:USED]
     for row in range(nothing.shape[0]):
         nothing[row] = np.float32(0.0)
     while first < last:
@@ -301,7 +301,7 @@ def _attend_block(task, head, first, count, halves, out):
         softmax(scores, line + i, seen_by(task, row), steps * STEP, task.mask[row], task.scale)
         _split_weights(scores, line + i, steps)
     for column in range(0, width, STEP):
-        _weigh_values(scores, line, values, seen, near[_NOTHING:WORK], between, near, column)
+        _weigh_values(scores, line, values, seen, near[_NOTHING:USED], between, near, column)
     for i in range(count):
         row, place = task.row + (first + i - head * each) // group, head * group + (first + i) % group
         put_columns(near, i, 0, out, row, place * width, width, halves)

@@ -54,13 +54,13 @@ def call_amx(builder, name, *given):
 def _lines(builder, size):
     """Bytes on the stack, aligned to a cache line."""
     with builder.goto_entry_block():  # numba's own function stores a 0 in each byte, which takes LLVM 15 s
-        room = builder.alloca(ir.ArrayType(BYTE, size))
-    room.align = LINE
-    return builder.bitcast(room, BYTE.as_pointer())
+        work = builder.alloca(ir.ArrayType(BYTE, size))
+    work.align = LINE
+    return builder.bitcast(work, BYTE.as_pointer())
 
 
 @intrinsic
-def _room_of_sums(context):
+def _work_of_sums(context):
     """A workspace for the sums of a block, [panels, PARTS, rows, PANEL]."""
 
     def make(context, builder, signature, given):
@@ -101,7 +101,7 @@ def set_down(context):
     return types.void(), make
 
 
-def _add_block(builder, weights, source, line, depth, panel, ahead_of, room, panels):
+def _add_block(builder, weights, source, line, depth, panel, ahead_of, work, panels):
     """Emit code for the sums of a block of rows, whose first begins at `source` and each next one `line` bytes later.
 
     Registers are, in order, sums of each panel, `x`, and weights. A sum's terms are added in the order of inputs, and
@@ -131,19 +131,19 @@ def _add_block(builder, weights, source, line, depth, panel, ahead_of, room, pan
 
     loop(builder, depth, [], multiply)
     for place in range(panels):
-        call_amx(builder, "tilestored64", place, builder.gep(room, [LONG(place * _SUMS)]), LONG(LINE))
+        call_amx(builder, "tilestored64", place, builder.gep(work, [LONG(place * _SUMS)]), LONG(LINE))
 
 
 @intrinsic
-def _multiply_block(context, weights, x, depth, row, panel, panels, turn, turns, room, at):
-    """Sums of a block of x's rows from `row` on for panels from output `panel` on, into `room` from row `at` on."""
+def _multiply_block(context, weights, x, depth, row, panel, panels, turn, turns, work, at):
+    """Sums of a block of x's rows from `row` on for panels from output `panel` on, into `work` from row `at` on."""
 
     def make(context, builder, signature, given):
         of_weights, of_x = arrays_of(context, builder, (weights, x), given[:2])
-        depth, row, panel, panels, turn, turns, room, at = given[2:]
+        depth, row, panel, panels, turn, turns, work, at = given[2:]
         bytes_of = builder.bitcast(of_weights.data, BYTE.as_pointer())
         source, line = row_of(builder, of_x, row), cgutils.unpack_tuple(builder, of_x.strides, 2)[0]
-        into = builder.gep(builder.bitcast(room, BYTE.as_pointer()), [builder.mul(at, LONG(LINE))])
+        into = builder.gep(builder.bitcast(work, BYTE.as_pointer()), [builder.mul(at, LONG(LINE))])
 
         def ahead_of(size, panels):
             return distances_ahead(builder, size, panels, turn, turns)
@@ -158,19 +158,19 @@ def _multiply_block(context, weights, x, depth, row, panel, panels, turn, turns,
 
 
 @intrinsic
-def _put_sums(context, scales, biases, out, room, row, rows, panel, parts, apart, halves):
+def _put_sums(context, scales, biases, out, work, row, rows, panel, parts, apart, halves):
     """Write a panel's outputs for rows from `row` on, from the sums of all parts, which are `apart` rows apart."""
     kinds = {"scales": scales, "biases": biases, "out": out}
 
     def make(context, builder, signature, given):
         outputs = Outputs.of(context, builder, kinds, given[:3], given[-1])
-        room, row, rows, panel, parts, apart = given[3:-1]
+        work, row, rows, panel, parts, apart = given[3:-1]
         scaled = outputs.scaled(builder, panel)
         several = builder.icmp_signed(">", parts, LONG(1))
 
         def sums_of(row, part):
             place = builder.add(row, builder.select(several, builder.mul(apart, LONG(part)), LONG(0)))
-            return loaded(builder, room, builder.mul(place, LONG(LANES)), types.float32)
+            return loaded(builder, work, builder.mul(place, LONG(LANES)), types.float32)
 
         def put(number, nothing):
             total = sums_of(number, 0)
@@ -187,8 +187,8 @@ def _put_sums(context, scales, biases, out, room, row, rows, panel, parts, apart
 
 
 @intrinsic
-def _sums_of_panel(context, room, place):
-    """The address of a panel's sums in `room`."""
+def _sums_of_panel(context, work, place):
+    """The address of a panel's sums in `work`."""
 
     def make(context, builder, signature, given):
         return builder.gep(given[0], [builder.mul(given[1], LONG(_SUMS // 4))])
@@ -206,7 +206,7 @@ def by_amx(linear, x, rows, first, last, halves, out):
     blocks = parts // at_once
     panels = min(_MOST, (last - first) // PANEL)
     panels = _MOST if panels == _MOST else 1
-    room = _room_of_sums()
+    work = _work_of_sums()
     for group in range(first, last, panels * PANEL):
         panel = min(group, last - panels * PANEL)  # the last panels may be computed twice
         row = 0
@@ -217,11 +217,11 @@ def by_amx(linear, x, rows, first, last, halves, out):
             for block in range(blocks):
                 _multiply_block(
                     weights, x, inputs // STEP, block * rows + row, panel, panels, turn * blocks + block,
-                    turns * blocks, room, block * BLOCK,
+                    turns * blocks, work, block * BLOCK,
                 )  # fmt: skip
             for place in range(panels):
                 _put_sums(
-                    scales, biases, out, _sums_of_panel(room, place), row, some, panel + place * PANEL, parts,
+                    scales, biases, out, _sums_of_panel(work, place), row, some, panel + place * PANEL, parts,
                     some if at_once > 1 else BLOCK, halves,
                 )  # fmt: skip
             row += some

@@ -35,9 +35,9 @@ def _has_many(scores: Tensor) -> bool:
 def _places_of_largest(scores: Tensor, values: Tensor | None = None) -> Tensor:
     """See `entries.maxima_entry`."""
     scores = scores.contiguous()
-    places, room = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
+    places, work = scores.new_empty(len(scores), dtype=torch.int64), torch.empty(2 * LANES)
     table = [0] * entries.TABLE
-    table[entries.X], table[entries.OUT], table[entries.ROOM] = scores.data_ptr(), places.data_ptr(), room.data_ptr()
+    table[entries.X], table[entries.OUT], table[entries.WORK] = scores.data_ptr(), places.data_ptr(), work.data_ptr()
     table[entries.VALUES] = 0 if values is None else values.data_ptr()
     table[entries.ROWS], table[entries.INPUTS] = scores.shape
     call(_entry_of(entries.maxima_entry, scores.dtype), table, 0)
@@ -53,11 +53,11 @@ def likeliest_children(
     if not able or size < LANES or logits.requires_grad:
         return None
     logits, count = logits.contiguous(), min(count, rows * size)
-    values, places, room = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
+    values, places, work = torch.empty(count), torch.empty(2, count, dtype=torch.int64), torch.empty(size // LANES)
     numbers = torch.tensor([*weights, sharpness])
     table = [0] * entries.TABLE
-    table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.ROOM], table[entries.WEIGHTS] = (
-        tensor.data_ptr() for tensor in (logits, values, places, room, numbers)
+    table[entries.X], table[entries.VALUES], table[entries.OUT], table[entries.WORK], table[entries.WEIGHTS] = (
+        tensor.data_ptr() for tensor in (logits, values, places, work, numbers)
     )
     table[entries.EPS] = table[entries.WEIGHTS] + rows * numbers.itemsize
     table[entries.ROWS], table[entries.INPUTS], table[entries.OUTPUTS] = rows, size, count

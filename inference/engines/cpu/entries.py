@@ -21,7 +21,7 @@ from inference.engines.cpu.likeliest import likeliest_children
 from inference.engines.cpu.linear import PARTS, Linear
 from inference.engines.cpu.maxima import first_largest
 from inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
-from inference.engines.cpu.passes import Layers, Room, Shape, run
+from inference.engines.cpu.passes import Layers, LayerShape, Workspace, run
 from inference.engines.cpu.products import part, product
 from inference.engines.cpu.vectors import LANES
 from outrider.compiled import kept_entry
@@ -46,9 +46,9 @@ def _call(context, address):
 
 # Indices of a table. THREAD, THREADS: functions that return a thread's number and the number of threads, 0 for a single
 # thread; ARRIVED: the counter of `wait`, in the table itself.
-THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, ROOM, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
+THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, WORK, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
 NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, MASK = range(12, 23)
-CACHE, CACHED, SEQUENCES, FIRST, CAPACITY, PAST, SEATS, START, STOP, MOST, VALUES = range(23, 34)
+CACHE, CACHED, SEQUENCES, FIRST, CAPACITY, PAST, SLOTS, START, STOP, MOST, VALUES = range(23, 34)
 TABLE = 34
 
 
@@ -80,8 +80,8 @@ def _floats(address, first, second):
 
 
 @kernel
-def room_sizes(shape, rows, threads, positions, parts):
-    """The size in floats of each field of `Room` except the last. parts: see `parts_of`."""
+def workspace_sizes(shape, rows, threads, positions, parts):
+    """The size in floats of each field of `Workspace` except the last. parts: see `parts_of`."""
     return (
         rows * (shape.heads + 2 * shape.key_heads) * shape.width,
         parts * rows * shape.heads * shape.width,
@@ -96,8 +96,8 @@ def room_sizes(shape, rows, threads, positions, parts):
 
 
 @_inlined
-def _roomarray_at(at, sizes, shape, rows, most, positions, arrived, read, parts):
-    """The workspace at an address; see `room_sizes`. read: the type of operands of products."""
+def _workspace_at(at, sizes, shape, rows, most, positions, arrived, read, parts):
+    """The workspace at an address; see `workspace_sizes`. read: the type of operands of products."""
     heads = _floats(at, rows, sizes[0] // rows)
     at += 4 * sizes[0]
     mixed = carray(array_at(at, read), (parts * rows, shape.heads * shape.width))
@@ -115,7 +115,7 @@ def _roomarray_at(at, sizes, shape, rows, most, positions, arrived, read, parts)
     near = carray(array_at(at, np.float32), (most, NEAR, shape.width))
     at += 4 * sizes[7]
     hidden = _floats(at, rows, shape.hidden)
-    return Room(heads, mixed, joined, inner, normed, scores, sums, near, hidden, arrived)
+    return Workspace(heads, mixed, joined, inner, normed, scores, sums, near, hidden, arrived)
 
 
 def product_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
@@ -150,7 +150,7 @@ def maxima_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`first_largest` of rows as a C function void f(int64 *table), for numbers of this type.
 
     Places int64 to OUT, the numbers there to VALUES, if given; without VALUES a place is −1 if the number is not
-    finite. ROOM has 8 · LANES bytes.
+    finite. WORK has 8 · LANES bytes.
     """
 
     @_entry
@@ -161,8 +161,8 @@ def maxima_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
         places, values = carray(array_at(table[OUT], np.int64), rows), carray(array_at(table[VALUES], kept), rows)
         named = table[VALUES] != 0
         best, block = (
-            carray(array_at(table[ROOM], np.float32), LANES),
-            carray(array_at(table[ROOM] + 4 * LANES, np.int32), LANES),
+            carray(array_at(table[WORK], np.float32), LANES),
+            carray(array_at(table[WORK] + 4 * LANES, np.int32), LANES),
         )
         for row in range(rows):
             places[row] = first_largest(numbers[row], best, block)
@@ -187,7 +187,7 @@ def children_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
         found = carray(array_at(table[OUT], np.int64), (2, count))
         likeliest_children(
             carray(array_at(table[X], kept), (rows, size)), _floats(table[WEIGHTS], 1, rows)[0],
-            _floats(table[EPS], 1, 1)[0, 0], _floats(table[ROOM], 1, size // LANES)[0],
+            _floats(table[EPS], 1, 1)[0, 0], _floats(table[WORK], 1, size // LANES)[0],
             _floats(table[VALUES], 1, count)[0], found[0], found[1],
         )  # fmt: skip
 
@@ -198,7 +198,7 @@ def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SO
     """`product` over a whole layer of a norm's output, as a C function void f(int64 *table).
 
     stored, read, kept: as in `product_entry`; the norm's input and its weight NORMS are also of type `kept`.
-    ROOM, float32: epsilon, which is given; then, for each thread, [2 · INPUTS] for the weight and a row, followed by
+    WORK, float32: epsilon, which is given; then, for each thread, [2 · INPUTS] for the weight and a row, followed by
     the operand of products, `parts` · ROWS · INPUTS.
     """
     in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
@@ -209,15 +209,15 @@ def head_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SO
         rank, threads = _team(table)
         rows, inputs, outputs = table[ROWS], table[INPUTS], table[OUTPUTS]
         x, weight = carray(array_at(table[X], kept), (rows, inputs)), carray(array_at(table[NORMS], kept), inputs)
-        own = table[ROOM] + 4 * (1 + rank * (2 + parts * rows) * inputs)
-        eps, room = _floats(table[ROOM], 1, 1)[0, 0], _floats(own, 2, inputs)
+        own = table[WORK] + 4 * (1 + rank * (2 + parts * rows) * inputs)
+        eps, work = _floats(table[WORK], 1, 1)[0, 0], _floats(own, 2, inputs)
         normed = carray(array_at(own + 8 * inputs, read), (parts * rows, inputs))
         for i in range(inputs):
-            room[0, i] = wide(weight[i])
+            work[0, i] = wide(weight[i])
         for row in range(rows):
             for i in range(inputs):
-                room[1, i] = wide(x[row, i])
-            norm_row(room, 1, row, room[0], eps, halves, normed)
+                work[1, i] = wide(x[row, i])
+            norm_row(work, 1, row, work[0], eps, halves, normed)
         linear = Linear(
             carray(array_at(table[WEIGHTS], stored), inputs * outputs // in_one),
             inputs,
@@ -256,7 +256,7 @@ def mask_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
 def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`run` as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, of operands, and of caches and hidden states. PAST: with SEATS the most
+    stored, read, kept: the types of weights, of operands, and of caches and hidden states. PAST: with SLOTS the most
     positions before any row, else `past`.
     """
     in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
@@ -267,7 +267,7 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
         rank, threads = _team(table)
         size, heads, key_heads, width = table[INPUTS], table[HEADS], table[KEY_HEADS], table[WIDTH]
         inner, count, rows, most, past = table[INNER], table[LAYERS], table[ROWS], table[MOST], table[PAST]
-        shape, every = Shape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
+        shape, every = LayerShape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
         outputs = every + 2 * size + 2 * inner
         layers = Layers(
             carray(array_at(table[WEIGHTS], stored), (count, size * (every + heads * width + 3 * inner) // in_one)),
@@ -276,11 +276,11 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
             carray(array_at(table[NORMS], np.float32), (count, 2, size)),
             carray(array_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
         )
-        seats = carray(array_at(table[SEATS], np.int64), (rows if table[SEATS] != 0 else 0, 2))
-        positions = past + (1 if table[SEATS] != 0 else rows)
-        sizes = room_sizes(shape, rows, most, positions, parts)
+        slots = carray(array_at(table[SLOTS], np.int64), (rows if table[SLOTS] != 0 else 0, 2))
+        positions = past + (1 if table[SLOTS] != 0 else rows)
+        sizes = workspace_sizes(shape, rows, most, positions, parts)
         arrived = table[ARRIVED : ARRIVED + 1]
-        room = _roomarray_at(table[ROOM], sizes, shape, rows, most, positions, arrived, read, parts)
+        work = _workspace_at(table[WORK], sizes, shape, rows, most, positions, arrived, read, parts)
         cos, sin = carray(array_at(table[COS], kept), (rows, width)), carray(array_at(table[SIN], kept), (rows, width))
         mask = carray(array_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
         kept_in = (table[CACHED], 2, table[SEQUENCES], key_heads, table[CAPACITY], width)
@@ -289,14 +289,14 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
         # Every thread writes the same values. None changes them before all threads have arrived once.
         for row in range(rows):
             for i in range(size):
-                room.hidden[row, i] = wide(x[row, i])
+                work.hidden[row, i] = wide(x[row, i])
         run(
-            rank, threads, shape, layers, table[START], table[STOP], room.hidden, cos, sin, mask, cache, table[FIRST],
-            past, seats, _floats(table[EPS], 1, 3)[0], room,
+            rank, threads, shape, layers, table[START], table[STOP], work.hidden, cos, sin, mask, cache, table[FIRST],
+            past, slots, _floats(table[EPS], 1, 3)[0], work,
         )  # fmt: skip
         begin, end = part(size, rank, threads)
         for row in range(rows):
             for i in range(begin, end):
-                put(out[row], i, room.hidden[row, i], halves)
+                put(out[row], i, work.hidden[row, i], halves)
 
     return entry

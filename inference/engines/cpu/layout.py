@@ -34,7 +34,7 @@ _REPEATS = 20
 Way = Literal["floats", "pairs", "amx"]
 
 
-class Layout(NamedTuple):
+class WeightLayout(NamedTuple):
     """The layout of weights, and the dtypes of computations with them.
 
     stored: the weights' dtype; together: the pack factor, adjacent inputs of an output, 2 for bfloat16s; way: the
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     kept: torch.dtype
 
     @classmethod
-    def of(cls, linears: Sequence[Linear], kept: torch.dtype) -> "Layout":
+    def of(cls, linears: Sequence[Linear], kept: torch.dtype) -> "WeightLayout":
         """The layout for some layers on this processor."""
         stored = fewest_bytes(linears)
         if stored != torch.bfloat16 or any(linear.in_features % 2 for linear in linears):
@@ -165,7 +165,7 @@ def seconds_of_product(way: Way, kept: torch.dtype) -> float:
     On some processors the instruction for pairs takes as long as four products of floats.
     """
     outputs, inputs = _TRIED
-    layout = Layout(torch.bfloat16, 2, way, kept)
+    layout = WeightLayout(torch.bfloat16, 2, way, kept)
     weights = torch.ones(outputs, inputs, dtype=torch.bfloat16)
     x, out = layout.operand(torch.ones(TILE, inputs, dtype=kept)), torch.empty(TILE, outputs, dtype=kept)
     floats = torch.ones(outputs)

@@ -21,10 +21,10 @@ from inference.engines.cpu.elementwise import add_row, gate_row, norm_row
 from inference.engines.cpu.linear import Linear, weights_in
 from inference.engines.cpu.numbers import kernel, put, rounded, wait, wide
 from inference.engines.cpu.products import part, product
-from inference.engines.cpu.task import Task
+from inference.engines.cpu.task import AttentionTask
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """Sizes of every layer of a stack. hidden: d; heads, key_heads, width: H, G and D; inner: n, of the MLP."""
 
     hidden: int
@@ -50,12 +50,12 @@ class Layers(NamedTuple):
     head_norms: np.ndarray
 
 
-class Room(NamedTuple):
+class Workspace(NamedTuple):
     """The workspace of threads, float32. The operands of products, mixed, inner and normed, may be bfloat16, or have
     3R rows, see `put_read`.
 
     Shared: heads [R, (H + 2G)·D], mixed [R, H·D], joined [R, max(d, 2n)], inner [R, n], hidden [R, d]; scores, sums as
-    in `Task`.
+    in `AttentionTask`.
     Per thread: normed [T, R, d], near [T, NEAR, D].
     arrived int64 [1]: a counter, 0 before a pass.
     """
@@ -99,37 +99,37 @@ def rotate(head, cos, sin, weight, eps, halves):
 
 
 @kernel
-def add(linear, x, hidden, halves, rank, threads, room):
+def add(linear, x, hidden, halves, rank, threads, work):
     """hidden += the linear layer's outputs for x, in this thread's columns."""
     rows = hidden.shape[0]
     begin, end = part(hidden.shape[1], rank, threads)
-    product(linear, x, rows, begin, end, halves, room.joined)
+    product(linear, x, rows, begin, end, halves, work.joined)
     for row in range(rows):
         if begin < end:
-            add_row(hidden, room.joined, row, begin, end, halves)
+            add_row(hidden, work.joined, row, begin, end, halves)
 
 
 @kernel
-def stand(row, past, seats):
+def stand(row, past, slots):
     """(the sequence of a row, the number of positions before it); see `run`."""
-    if seats.shape[0] > 0:
-        return seats[row, 0], seats[row, 1]
+    if slots.shape[0] > 0:
+        return slots[row, 0], slots[row, 1]
     return np.int64(0), past + row
 
 
 @kernel
-def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, seats, rank, threads, room):
+def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, slots, rank, threads, work):
     """Rotate queries and keys and write keys and values to the cache, for this thread's part of all rows' heads."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
     every = heads + 2 * key_heads
-    items = every * room.heads.shape[0]
+    items = every * work.heads.shape[0]
     for item in range(items * rank // threads, items * (rank + 1) // threads):
         row, head = item // every, item % every
-        own = room.heads[row, head * width : (head + 1) * width]
+        own = work.heads[row, head * width : (head + 1) * width]
         if head < heads + key_heads:
             rotate(own, cos[row], sin[row], weight[head], head_eps, halves)
         if head >= heads:
-            sequence, position = stand(row, past, seats)
+            sequence, position = stand(row, past, slots)
             kept = (keys if head < heads + key_heads else values)[sequence, (head - heads) % key_heads, position]
             for i in range(width):
                 put(kept, i, own[i], halves)
@@ -154,52 +154,52 @@ def _way_of(weights, task, first, last, halves, out):
 
 
 @kernel
-def attend_all(weights, shape, keys, values, past, seats, mask, scale, halves, rank, threads, room):
-    """Write the attention outputs of this thread's part of all rows' query heads to `room.mixed`."""
-    queries, near = room.heads[:, : shape.heads * shape.width], room.near[rank]
-    heads, rows = shape.heads, room.heads.shape[0]
+def attend_all(weights, shape, keys, values, past, slots, mask, scale, halves, rank, threads, work):
+    """Write the attention outputs of this thread's part of all rows' query heads to `work.mixed`."""
+    queries, near = work.heads[:, : shape.heads * shape.width], work.near[rank]
+    heads, rows = shape.heads, work.heads.shape[0]
     first, last = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
-    together = rows if seats.shape[0] == 0 else np.int64(1)  # rows that attend to the same keys
+    together = rows if slots.shape[0] == 0 else np.int64(1)  # rows that attend to the same keys
     while first < last:
         row = first // (heads * together) * together
         begin = row * heads
         end = min(last, begin + heads * together)
-        sequence, position = stand(row, past, seats)
-        task = Task(
-            queries, keys[sequence], values[sequence], position + together, mask, scale, room.scores, room.sums, near,
+        sequence, position = stand(row, past, slots)
+        task = AttentionTask(
+            queries, keys[sequence], values[sequence], position + together, mask, scale, work.scores, work.sums, near,
             row, together,
         )  # fmt: skip
-        _attend(weights, task, first - begin, end - begin, halves, room.mixed)
+        _attend(weights, task, first - begin, end - begin, halves, work.mixed)
         first = end
 
 
 @kernel
-def gate(linear, inner, halves, rank, threads, room):
+def gate(linear, inner, halves, rank, threads, work):
     """room.inner = silu(gate) · up, in this thread's columns; the linear layer has the gates first."""
-    rows, normed = room.joined.shape[0], room.normed[rank]
+    rows, normed = work.joined.shape[0], work.normed[rank]
     begin, end = part(inner, rank, threads)
-    product(linear, normed, rows, begin, end, halves, room.joined)
-    product(linear, normed, rows, inner + begin, inner + end, halves, room.joined)
+    product(linear, normed, rows, begin, end, halves, work.joined)
+    product(linear, normed, rows, inner + begin, inner + end, halves, work.joined)
     for row in range(rows):
         if begin < end:
-            gate_row(room.joined, row, inner, begin, end, halves, room.inner)
+            gate_row(work.joined, row, inner, begin, end, halves, work.inner)
 
 
 @kernel
 def run(
-    rank, threads, shape, layers, start, stop, hidden, cos, sin, mask, cache, first, past, seats, numbers, room
+    rank, threads, shape, layers, start, stop, hidden, cos, sin, mask, cache, first, past, slots, numbers, work
 ):  # fmt: skip
     """Run thread `rank` of `threads`: layers start … stop − 1 over hidden float32 [R, d], in place.
 
     cos, sin [R, D], mask [R, past + R] or [R, 0], cache [layers, 2, sequences, G, positions, D]: all float32, or all as
     bits of bfloat16; then hidden is rounded to bfloat16. Layer l's keys and values are in cache[l − first]. The rows
-    follow `past` positions of the only sequence, and seats is [0, 2]. Or each row has its own sequence: seats int64
+    follow `past` positions of the only sequence, and slots is [0, 2]. Or each row has its own sequence: slots int64
     [R, 2] gives the sequence and the number of positions before the row, and there is no mask. numbers float32: eps,
     head_eps, scale; head_eps < 0: queries and keys have no norms.
     """
     eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
     size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
-    rows, halves, normed = hidden.shape[0], cache.itemsize == 2, room.normed[rank]
+    rows, halves, normed = hidden.shape[0], cache.itemsize == 2, work.normed[rank]
     every = mixed + 2 * shape.key_heads * shape.width
     # offsets of the second, third and fourth product of a layer, in weights and in outputs
     pair = weights_in(layers.weights)
@@ -213,22 +213,22 @@ def run(
         norm(hidden, rows, layers.norms[layer, 0], eps, halves, normed)
         joint = Linear(weights[:out_at], size, scales[:every], biases[:every])
         begin, end = part(every, rank, threads)
-        product(joint, normed, rows, begin, end, halves, room.heads)
-        wait(room.arrived, threads, turn + 1)
+        product(joint, normed, rows, begin, end, halves, work.heads)
+        wait(work.arrived, threads, turn + 1)
         place(
-            shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, seats, rank, threads, room
+            shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, slots, rank, threads, work
         )
-        wait(room.arrived, threads, turn + 2)
-        attend_all(weights, shape, keys, values, past, seats, mask, scale, halves, rank, threads, room)
-        wait(room.arrived, threads, turn + 3)
+        wait(work.arrived, threads, turn + 2)
+        attend_all(weights, shape, keys, values, past, slots, mask, scale, halves, rank, threads, work)
+        wait(work.arrived, threads, turn + 3)
         out = Linear(weights[out_at:up_at], mixed, scales[every:out_to], biases[every:out_to])
-        add(out, room.mixed, hidden, halves, rank, threads, room)
-        wait(room.arrived, threads, turn + 4)
+        add(out, work.mixed, hidden, halves, rank, threads, work)
+        wait(work.arrived, threads, turn + 4)
         norm(hidden, rows, layers.norms[layer, 1], eps, halves, normed)
         up = Linear(weights[up_at:down_at], size, scales[out_to:up_to], biases[out_to:up_to])
-        gate(up, inner, halves, rank, threads, room)
-        wait(room.arrived, threads, turn + 5)
+        gate(up, inner, halves, rank, threads, work)
+        wait(work.arrived, threads, turn + 5)
         down = Linear(weights[down_at:], inner, scales[up_to:], biases[up_to:])
-        add(down, room.inner, hidden, halves, rank, threads, room)
-        wait(room.arrived, threads, turn + 6)
+        add(down, work.inner, hidden, halves, rank, threads, work)
+        wait(work.arrived, threads, turn + 6)
         turn += 6

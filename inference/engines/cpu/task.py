@@ -13,7 +13,7 @@ _HIDDEN = np.float32(-1e30)  # a mask value below it hides a position
 _BLOCK = 64  # positions that are checked together
 
 
-class Task(NamedTuple):
+class AttentionTask(NamedTuple):
     """Queries of some rows over one sequence's keys and values in one layer, and workspaces.
 
     The rows are row … row + rows − 1 of queries float32 [R, H·D], D a multiple of `LANES`. keys, values [G, positions,

@@ -10,8 +10,8 @@ from math import log2
 
 import torch
 
-from draft_models.targets.anatomy import key_heads
 from draft_models.targets.attention import KERNELS, grouped_attention, kernels_on, use_kernel
+from draft_models.targets.model_spec import key_heads
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Layers
 from inference.core.runtime import KernelChoice

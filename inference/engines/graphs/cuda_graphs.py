@@ -22,7 +22,7 @@ from draft_models.targets.attention import use_kernel
 from draft_models.targets.target import Layers, Target
 from inference.core.cache import KVCache
 from inference.core.ops import likeliest
-from inference.core.rows import Layout, Rows
+from inference.core.rows import RoundRows, RowLayout
 from inference.core.runtime import KernelChoice
 from inference.core.session import Pass, Session
 from inference.core.target_session import TargetSession, WholeSession
@@ -97,7 +97,7 @@ class Arena:
         self.capacity = self.limit + WIDTHS[-1]
         self.first = KVCache(range(split), self.capacity, clean=True)
         self.rest = KVCache(range(split, len(layers.layers)), self.capacity, clean=True)
-        self.beside: dict[int, tuple[object, KVCache]] = {}  # caches of other layers, by owner
+        self.draft_caches: dict[int, tuple[object, KVCache]] = {}  # caches of other layers, by owner
         self.upload = Upload(self.rows, layers.device)
         self.buffers: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[str, int] = {}  # number of outputs of each pass
@@ -119,7 +119,7 @@ class Arena:
     def enter(self, user: Session) -> None:
         """Lend the arena to the session `user`, with empty caches."""
         self._user = weakref.ref(user)
-        for cache in (self.first, self.rest, *(cache for _, cache in self.beside.values())):
+        for cache in (self.first, self.rest, *(cache for _, cache in self.draft_caches.values())):
             cache.clear()
 
     def leave(self, user: Session) -> None:
@@ -127,11 +127,11 @@ class Arena:
         if self._user is not None and self._user() is user:
             self._user = None
 
-    def cache_beside(self, owner: object, layers: range) -> KVCache:
+    def draft_cache(self, owner: object, layers: range) -> KVCache:
         """The cache of the layers of `owner`."""
-        if id(owner) not in self.beside:
-            self.beside[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
-        return self.beside[id(owner)][1]
+        if id(owner) not in self.draft_caches:
+            self.draft_caches[id(owner)] = (owner, KVCache(layers, self.capacity, clean=True))
+        return self.draft_caches[id(owner)][1]
 
     def buffer(self, name: str, place: int, like: Tensor, rows: int) -> Tensor:
         """The input (place −1) or output of a pass: like `like` [1, n, …] or [n], but with `rows` rows."""
@@ -190,12 +190,12 @@ class GraphedSession(TargetSession):
         self.first, self.rest = arena.first, arena.rest
         arena.enter(self)
 
-    def beside(self, model: Target) -> Session:
+    def draft_session(self, model: Target) -> Session:
         session = self._arena.runtime.session(model, None, self.capacity, self.context)
         self._beside.append(session)
         return session
 
-    def layers_beside(self, layers: Layers) -> "GraphedSession":
+    def draft_layers_session(self, layers: Layers) -> "GraphedSession":
         session = self._arena.runtime.layer_session(layers, None, self.capacity, self.context)
         self._beside.append(session)
         return session
@@ -205,8 +205,8 @@ class GraphedSession(TargetSession):
         for session in self._beside:
             session.close()
 
-    def cache_beside(self, owner: object, layers: range) -> KVCache:
-        return self._arena.cache_beside(owner, layers)
+    def draft_cache(self, owner: object, layers: range) -> KVCache:
+        return self._arena.draft_cache(owner, layers)
 
     @property
     def step(self) -> Callable[[Tensor], Tensor] | None:
@@ -219,7 +219,7 @@ class GraphedSession(TargetSession):
         if token.data_ptr() != given.data_ptr():
             given.copy_(token)
         if upload.alone_at != self.base:
-            upload.send(Rows((-1,)).layout(self.base, 0, 1), 1)
+            upload.send(RoundRows((-1,)).layout(self.base, 0, 1), 1)
         view = arena.view(1, self.base + 1)
 
         def run() -> None:
@@ -251,7 +251,7 @@ class GraphedSession(TargetSession):
             if kept.data_ptr() != hidden.data_ptr():  # of a pass without a graph
                 kept.copy_(hidden)
 
-    def _run(self, name: str, pass_: Pass, x: Tensor, layout: Layout, cache: KVCache) -> tuple[Tensor, ...]:
+    def _run(self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache) -> tuple[Tensor, ...]:
         rows = layout.stop - layout.start
         # Graphs do not help prompts, passes wider than any bucket, and passes of an embedding alone.
         if not self.base or rows > WIDTHS[-1] or layout.stop > self._arena.rows or not cache.layers:

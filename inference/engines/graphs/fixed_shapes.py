@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draft_models.targets.target import Layers, Mask, Masks, Rotary
-from inference.core.rows import Layout, unpack
+from inference.core.rows import RowLayout, unpack
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run without graphs
 UPLOADS = 64  # pinned buffers used in turn, so that the host hardly ever waits for the device
@@ -16,7 +16,7 @@ class Upload:
     """Uploads the data of a pass: base, first row, end, depths of all rows, ancestors of each row of the pass.
 
     They are packed as bytes for a single copy. A graph reads `base`, `start` and `stop` int64 [], `depths` int64 [rows]
-    and `lineages` bool [64, rows].
+    and `ancestors` bool [64, rows].
     """
 
     def __init__(self, rows: int, device: torch.device):
@@ -31,10 +31,10 @@ class Upload:
         facts = self._device[: self._head].view(torch.int64)
         self.base, self.start, self.stop = facts[0], facts[1], facts[2]
         self.depths = facts[3:]
-        self.lineages = self._device[self._head :].view(torch.bool).view(WIDTHS[-1], rows)
+        self.ancestors = self._device[self._head :].view(torch.bool).view(WIDTHS[-1], rows)
         self.alone_at: int | None = None  # if the data are of a round of one row, the positions before it
 
-    def send(self, layout: Layout, width: int) -> None:
+    def send(self, layout: RowLayout, width: int) -> None:
         """Upload `layout`, padded to `width` rows; padding rows see no row of this round."""
         self.alone_at = layout.base if (layout.start, layout.stop, width) == (0, 1, 1) else None
         host = self._hosts[self._turn]
@@ -52,7 +52,7 @@ class Upload:
         if layout.stop > first:
             bits = content[self._head :].reshape(width, self.rows)
             place = first - layout.start
-            bits[place : place + layout.stop - first] = unpack(layout.lineages[first:], self.rows)
+            bits[place : place + layout.stop - first] = unpack(layout.ancestors[first:], self.rows)
         self._device[:stop].copy_(host[:stop], non_blocking=True)
         if copied is not None:
             copied.record()
@@ -101,7 +101,7 @@ class FixedView:
         columns = torch.arange(self.keys, device=base.device)
         inside = columns - base
         place = inside.clamp(0, self.upload.rows - 1)
-        own = self.upload.lineages[: self.width].index_select(1, place)
+        own = self.upload.ancestors[: self.width].index_select(1, place)
         own = own & (inside >= 0) & (inside < self.upload.rows)
         visible = own | (columns < torch.minimum(base, self.slots + 1)[:, None])
         places = torch.where(inside < 0, columns, base + depths[place])

@@ -54,6 +54,6 @@ def _compared(reports: Sequence[Report]) -> list[str]:
 
 def _sampled() -> list[str]:
     return [
-        "The texts were sampled, so no two need to be the same. What must be the same is their law: how likely each "
+        "The texts were sampled, so they may differ. What must be the same is their distribution: how likely each "
         "text is. That is proven in the project's tests, by going through every random choice on small vocabularies."
     ]

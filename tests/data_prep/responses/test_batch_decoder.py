@@ -1,11 +1,11 @@
-"""Decoding many prompts at once: each says what it says alone, and its law is the target's own."""
+"""Decoding many prompts at once: each says what it says alone, and its distribution is the target's own."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from data_prep.responses.answers import Answer
-from data_prep.responses.batch_decoder import Generator, top_law, uniforms
+from data_prep.responses.batch_decoder import Generator, top_k_of, uniforms
 from inference.core.sampling import Sampler
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
@@ -117,7 +117,7 @@ def test_a_law_is_float32_and_whole_whatever_the_model_and_k(target):
     (answer,) = generator.answer([random_prompt(5)], [uniforms(0, "", 0, 6)])
     assert answer.top.logprobs.dtype == answer.top.tail.dtype == torch.float32
     torch.testing.assert_close(answer.top.logprobs.exp().sum(-1) + answer.top.tail, torch.ones(len(answer.tokens)))
-    ids, _, tail = top_law(torch.randn(500, 20, generator=torch.Generator().manual_seed(0)), 99)
+    ids, _, tail = top_k_of(torch.randn(500, 20, generator=torch.Generator().manual_seed(0)), 99)
     assert ids.shape == (500, 20)  # all there are
     assert 0 <= tail.min() <= tail.max() < 1e-5
 

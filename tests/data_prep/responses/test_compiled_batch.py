@@ -43,7 +43,7 @@ def steps_of(model: Any) -> CompiledSteps:
 def test_answers_are_those_of_a_growing_cache(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, architecture: str, changes: dict[str, object], room: int
 ) -> None:
-    """Tokens and laws, whatever the rows' lengths, also where room is added and rows have left."""
+    """Tokens and distributions, whatever the rows' lengths, also where room is added and rows have left."""
     monkeypatch.setattr(compiled_batch, "_ROOM", room)
     model = load(save_target(tmp_path, architecture, peak=0.5, kv_heads=2, **changes))
     expected = answers_of(model, None)
@@ -67,11 +67,11 @@ def test_a_row_gets_what_it_gets_alone(tmp_path: Any, dtype: torch.dtype) -> Non
     generator = torch.Generator().manual_seed(0)
     kept = torch.randn(LAYERS, 2, 35, 2, 20, 16, generator=generator).to(dtype)
     tokens = torch.randint(272, (35,), generator=generator)
-    seats = torch.tensor([[row, 3 * row % 20] for row in range(35)])
-    together = steps(tokens, kept.clone(), seats)
+    slots = torch.tensor([[row, 3 * row % 20] for row in range(35)])
+    together = steps(tokens, kept.clone(), slots)
     assert together.dtype == torch.float32
     for row in range(35):
-        assert torch.equal(steps(tokens[row : row + 1], kept.clone(), seats[row : row + 1])[0], together[row])
+        assert torch.equal(steps(tokens[row : row + 1], kept.clone(), slots[row : row + 1])[0], together[row])
 
 
 @pytest.mark.parametrize("fault", ["one sequence", "one position", "padding"])

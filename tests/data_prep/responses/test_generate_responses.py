@@ -89,7 +89,7 @@ def test_killed_at_any_file_and_resumed_gives_the_same_responses(make):
     whole = make(records, name="whole", top_k_logits=3, batch_size=2)
     generate_responses(whole)
     writes = len([path for path in Path(whole.out_dir).iterdir() if path.name.startswith(("responses-", "skipped-"))])
-    assert writes == 7  # three shards of laws and responses, and what was skipped
+    assert writes == 7  # three shards of distributions and responses, and what was skipped
     for write in range(1, writes + 1):
         config = make(records, name=f"killed{write}", top_k_logits=3, batch_size=2)
         job = multiprocessing.get_context("fork").Process(target=_killed_at, args=(config, write))
@@ -103,11 +103,11 @@ def test_killed_at_any_file_and_resumed_gives_the_same_responses(make):
         assert {key: summary(config)[key] for key in ("responses", "tokens", "skipped")} == {
             key: summary(whole)[key] for key in ("responses", "tokens", "skipped")
         }
-        laws = {response.record["id"]: response.top for response in read_responses(config.out_dir)}
+        tops = {response.record["id"]: response.top for response in read_responses(config.out_dir)}
         for response in read_responses(whole.out_dir):
-            law = laws[response.record["id"]]
-            assert torch.equal(law.tokens, response.top.tokens)
-            torch.testing.assert_close(law.logprobs, response.top.logprobs, atol=0.01, rtol=0)  # kept as float16
+            top = tops[response.record["id"]]
+            assert torch.equal(top.tokens, response.top.tokens)
+            torch.testing.assert_close(top.logprobs, response.top.logprobs, atol=0.01, rtol=0)  # kept as float16
         names = {path.name for path in Path(config.out_dir).iterdir()}
         assert [name for name in names if name.startswith(".")] == [".lock"]
         assert all(name.replace("safetensors", "jsonl") in names for name in names if name.endswith(".safetensors"))

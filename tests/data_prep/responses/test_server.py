@@ -36,7 +36,7 @@ def asked(make, url, name="served", **values):
     return make(name=name, server=url, **{"concurrency": 3, **values})
 
 
-def laws(config):
+def tops(config):
     return {response.record["id"]: response for response in read_responses(config.out_dir)}
 
 
@@ -50,8 +50,8 @@ def test_a_servers_greedy_answers_and_log_probabilities_are_the_own_paths(make, 
         generate_responses(config)
     assert responses(config) == responses(own)
     assert len(responses(own)) == len(TALKS)
-    expected = laws(own)
-    for identity, found in laws(config).items():
+    expected = tops(own)
+    for identity, found in tops(config).items():
         want = expected[identity]
         assert torch.equal(found.sequence, want.sequence)
         assert torch.equal(found.places, want.places)
@@ -127,8 +127,8 @@ def test_a_server_that_goes_away_ends_the_run_which_goes_on_with_another(make, e
         generate_responses(replace(config, server=url, resume=True))
     assert responses(config) == responses(whole)
     assert not skipped(config)
-    for identity, found in laws(config).items():
-        assert torch.equal(found.top.logprobs, laws(whole)[identity].top.logprobs)
+    for identity, found in tops(config).items():
+        assert torch.equal(found.top.logprobs, tops(whole)[identity].top.logprobs)
 
 
 def test_a_few_prompts_that_failed_are_left_to_a_resumed_run(make, engine, capsys):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, render_prompt
-from data_prep.text.records import Layout, SkipRecordError, find_layout, to_record
+from data_prep.text.records import FileLayout, SkipRecordError, find_layout, to_record
 from outrider.errors import UserError
 
 QUESTION, ANSWER = (
@@ -47,7 +47,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("name", "column", "raw", "expected"), LAYOUTS)
 def test_layouts_are_told_by_their_columns_and_normalised(name, column, raw, expected):
     layout = find_layout(raw, "auto", None, "f:1")
-    assert layout == Layout(name, column)
+    assert layout == FileLayout(name, column)
     record = to_record(raw, layout, "f:1")
     assert record["id"] == "f:1"
     if isinstance(expected, str):
@@ -58,9 +58,9 @@ def test_layouts_are_told_by_their_columns_and_normalised(name, column, raw, exp
 
 
 def test_a_named_column_decides_the_layout_by_its_values():
-    assert find_layout({"answer": "x", "text": "y"}, "auto", "answer", "f:1") == Layout("text", "answer")
-    assert find_layout({"turns": ["a", "b"]}, "auto", "turns", "f:1") == Layout("turns", "turns")
-    assert find_layout({}, "sharegpt", None, "f:1") == Layout("sharegpt", "conversations")
+    assert find_layout({"answer": "x", "text": "y"}, "auto", "answer", "f:1") == FileLayout("text", "answer")
+    assert find_layout({"turns": ["a", "b"]}, "auto", "turns", "f:1") == FileLayout("turns", "turns")
+    assert find_layout({}, "sharegpt", None, "f:1") == FileLayout("sharegpt", "conversations")
 
 
 def test_benchmark_questions_are_not_taken_for_a_conversation():
@@ -70,18 +70,18 @@ def test_benchmark_questions_are_not_taken_for_a_conversation():
 
 def test_unusable_columns_are_named():
     with pytest.raises(UserError, match=r"^f:7: no column 'text'; columns present: body, title"):
-        to_record({"body": "x", "title": "y"}, Layout("text", "text"), "f:7")
+        to_record({"body": "x", "title": "y"}, FileLayout("text", "text"), "f:7")
     with pytest.raises(UserError, match=r"^f:7: no column 'c'; columns present: \(none\)"):
         find_layout({}, "auto", "c", "f:7")
     with pytest.raises(UserError, match=r"^f:7: column 'text' holds list, layout=text needs str"):
-        to_record({"text": ["x"]}, Layout("text", "text"), "f:7")
+        to_record({"text": ["x"]}, FileLayout("text", "text"), "f:7")
     with pytest.raises(UserError, match=r"^f:7: expected a record with named columns, found list"):
-        to_record([1], Layout("text", "text"), "f:7")
+        to_record([1], FileLayout("text", "text"), "f:7")
 
 
 def sharegpt(*turns):
     raw = {"conversations": [{"from": role, "value": value} for role, value in turns]}
-    return to_record(raw, Layout("sharegpt", "conversations"), "f:1")["messages"]
+    return to_record(raw, FileLayout("sharegpt", "conversations"), "f:1")["messages"]
 
 
 def test_all_sharegpt_roles_are_understood():
@@ -117,7 +117,7 @@ def test_unusable_conversations_are_skipped_for_a_reason(turns, reason):
 @pytest.mark.parametrize("raw", [{"text": ""}, {"text": " \n"}, {"text": None}])
 def test_blank_text_is_empty(raw):
     with pytest.raises(SkipRecordError) as skipped:
-        to_record(raw, Layout("text", "text"), "f:1")
+        to_record(raw, FileLayout("text", "text"), "f:1")
     assert skipped.value.reason == "empty"
 
 
@@ -142,7 +142,7 @@ def test_text_has_one_bos_where_the_tokenizer_adds_it_and_one_eos(make_tokenizer
 
 def test_truncated_text_has_no_end(tokenizer):
     raw = {"text": "return first", "finish": "length"}
-    cut, whole = (to_record(r, Layout("text", "text"), "f:1") for r in (raw, {**raw, "finish": "end"}))
+    cut, whole = (to_record(r, FileLayout("text", "text"), "f:1") for r in (raw, {**raw, "finish": "end"}))
     cut_ids, whole_ids = (document.ids.tolist() for document in encode([cut, whole], tokenizer, "tokenizer"))
     assert whole_ids == [*cut_ids, tokenizer.eos_token_id]
 
@@ -219,7 +219,7 @@ TRIMS = (
 @pytest.mark.parametrize("template", ["tokenizer", "vicuna"])
 def test_a_truncated_answer_is_supervised_without_its_end(make_tokenizer, answer, options, template):
     messages = [*TALK[:3], {"role": "assistant", "content": answer}]
-    record = to_record({"messages": messages, "finish": "length"}, Layout("messages", "messages"), "f:1")
+    record = to_record({"messages": messages, "finish": "length"}, FileLayout("messages", "messages"), "f:1")
     tokenizer = make_tokenizer(**options)
     whole, cut = encode([chat(*messages), record], tokenizer, template)
     assert whole.ids.tolist() == cut.ids.tolist()

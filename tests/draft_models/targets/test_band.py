@@ -15,7 +15,7 @@ from draft_models.targets.band import Band
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
-from draft_models.targets.whole_model import PlainLM
+from draft_models.targets.whole_model import WholeModel
 from inference.core.target_session import TargetSession, WholeSession
 from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource
@@ -142,7 +142,7 @@ def test_the_prompt_of_another_architecture_makes_nothing_square() -> None:
     """A model that is run by its own forward takes dense masks only: it is fed a long prompt in parts."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=2 * LONG, vocab_size=VOCABULARY)
-    lm = PlainLM(AutoModelForCausalLM.from_config(config))
+    lm = WholeModel(AutoModelForCausalLM.from_config(config))
     prompt = torch.tensor(random_prompt(LONG))
     with torch.inference_mode():
         with Largest() as largest:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draft_models.targets import attention, proof
-from draft_models.targets.empty_models import anatomy_of, decoder_layers, layer_stack
+from draft_models.targets.empty_models import decoder_layers, layer_stack, spec_of
 from draft_models.targets.open_target import open_target
 from draft_models.targets.proof import ROUNDED, prove_layers
 from draft_models.targets.stack import LayerStack, call_layer
@@ -36,13 +36,13 @@ def test_every_family_proves_itself(tmp_path: Path, family: str) -> None:
     """By one layer of each kind; nothing of the target is changed."""
     model = load(tmp_path, family)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    few, calls = proof._one_of_each_kind(model), anatomy_of(model).calls
-    assert set(anatomy_of(few).calls) == set(calls)
+    few, calls = proof._one_of_each_kind(model), spec_of(model).calls
+    assert set(spec_of(few).calls) == set(calls)
     assert len(decoder_layers(few)) < LAYERS
     assert {weight.dtype for weight in few.parameters()} == {torch.float32}
     prove_layers(model, "target=large")
     assert len(decoder_layers(model)) == model.config.num_hidden_layers == LAYERS
-    assert anatomy_of(model).calls == calls
+    assert spec_of(model).calls == calls
     for name, weight in model.state_dict().items():
         assert weight.dtype == before[name].dtype
         assert torch.equal(weight, before[name])

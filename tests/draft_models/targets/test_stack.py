@@ -201,7 +201,7 @@ def test_sizes_above_those_of_the_weights_are_refused_before_anything_is_built(
         AutoModelForCausalLM.from_pretrained(path).model.save_pretrained(path := tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {key: value}))
-    monkeypatch.setattr(architectures, "anatomy", lambda _: pytest.fail("it was built"))
+    monkeypatch.setattr(architectures, "model_spec", lambda _: pytest.fail("it was built"))
     with pytest.raises(UserError, match=rf"target=.*: {key}={value} in config\.json, but the weights have"):
         load_config(str(path))
 

@@ -23,7 +23,7 @@ import outrider
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
 from inference.chat.__main__ import main as chat_command
-from inference.chat.loop import Answer, Chat
+from inference.chat.loop import Chat, Reply
 from inference.chat.screen import DRAFTED, Screen, Terminal, harmless, open_screen
 from inference.core.stopwatch import Round
 from inference.drafters.ngram import ngram_memory
@@ -127,7 +127,7 @@ class Stopped:
 def test_a_character_is_shown_once_all_its_bytes_are_there() -> None:
     """One token a byte; the bytes of a character that never ends are shown at the end of the answer."""
     for text, rest in ((b"a\xc3\xa9\xe2\x82\xac.", ""), (b"a\xc3\xa9\xe2\x82", "\ufffd")):
-        answer = Answer(lambda ids: bytes(ids).decode(errors="replace"), time.perf_counter)
+        answer = Reply(lambda ids: bytes(ids).decode(errors="replace"), time.perf_counter)
         shown = [part for byte in text for part, _ in answer.take(Round((byte,), 0, 0, 0, 0.0))]
         assert "".join(shown) == text.decode(errors="ignore")
         assert answer.rest() == rest

@@ -20,7 +20,7 @@ from inference.core.stop_strings import StopStrings
 from inference.core.stopwatch import Round
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.measure.arms import make_arms
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import Chain
@@ -51,7 +51,7 @@ RULES = {
 def decode(
     stack: LayerStack, drafter: EarlyExit, rule: StopRule, prompt: Sequence[int], **options: object
 ) -> list[Round]:
-    return list(speculative(stack, Shaped(EarlyExitSource(drafter), Chain(rule)), prompt, **options))
+    return list(speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(rule)), prompt, **options))
 
 
 def tokens_of(rounds: Sequence[Round]) -> list[int]:
@@ -210,10 +210,10 @@ def test_a_generation_can_be_abandoned_and_another_started(tmp_path: Path) -> No
     model, stack = open_stack(path)
     source = EarlyExitSource(make_drafter(path, LAYERS - 1, noise=0.1))
     prompt = random_prompt(11)
-    half = speculative(stack, Shaped(source, Chain(FixedLength(4))), random_prompt(30, seed=2), max_new_tokens=30)
+    half = speculative(stack, ModelDrafter(source, Chain(FixedLength(4))), random_prompt(30, seed=2), max_new_tokens=30)
     next(half), next(half)
     half.close()
-    rounds = list(speculative(stack, Shaped(source, Chain(FixedLength(4))), prompt, max_new_tokens=30))
+    rounds = list(speculative(stack, ModelDrafter(source, Chain(FixedLength(4))), prompt, max_new_tokens=30))
     assert tokens_of(rounds) == reference_generate(model, prompt, 30)
 
 

@@ -17,7 +17,7 @@ from inference.core.tree import ROOT, DraftTree, chain_parents
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.ngram.ngrams import make_ngram_drafter
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.measure.replay import replay
 from inference.measure.statistics import acceptance_by_position
 from inference.report.report import plot_acceptance
@@ -128,7 +128,7 @@ def test_acceptance_by_depth_of_what_was_decoded(models: tuple[LayerStack, Any],
     seen: Seen = []
     drafting = watched(make_structure(method_of(DEEP[structure]), Streams(0)), seen)
     source = EarlyExitSource(drafter)
-    generation = collect(speculative(stack, Shaped(source, drafting), random_prompt(20), max_new_tokens=40))
+    generation = collect(speculative(stack, ModelDrafter(source, drafting), random_prompt(20), max_new_tokens=40))
     found = acceptance_by_position([generation])
     assert found == table_by_definition(seen)
     assert any(0 < row["accepted"] < 1 for row in found)

@@ -21,7 +21,7 @@ STEPS = 2**53  # uniform numbers there are
 
 
 def large(temperature: float, seed: int = 0) -> Tensor:
-    """A law over a large vocabulary [1, V], float32 as it comes out of a softmax."""
+    """A distribution over a large vocabulary [1, V], float32 as it comes out of a softmax."""
     logits = 3 * torch.randn(1, LARGE, generator=torch.Generator().manual_seed(seed))
     return (logits / temperature).softmax(-1)
 
@@ -107,7 +107,7 @@ def test_no_token_without_weight_whatever_the_sums(monkeypatch: pytest.MonkeyPat
 
 
 def test_sums_taken_in_parallel_leave_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With errors as large as rounding makes them the law is the same as without, far closer than to 1e-6."""
+    """With errors as large as rounding makes them the distribution is the same as without, far closer than to 1e-6."""
     weights = torch.rand(1, 500, generator=torch.Generator().manual_seed(1))
     weights[0, ::3] = 0
     exact = torch.tensor([boundaries(weights[0])[:-1]], dtype=torch.float64) / STEPS

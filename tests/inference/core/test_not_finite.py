@@ -18,18 +18,18 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from draft_models.eagle3.model import Eagle3
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import PlainLM
-from inference.core.acceptance import Chooser
+from draft_models.targets.whole_model import WholeModel
 from inference.core.decode import autoregressive, speculative
 from inference.core.ops import likeliest
 from inference.core.runtime import Eager, Runtime
 from inference.core.sampling import Sampler
 from inference.core.stopwatch import Round
 from inference.core.target_session import TargetSession
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, depths
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.cuda_graphs import Graphed
@@ -63,7 +63,7 @@ class Models:
         self.exit = make_drafter(path, LAYERS - 1, noise=0.3)
         torch.manual_seed(0)
         config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, vocab_size=VOCABULARY)
-        self.plain = PlainLM(AutoModelForCausalLM.from_config(config))
+        self.plain = WholeModel(AutoModelForCausalLM.from_config(config))
         self.head = head
 
     def source(self, kind: str) -> Any:
@@ -112,8 +112,10 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Eager() if request.param == "eager" else Graphed()
 
 
-def plain(models: Models, count: int, runtime: Runtime | None = None, chooser: Chooser | None = None) -> list[int]:
-    rounds = autoregressive(models.stack, PROMPT, max_new_tokens=count, runtime=runtime, chooser=chooser)
+def plain(
+    models: Models, count: int, runtime: Runtime | None = None, selector: TokenSelector | None = None
+) -> list[int]:
+    rounds = autoregressive(models.stack, PROMPT, max_new_tokens=count, runtime=runtime, selector=selector)
     return tokens_of(rounds)
 
 
@@ -123,8 +125,12 @@ def draft(
     drawn = sampler is not None and not sampler.greedy
     shape = make_structure(replace(METHOD, structure=STRUCTURES[structure]), Streams(4), drawn)
     generator = random.Random(4) if drawn else None
-    options: dict[str, Any] = {"max_new_tokens": count, "runtime": runtime, "chooser": Chooser(sampler, generator)}
-    return speculative(models.stack, Shaped(source, shape), PROMPT, **options)
+    options: dict[str, Any] = {
+        "max_new_tokens": count,
+        "runtime": runtime,
+        "selector": TokenSelector(sampler, generator),
+    }
+    return speculative(models.stack, ModelDrafter(source, shape), PROMPT, **options)
 
 
 # --- what is left behind, and what is drafted ------------------------------------------------------------------------
@@ -247,8 +253,8 @@ def test_logits_that_are_no_numbers_are_an_error(models: Models, runtime: Runtim
             return draft(models, models.source(arm), "opt_tree", 12, runtime, sampler)
         if arm != "plain":
             return draft(models, EarlyExitSource(models.exit), arm, 12, runtime, sampler)
-        chooser = Chooser(sampler, random.Random(4) if sampled else None)
-        return autoregressive(models.stack, PROMPT, max_new_tokens=12, runtime=runtime, chooser=chooser)
+        selector = TokenSelector(sampler, random.Random(4) if sampled else None)
+        return autoregressive(models.stack, PROMPT, max_new_tokens=12, runtime=runtime, selector=selector)
 
     models.stack.reserve(500)
     ((cos, _),) = models.stack.tables
@@ -268,7 +274,7 @@ def test_the_position_is_that_of_the_row_without_numbers(
     models: Models, path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
     """Where only one row of a pass overflows, after `nodes` accepted tokens."""
-    run_tree, position = TargetSession.run_tree, len(PROMPT) + 5 + nodes  # the second round begins behind 5 tokens
+    run_tree, position = TargetSession.run_tree, len(PROMPT) + 5 + nodes  # the second round begins after 5 tokens
 
     def overflowing(session: TargetSession, root: Tensor, tree: DraftTree) -> Tensor:
         logits = run_tree(session, root, tree).clone()

@@ -22,13 +22,13 @@ import outrider
 from draft_models.targets.band import Band
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import PlainLM, RowCache
+from draft_models.targets.whole_model import RowCache, WholeModel
 from inference.core.decode import autoregressive, speculative
 from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.choose import make_runtime
-from inference.loading.subject import find_target, load_stack
+from inference.loading.targets import find_target, load_stack
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import make_structure
@@ -67,7 +67,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = save(tmp_path_factory.mktemp(request.param), TARGETS[request.param])
     opened = open_target(str(path), by_layers=False)
     stack = load_stack(opened, None, torch.float32, CPU, by_layers=False)
-    assert isinstance(stack, PlainLM)
+    assert isinstance(stack, WholeModel)
     return path, stack
 
 
@@ -89,7 +89,7 @@ def test_greedy_equals_generate(
     drafters: list[Any] = [PromptLookup()]
     for structure in ("chain", "opt_tree", "k_config"):
         made = make_structure(method_of(STRUCTURES[structure]), Streams(0))
-        drafters.append(Shaped(SmallLMSource(small), made))
+        drafters.append(ModelDrafter(SmallLMSource(small), made))
     assert [t for r in autoregressive(stack, prompt, **options) for t in r.tokens] == expected
     drafted = 0
     for drafter in drafters:
@@ -105,8 +105,8 @@ def test_the_target_drafts_for_itself(target: tuple[Path, LayerStack]) -> None:
     prompt = random_prompt(14)
     for structure in ("chain", "static"):
         made = make_structure(method_of(STRUCTURES[structure]), Streams(0))
-        source = SmallLMSource(PlainLM(of(path)))
-        rounds = list(speculative(stack, Shaped(source, made), prompt, max_new_tokens=21))
+        source = SmallLMSource(WholeModel(of(path)))
+        rounds = list(speculative(stack, ModelDrafter(source, made), prompt, max_new_tokens=21))
         assert [t for r in rounds for t in r.tokens] == reference_generate(of(path), prompt, 21)
         assert all(r.accepted == min(r.depth, len(r.tokens)) for r in rounds[1:])
 
@@ -118,9 +118,9 @@ def test_a_fault_in_what_is_kept_changes_the_text(
     path, stack = target
     keep = RowCache.keep
     monkeypatch.setattr(RowCache, "keep", lambda self, base, rows: keep(self, base, [*rows[:1], *rows[:-1]]))
-    source = SmallLMSource(PlainLM(of(path)))
+    source = SmallLMSource(WholeModel(of(path)))
     made = make_structure(method_of(STRUCTURES["static"]), Streams(0))
-    rounds = list(speculative(stack, Shaped(source, made), random_prompt(14), max_new_tokens=21))
+    rounds = list(speculative(stack, ModelDrafter(source, made), random_prompt(14), max_new_tokens=21))
     assert [t for r in rounds for t in r.tokens] != reference_generate(of(path), random_prompt(14), 21)
 
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draft_models.eagle3.model import Eagle3
 from draft_models.ngrams.table import TrigramTable
 from draft_models.targets.empty_models import layer_stack
-from inference.core.acceptance import Chooser
 from inference.core.cache import KVCache
 from inference.core.decode import speculative
 from inference.core.drafter import Drafter
@@ -21,12 +20,13 @@ from inference.core.runtime import Eager, Runtime
 from inference.core.sampling import Sampler
 from inference.core.stopwatch import Round
 from inference.core.target_session import TargetSession
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, chain_parents
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.fused import Fused
 from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
@@ -164,7 +164,7 @@ def assert_starts_with(cache: KVCache, fresh: KVCache) -> None:
 def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSession, text: list[int]) -> None:
     """Session and drafter stand as if `text` had just been their prompt, but for what waits for the next extension."""
     fresh = TargetSession(target.stack, source.split, len(text) + 1)
-    fresh.taps = source.taps
+    fresh.aux_layers = source.aux_layers
     fresh.feed(torch.tensor(text), chain_parents(0, len(text)))
     hidden = fresh.hidden
     fresh.finish()
@@ -174,7 +174,7 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
     }
     other = kind.get(type(source), lambda: SmallLMSource(target.small))()
     other.begin(fresh)
-    fresh_taps = fresh.tapped(range(len(text))) if source.taps else None
+    fresh_aux = fresh.aux_hidden(range(len(text))) if source.aux_layers else None
     fresh.commit(range(len(text)))
 
     assert (session.base, session.rows) == (len(text), 0)
@@ -190,7 +190,7 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
         assert source.session.first.length == known
         assert_starts_with(source.session.first, other.session.first)
         assert source._tokens.tolist() == text[known + 1 :]
-        torch.testing.assert_close(source._taps, fresh_taps[:, known:], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(source._aux_hidden, fresh_aux[:, known:], rtol=1e-9, atol=1e-9)
     elif isinstance(source, SmallLMSource):
         assert source.session.first.length == source.session.base
         assert_starts_with(source.session.first, other.session.first)
@@ -206,7 +206,7 @@ def checked(
     drafter: Any,
     prompt: list[int],
     count: int,
-    chooser: Chooser | None = None,
+    selector: TokenSelector | None = None,
 ) -> Iterator[Round]:
     """The rounds of a generation, the caches compared after each."""
     sessions: list[TargetSession] = []
@@ -214,7 +214,7 @@ def checked(
     with pytest.MonkeyPatch.context() as patch:
         begin = drafter.begin
         patch.setattr(drafter, "begin", lambda session, *rest: (sessions.append(session), begin(session, *rest)))
-        options: Any = {"max_new_tokens": count, "chooser": chooser, "runtime": runtime}
+        options: Any = {"max_new_tokens": count, "selector": selector, "runtime": runtime}
         for r in speculative(target.stack, drafter, prompt, **options):
             text += r.tokens
             assert_as_after_prefill(target, getattr(drafter, "model", drafter), sessions[0], text[:-1])
@@ -241,7 +241,7 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
 ) -> None:
     structure, drawn = shape
     streams = Streams(0)
-    chooser = Chooser(Sampler(SamplingConfig(temperature=0.7)), streams.of("verify")) if drawn else None
+    selector = TokenSelector(Sampler(SamplingConfig(temperature=0.7)), streams.of("verify")) if drawn else None
     method = method_of(STRUCTURES[structure])
     shaping, moved, turns = make_structure(method, streams, drawn), [], itertools.count()
     observe, draft = shaping.observe, shaping.draft
@@ -255,7 +255,9 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
     monkeypatch.setattr(shaping, "draft", lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3))))
     guesses = source != "early_exit, first layer"  # that one is right next to never
     count = 28 if guesses else 9
-    rounds = list(checked(target, runtime, Shaped(target.source(source), shaping), random_prompt(9), count, chooser))
+    rounds = list(
+        checked(target, runtime, ModelDrafter(target.source(source), shaping), random_prompt(9), count, selector)
+    )
     assert len(rounds) > 5
     if guesses and not (drawn and source == "eagle3"):  # whose head was fitted to the greedy text
         assert len({r.accepted for r in rounds[1:] if r.drafted}) >= 2
@@ -322,7 +324,7 @@ def test_float64_greedy_equals_generate(
         eos = expected[11:12] if ends else []
         shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES[rule]), Streams(0))
         options: Any = {"max_new_tokens": 24, "eos": eos, "runtime": runtime}
-        rounds = list(speculative(target.stack, Shaped(drafter, shape), random_prompt(length), **options))
+        rounds = list(speculative(target.stack, ModelDrafter(drafter, shape), random_prompt(length), **options))
         assert tokens_of(rounds) == (expected[: expected.index(eos[0]) + 1] if ends else expected)
         assert any(r.drafted for r in rounds)
 
@@ -362,8 +364,8 @@ def drafter_layer(source: Any) -> torch.nn.Module:
     return source.drafter.layer if isinstance(source, EarlyExitSource) else source.lm.layers[-1]
 
 
-# What breaks, in which of its calls: (target, source, structure, chooser) → (object, attribute).
-Place = Callable[[Target, Any, Structure, Chooser], tuple[Any, str]]
+# What breaks, in which of its calls: (target, source, structure, selector) → (object, attribute).
+Place = Callable[[Target, Any, Structure, TokenSelector], tuple[Any, str]]
 FAULTS: dict[str, tuple[Place, int]] = {
     "the prefill": (lambda target, _d, _s, _c: (target.stack.layers[2], "forward"), 1),
     "a layer of the drafter": (lambda _t, source, _s, _c: (drafter_layer(source), "forward"), 4),
@@ -372,7 +374,7 @@ FAULTS: dict[str, tuple[Place, int]] = {
     "the structure, drafting": (lambda _t, _d, structure, _c: (structure, "draft"), 2),
     "the structure, observing": (lambda _t, _d, structure, _c: (structure, "observe"), 2),
     "a layer of the target": (lambda target, _d, _s, _c: (target.stack.layers[-1], "forward"), 3),
-    "the verification": (lambda _t, _d, _s, chooser: (chooser, "verify"), 2),
+    "the verification": (lambda _t, _d, _s, selector: (selector, "verify"), 2),
 }
 
 
@@ -389,23 +391,23 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
 ) -> None:
     """The same stack, source and structure are used again, for a shorter text and for a longer one."""
     source, structure = shaped
-    drafter, chooser = target.source(source), Chooser()
+    drafter, selector = target.source(source), TokenSelector()
     # Drafts of one token are often right as a whole, which leaves a token waiting for the drafter.
     shape = make_structure(method_of(STRUCTURES[structure], 1), Streams(0))
     place, at = FAULTS[fault]
-    owner, name = place(target, drafter, shape, chooser)
+    owner, name = place(target, drafter, shape, selector)
     emitted: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, breaks(getattr(owner, name), at))
-        options: Any = {"max_new_tokens": 20, "chooser": chooser, "runtime": runtime}
-        rounds = speculative(target.stack, Shaped(drafter, shape), random_prompt(30), **options)
+        options: Any = {"max_new_tokens": 20, "selector": selector, "runtime": runtime}
+        rounds = speculative(target.stack, ModelDrafter(drafter, shape), random_prompt(30), **options)
         with pytest.raises(BrokenError):
             read_into(emitted, rounds)
     assert bool(emitted) == (fault != "the prefill")
     assert emitted == expected_of(target, 30, 20)[: len(emitted)]
     assert not torch.is_inference_mode_enabled()
     for length, count in ((4, 12), (50, 12)):
-        rounds = list(checked(target, runtime, Shaped(drafter, shape), random_prompt(length), count))
+        rounds = list(checked(target, runtime, ModelDrafter(drafter, shape), random_prompt(length), count))
         assert tokens_of(rounds) == expected_of(target, length, count)
 
 
@@ -421,7 +423,7 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
     if source == "prompt_lookup":
         drafter: Any = PromptLookup(3, 4)
     else:
-        drafter = Shaped(target.source(source), make_structure(method_of(STRUCTURES[structure]), Streams(0)))
+        drafter = ModelDrafter(target.source(source), make_structure(method_of(STRUCTURES[structure]), Streams(0)))
     for taken in (1, 3):
         options: Any = {"max_new_tokens": 20, "runtime": runtime}
         abandoned = speculative(target.stack, drafter, random_prompt(30), **options)
@@ -452,7 +454,10 @@ def test_two_generations_at_once_on_one_target_and_drafter(
     options: Any = {"max_new_tokens": 24, "runtime": runtime}
     running = [
         speculative(
-            target.stack, Shaped(target.source(source), make_structure(method, Streams(0))), random_prompt(n), **options
+            target.stack,
+            ModelDrafter(target.source(source), make_structure(method, Streams(0))),
+            random_prompt(n),
+            **options,
         )
         for n in lengths
     ]

@@ -26,7 +26,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference.core.sampling import Sampler, branches, successors
+from inference.core.sampling import Sampler, branches, top_tokens
 from inference.core.tree import ROOT
 from inference.loading.generation_config import generate_options
 from inference.settings.sampling import SamplingConfig
@@ -245,6 +245,6 @@ def test_successors_are_the_likeliest_of_any_vocabulary(size: int) -> None:
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(0))
     logits[1, -1] = 9.0
     values, tokens = logits.softmax(-1).topk(min(8, size))
-    found = successors(logits, 8)
+    found = top_tokens(logits, 8)
     assert torch.equal(found[:, : values.shape[1]].long(), tokens)
     torch.testing.assert_close(found[:, values.shape[1] :], values)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from inference.core.cache import KVCache
 from inference.core.decode import speculative
-from inference.core.rows import Rows, unpack
+from inference.core.rows import RoundRows, unpack
 from inference.core.session import Session
 from inference.core.target_session import TargetSession, WholeSession
 from inference.core.tree import DraftTree, chain_parents
 from inference.core.verify import verify_greedy
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, save_target
@@ -141,7 +141,7 @@ _tree_targets: dict = {}
 @settings(deadline=None)
 @given(parents=trees())
 def test_lineages_are_the_transitive_closure(parents: list[int]) -> None:
-    closure = unpack(Rows(parents).lineages, len(parents))
+    closure = unpack(RoundRows(parents).ancestors, len(parents))
     for row in range(len(parents)):
         chain, node = set(), row
         while node >= 0:
@@ -151,7 +151,7 @@ def test_lineages_are_the_transitive_closure(parents: list[int]) -> None:
 
 
 def test_first_half_is_not_run_again(tmp_path: Path) -> None:
-    """Verification of drafted rows calls only the layers behind the split, and each layer once per row."""
+    """Verification of drafted rows calls only the layers after the split, and each layer once per row."""
     path = save_target(tmp_path)
     _, stack = open_stack(path)
     calls: dict[int, int] = {}
@@ -160,7 +160,7 @@ def test_first_half_is_not_run_again(tmp_path: Path) -> None:
             lambda _m, _i, out, index=index: calls.__setitem__(index, calls.get(index, 0) + out.shape[1])
         )
     source = EarlyExitSource(make_drafter(path, 2))
-    rounds = list(speculative(stack, Shaped(source, Chain(FixedLength(4))), random_prompt(10), max_new_tokens=20))
+    rounds = list(speculative(stack, ModelDrafter(source, Chain(FixedLength(4))), random_prompt(10), max_new_tokens=20))
     rows = 10 + sum(r.drafted + 1 for r in rounds[1:])
     assert calls == dict.fromkeys(range(LAYERS), rows)
 

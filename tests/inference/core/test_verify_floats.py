@@ -1,4 +1,5 @@
-"""Verification in tensors, floats and generators decides as the fractions do whose law is in test_verify_laws.py."""
+"""Verification in tensors, floats and generators decides as the fractions do whose distribution is in
+test_verify_distributions.py."""
 
 import random
 from collections import Counter
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from inference.core.tree import ROOT
 from inference.core.verify import NodeRule, RandomChance, Rows, verify_sampled
-from tests.exact_laws import Branch, emitted, paths, plain, random_model, sampled, ships
-from tests.inference.core.test_verify_laws import NAIVE, SAMPLED, WITH, WITHOUT
+from tests.exact_distributions import Branch, emitted, paths, plain, random_model, sampled, ships
+from tests.inference.core.test_verify_distributions import NAIVE, SAMPLED, WITH, WITHOUT
 
 
 @dataclass
@@ -105,7 +106,8 @@ def test_chance_follows_its_generator() -> None:
 
 
 def test_acceptance_has_its_probability() -> None:
-    """Within 4.5 σ. The laws above are of exact coins, and whole texts show a false one only where it is far off."""
+    """Within 4.5 σ. The distributions above are of exact coins, and whole texts show a false one only where it is far
+    off."""
     chance, tosses = RandomChance(random.Random(0)), 100_000
     for probability in (0.1, 0.5, 0.9):
         accepted = sum(chance.accept(probability) for _ in range(tosses))

@@ -19,7 +19,7 @@ from draft_models.eagle3.reading import Reading
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
 from inference.doctor.drafting import draft_by_head
-from inference.doctor.patient import Recording
+from inference.doctor.examinee import Recording
 from inference.doctor.recording import answer_of, record
 from tests.tiny import byte_tokenizer, open_stack, save_target
 
@@ -102,8 +102,8 @@ def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, ste
 
 
 def _outside_of_inference(recording: Recording) -> Recording:
-    taps = {boundary: hidden.clone() for boundary, hidden in recording.taps.items()}
-    return replace(recording, tokens=recording.tokens.clone(), choices=recording.choices.clone(), taps=taps)
+    aux_hidden = {boundary: hidden.clone() for boundary, hidden in recording.aux_hidden.items()}
+    return replace(recording, tokens=recording.tokens.clone(), choices=recording.choices.clone(), aux_hidden=aux_hidden)
 
 
 Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]  # of config.json and the tensors

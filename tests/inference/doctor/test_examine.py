@@ -18,12 +18,12 @@ from draft_models.eagle3.changes import ReadingChanges
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.small_lm.model import TRAINING_FILE, load_plain_lm
 from draft_models.targets.open_target import open_target
-from inference.doctor.examine import examine, find_patients, patient_of_lm
+from inference.doctor.examine import examine, examine_lm, find_examinees
 from inference.doctor.table import coloured, table
 from inference.doctor.training_data import training_facts
-from inference.drafters.small_lm import SmallLMMaker
+from inference.drafters.small_lm import SmallLMPlugin
 from inference.evaluate.command import evaluate
-from inference.loading.subject import Models, find_subject, load_drafters, load_models
+from inference.loading.targets import Models, find_setup, load_drafters, load_models
 from inference.measure.bench import render
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
@@ -67,11 +67,11 @@ def findings(practice: Path, prompts: list[Prompt], **options: Any) -> dict[str,
     config = EvaluateConfig(
         target=str(practice / "target"), doctor=True, methods={"m": MethodConfig("prompt_lookup")}, **given
     )
-    subject = find_subject(config)
-    drafters = load_drafters(config, subject.target, dtype=subject.dtype, device=subject.device)
-    models = load_models(config, subject, drafters)
-    rendered = [render(subject, prompt, prompt.turns[:1]) for prompt in prompts]
-    return examine(config, subject, models, prompts, rendered)
+    setup = find_setup(config)
+    drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
+    models = load_models(config, setup, drafters)
+    rendered = [render(setup, prompt, prompt.turns[:1]) for prompt in prompts]
+    return examine(config, setup, models, prompts, rendered)
 
 
 def chat(count: int) -> list[Prompt]:
@@ -114,7 +114,7 @@ def test_a_small_lm_is_stored_in_what_its_directory_says(practice: Path) -> None
     """Also one that runs by its own forward, whose config transformers changes as it is loaded."""
     where, target = str(practice / "lm"), open_target(str(practice / "target"))
     lm = load_plain_lm(where, target.config, None, torch.float16, "cpu")
-    [fact] = [fact for fact in patient_of_lm(SmallLMMaker(), lm, where, target, None).facts if fact.name == "numbers"]
+    [fact] = [fact for fact in examine_lm(SmallLMPlugin(), lm, where, target, None).facts if fact.name == "numbers"]
     assert fact.said == "stored in float32, run in float16, whose range is smaller"
     assert fact.suspect
 
@@ -132,11 +132,11 @@ def test_only_heads_of_others_are_examined_unasked(practice: Path, tmp_path: Pat
         target=str(practice / "target"), checkpoint=str(practice / "exit"), small_lm=str(practice / "lm"),
         eagle3="nowhere", methods=CHAIN,
     )  # fmt: skip
-    subject: Any = find_subject(replace(config, eagle3=None, methods={"m": MethodConfig("prompt_lookup")}))
+    setup: Any = find_setup(replace(config, eagle3=None, methods={"m": MethodConfig("prompt_lookup")}))
     models = Models(None, None, {"early_exit": object(), "small_lm": object()}, None)  # type: ignore[arg-type]
-    assert find_patients(config, subject, models) == {}
+    assert find_examinees(config, setup, models) == {}
     everything = replace(models, drafters={**models.drafters, "eagle3": object()})
-    assert find_patients(replace(config, doctor=False), subject, everything) == {}
+    assert find_examinees(replace(config, doctor=False), setup, everything) == {}
 
 
 def test_a_head_that_is_misread_ends_the_run_unless_it_is_read_rightly(

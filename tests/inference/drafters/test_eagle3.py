@@ -85,7 +85,7 @@ class Scripted:
 
 
 # A chain of which most is right, a tree whose path must be gathered, a round without a draft before one that waits for
-# two features and more, a chain that is wrong, and one behind it.
+# two features and more, a chain that is wrong, and one after it.
 SCRIPT = (
     Scripted((ROOT, 0, 1), 2, (0, 1)),
     Scripted((ROOT, ROOT, 0, 1, 1, 3), 4, (1, 3, 5)),
@@ -104,7 +104,7 @@ def drafts(stack: LayerStack, source: Eagle3Source, runtime: Runtime, length: in
     text = tokens[:length]
     script = iter(tokens[length:])
     session = runtime.session(stack, 0, 60, 50)
-    session.taps = source.taps
+    session.aux_layers = source.aux_layers
     session.prefill(text)
     source.begin(session)
     session.commit(range(length))
@@ -176,7 +176,7 @@ class ReadsTheNextBoundary(Eagle3Source):
 
     def __init__(self, head: Eagle3):
         super().__init__(head)
-        self.taps = tuple(tap + 1 for tap in self.taps)
+        self.aux_layers = tuple(tap + 1 for tap in self.aux_layers)
 
 
 class DoesNotShift(Eagle3Source):

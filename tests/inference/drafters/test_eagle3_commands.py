@@ -13,7 +13,7 @@ from data_prep.text.prompts import Prompt
 from draft_models.eagle3.checkpoint import load_head
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, TARGET
-from inference.drafters.eagle3 import MAKER
+from inference.drafters.eagle3 import PLUGIN
 from inference.engines.footprint import Place
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.evaluate import compare
@@ -62,18 +62,18 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     where, place, runtime = str(tiny_models / EAGLE3), Place(4, 100), Graphed()
     head = load_head(where, target.config, dtype=torch.float32)
     stack = target.stack(dtype=torch.float32)
-    MAKER.prepare(head, stack)
+    PLUGIN.prepare(head, stack)
     runtime.prepare(100, ())
     arms = make_arms(stack, {"eagle3": head}, {"m": CHAIN}, None, max_new_tokens=40, eos=(), runtime=runtime)
     arms["m"](random_prompt(60), Streams(0))
     (own,) = (arena for arena in runtime._arenas.values() if arena.layers is head)
-    weights, caches = MAKER.held(where, target.config, place).values()
+    weights, caches = PLUGIN.held(where, target.config, place).values()
     held = load_file(tiny_models / EAGLE3 / "model.safetensors")
     assert weights == sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
     assert own.first._buffer is not None
     buffers = sum(buffer.nbytes for buffer in own.buffers.values())
     (arena,) = (arena for arena in runtime._arenas.values() if arena.layers is stack)
-    (taps,) = (buffer for (name, output), buffer in arena.buffers.items() if "tapped" in name and output == 2)
+    (taps,) = (buffer for (name, output), buffer in arena.buffers.items() if "aux_hidden" in name and output == 2)
     assert own.first._buffer.nbytes + buffers + taps.nbytes == caches
 
 

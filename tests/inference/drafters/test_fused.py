@@ -16,7 +16,7 @@ from draft_models.ngrams.table import TrigramTable
 from inference.drafters.ngram.fused import Fused
 from inference.drafters.ngram.fused_growth import band, later_passes, new_join
 from inference.drafters.ngram.ngram_mixing import SUREST, predict
-from inference.drafters.ngram.ngrams import MAKER, MixedDrafter
+from inference.drafters.ngram.ngrams import PLUGIN, MixedDrafter
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, StructureConfig
 from inference.shapes.opt_tree import opt_tree
 from inference.sizing.costs import Costs
@@ -207,7 +207,7 @@ def test_a_step_transfers_once() -> None:
 def test_a_table_is_opened_for_it(tmp_path: Path) -> None:
     TABLE.save(tmp_path / "table")
     target = SimpleNamespace(vocabulary_digest="t", vocabulary_size=VOCABULARY)
-    found = [MAKER.load(str(tmp_path / "table"), target, {"m": method})
+    found = [PLUGIN.load(str(tmp_path / "table"), target, {"m": method})
              for method in (MethodConfig("small_lm"), fused_method())]  # fmt: skip
     assert found[0] is None
     assert found[1].vocabulary == VOCABULARY

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.core.decode import speculative
-from inference.drafters.ngram.lookup import LookupMaker, PromptLookup
+from inference.drafters.ngram.lookup import LookupPlugin, PromptLookup
 from inference.settings.method import MethodConfig, StopConfig
 from inference.sizing.costs import WIDEST, Costs
 from inference.sizing.policy import Tuning
@@ -95,7 +95,7 @@ def decoded(following: Callable[[list[int]], int], tuning: Tuning) -> tuple[floa
     text: list[int] = []
     while len(text) < 2 * PERIOD:
         text.append(following(text))
-    drafter = LookupMaker().make(None, preset("prompt_lookup"), Streams(0), drawn=False, tuning=tuning)
+    drafter = LookupPlugin().make(None, preset("prompt_lookup"), Streams(0), drawn=False, tuning=tuning)
     drafter.begin(FakeSession(text), None, None)
     root, seconds, drafts, found, rounds, left = following(text), 0.0, 0, 0, 0, N
     while left > 0:
@@ -155,5 +155,5 @@ def test_what_pays_is_submitted_nearly_always(row: float) -> None:
 def test_given_lengths_are_drafted_as_they_were_told() -> None:
     method = MethodConfig("prompt_lookup", stop=StopConfig(max_draft=4))
     for tuning in (None, Tuning(costs(0.3))):
-        drafter = LookupMaker().make(None, method, Streams(0), drawn=False, tuning=tuning)
+        drafter = LookupPlugin().make(None, method, Streams(0), drawn=False, tuning=tuning)
         assert (drafter.max_rows, drafter.sizes) == (4, None)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from draft_models.ngrams.overlay import longer_key
 from draft_models.ngrams.recycled import new_recycled, place_of, recycle
 from draft_models.targets.open_target import open_target
-from draft_models.targets.whole_model import PlainLM
+from draft_models.targets.whole_model import WholeModel
 from inference.core.decode import speculative
 from inference.core.runtime import Eager
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.ngrams import MixedDrafter
 from inference.engines.graphs.cuda_graphs import Graphed
-from inference.loading.subject import load_plain
+from inference.loading.targets import load_plain
 from inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import TABLE
 from tests.recorded import record_graphs
@@ -77,7 +77,7 @@ def test_rows_are_those_of_the_verified_tree(tmp_path: Path, monkeypatch: pytest
     path = save_target(tmp_path, "llama", kv_heads=2, peak=6.0)
     model, stack = open_stack(path, torch.float64)
     if runtime == "whole model":
-        stack = PlainLM(load_plain(open_target(str(path), by_layers=False), torch.float64, CPU))
+        stack = WholeModel(load_plain(open_target(str(path), by_layers=False), torch.float64, CPU))
     if runtime == "graphs":
         record_graphs(monkeypatch)
     texts: list[list[int]] = []
@@ -89,7 +89,7 @@ def test_rows_are_those_of_the_verified_tree(tmp_path: Path, monkeypatch: pytest
             paths = [before]
             for token, parent in zip(tree.tokens.tolist(), tree.parents, strict=True):
                 paths.append([*paths[parent + 1], token])
-            rows, found = self._session.recycled()
+            rows, found = self._session.top_tokens_of_rows()
             texts.extend(paths[row] for row in rows)
             read.extend(found.clone())
             super().commit(tree, nodes, tokens)

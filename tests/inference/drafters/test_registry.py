@@ -13,7 +13,7 @@ from draft_models.targets.settings import TARGET
 from inference.core.drafter import Drafter
 from inference.core.tree import DraftTree, chain_parents
 from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS, Kind, Maker, register
+from inference.settings.kinds import KINDS, DrafterPlugin, Kind, register
 from inference.settings.method import MethodConfig, StopConfig
 from inference.sizing.policy import Tuning
 from outrider.errors import UserError
@@ -29,7 +29,7 @@ class Cycle(Drafter):
     def __init__(self, tokens: list[int]):
         self.tokens = tokens
 
-    def begin(self, session: Any, chooser: Any, watch: Any) -> None:
+    def begin(self, session: Any, selector: Any, watch: Any) -> None:
         pass
 
     def draft(self, root: torch.Tensor, limit: int) -> DraftTree:
@@ -40,7 +40,7 @@ class Cycle(Drafter):
         pass
 
 
-class CycleMaker(Maker):
+class CyclePlugin(DrafterPlugin):
     """The model is a list of token ids."""
 
     def identity(self, where: str | None) -> dict[str, Any]:
@@ -56,13 +56,13 @@ class CycleMaker(Maker):
         return Cycle(model)
 
 
-MAKER = CycleMaker()
+PLUGIN = CyclePlugin()
 
 
 @pytest.fixture
 def cycle() -> Iterator[Kind]:
     """The kind, known while a test runs."""
-    kind = Kind("cycle", f"{__name__}:MAKER", option="cycle", needs="a JSON list of token ids", shaped=False)
+    kind = Kind("cycle", f"{__name__}:PLUGIN", option="cycle", needs="a JSON list of token ids", shaped=False)
     yield register(kind)
     KINDS.pop("cycle", None)
 

@@ -1,7 +1,7 @@
 """The target without some of its layers drafts: over the whole target's cache, with what its own layers add.
 
-Losslessness, caches after every round and the law under sampling are in test_lossless.py, test_rounds.py and
-test_laws.py.
+Losslessness, caches after every round and the distribution under sampling are in test_lossless.py, test_rounds.py and
+test_distributions.py.
 """
 
 import json
@@ -21,7 +21,7 @@ from draft_models.targets.settings import TARGET
 from inference.core.decode import speculative
 from inference.core.runtime import Eager
 from inference.core.tree import ROOT, DraftTree
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource, skipped_layers
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.measure import probe
@@ -88,7 +88,9 @@ def test_layers_that_change_nothing_are_skipped_for_nothing(tmp_path: Path) -> N
 
     def accepted(skip: tuple[int, ...]) -> float:
         shape = make_structure(MethodConfig("skip_layers", stop=StopConfig(max_draft=5)), Streams(0))
-        rounds = list(speculative(stack, Shaped(SkipLayersSource(skip), shape), random_prompt(20), max_new_tokens=31))
+        rounds = list(
+            speculative(stack, ModelDrafter(SkipLayersSource(skip), shape), random_prompt(20), max_new_tokens=31)
+        )
         assert [token for r in rounds for token in r.tokens] == expected
         return sum(r.accepted for r in rounds) / sum(r.drafted for r in rounds)
 

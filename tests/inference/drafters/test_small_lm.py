@@ -12,9 +12,9 @@ import torch
 from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import PlainLM
+from draft_models.targets.whole_model import WholeModel
 from inference.core.decode import speculative
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
 from inference.shapes.factory import Chain
 from inference.stopping.beta import BetaThompson
@@ -79,7 +79,7 @@ def test_greedy_equals_generate(
     source = SmallLMSource(load(small, path))
     prompt = random_prompt(20)
     for count in (8, 30):  # the second begins with what the first left
-        rounds = list(speculative(stack, Shaped(source, Chain(RULES[rule]())), prompt, max_new_tokens=count))
+        rounds = list(speculative(stack, ModelDrafter(source, Chain(RULES[rule]())), prompt, max_new_tokens=count))
         assert [t for r in rounds for t in r.tokens] == expected[:count]
         if drafter == "itself":
             assert sum(r.accepted for r in rounds) == sum(r.drafted for r in rounds) > 0
@@ -92,10 +92,10 @@ def test_its_cache_equals_a_fresh_prefill(tmp_path: Path) -> None:
     small = load(save_target(tmp_path / "small", num_hidden_layers=2, seed=0), path, torch.float64)
     source, fresh, prompt = SmallLMSource(small), SmallLMSource(small), random_prompt(12)
     text = list(prompt)
-    for r in speculative(stack, Shaped(source, Chain(FixedLength(3))), prompt, max_new_tokens=30):
+    for r in speculative(stack, ModelDrafter(source, Chain(FixedLength(3))), prompt, max_new_tokens=30):
         text += r.tokens
     known = text[: source.session.base]
-    next(speculative(stack, Shaped(fresh, Chain(FixedLength(3))), known, max_new_tokens=2))
+    next(speculative(stack, ModelDrafter(fresh, Chain(FixedLength(3))), known, max_new_tokens=2))
     for (key, value), (fresh_key, fresh_value) in zip(
         source.session.first.content(), fresh.session.first.content(), strict=True
     ):
@@ -108,7 +108,7 @@ def test_hidden_states_are_those_that_the_logits_come_from(tmp_path: Path, by_la
     """Of the rows that were asked for, without those that go in with them for the round before."""
     path = save_target(tmp_path, kv_heads=2)
     model, stack = open_stack(path, torch.float64)
-    small, head = (stack, stack.logits) if by_layers else (PlainLM(model), model.lm_head)
+    small, head = (stack, stack.logits) if by_layers else (WholeModel(model), model.lm_head)
     waiting = set()
 
     class Compared(SmallLMSource):
@@ -119,7 +119,7 @@ def test_hidden_states_are_those_that_the_logits_come_from(tmp_path: Path, by_la
             torch.testing.assert_close(head(self.hidden), logits)
             return logits
 
-    drafter = Shaped(Compared(small), Chain(FixedLength(3)))
+    drafter = ModelDrafter(Compared(small), Chain(FixedLength(3)))
     rounds = list(speculative(stack, drafter, random_prompt(9), max_new_tokens=14))
     assert sum(r.accepted for r in rounds) == sum(r.drafted for r in rounds)
     assert waiting == {0, 1}  # of a draft that is accepted whole the last token was never fed

@@ -12,13 +12,13 @@ from draft_models.early_exit.model import NoLayer
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.load_layers import load_layers
-from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.engines import packing
 from inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from inference.engines.packing import PackedLinear, can_pack
@@ -96,14 +96,14 @@ def test_the_head_of_some_tokens_has_no_row_for_the_others(tmp_path: Path, archi
     path = save(tmp_path, architecture)
     tokens = torch.arange(3, 35)
     model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
-    narrow(model, OwnTokens(tokens, VOCABULARY))
+    narrow(model, DraftVocabulary(tokens, VOCABULARY))
     stack, hidden = layer_stack(model), torch.randn(1, 5, model.config.hidden_size)
-    expected, whole = stack.own_logits(hidden), stack.logits(hidden)
+    expected, whole = stack.draft_logits(hidden), stack.logits(hidden)
     prepare(stack, {})
     prepare(stack, {})
     assert stack.head.weight.shape[0] == len(tokens)
     assert stack.embed_tokens.weight.shape[0] == len(tokens) + 1
-    torch.testing.assert_close(stack.own_logits(hidden), expected)
+    torch.testing.assert_close(stack.draft_logits(hidden), expected)
     torch.testing.assert_close(stack.logits(hidden), whole)
 
 
@@ -155,7 +155,7 @@ def check_decoding(stack: LayerStack, path: Path, prompt: list[int], expected: l
     prepare(stack, {"early_exit": Calibrated(drafter)})
     assert all(isinstance(layer, FusedLayer) for layer in (*stack.layers, drafter.layer))
     rounds = list(
-        speculative(stack, Shaped(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40)
+        speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40)
     )
     assert [t for r in rounds for t in r.tokens] == expected
     assert sum(r.accepted for r in rounds) > 10

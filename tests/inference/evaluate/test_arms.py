@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from inference.core.acceptance import Chooser
 from inference.core.generation import Generation, collect
 from inference.core.stopwatch import Round
+from inference.core.token_selector import TokenSelector
 from inference.drafters.calibrated import Calibrated
 from inference.measure.arms import make_arms, measure, transformers_generate, without_captures
 from inference.measure.results import AUTOREGRESSIVE, Arm
@@ -129,12 +129,12 @@ def test_no_two_draws_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_method_verifies_as_it_says() -> None:
-    """verify=naive gives the same law as the exact rule, so no text shows which of them was at work."""
+    """verify=naive gives the same distribution as the exact rule, so no text shows which of them was at work."""
     seen: list[bool] = []
 
-    def noted(chooser: Chooser) -> Chooser:
-        seen.append(chooser.naive)
-        return chooser
+    def noted(selector: TokenSelector) -> TokenSelector:
+        seen.append(selector.naive)
+        return selector
 
     q = TableModel([[0.25] * 4] * 4)
     tree = StructureConfig("k_config", widths=(2, 2))

@@ -17,7 +17,7 @@ from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.verify import verify_greedy
 from inference.evaluate_checkpoint import main, with_methods
-from inference.loading.subject import end_tokens, heldout_fraction
+from inference.loading.targets import end_tokens, heldout_fraction
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
@@ -207,7 +207,7 @@ def test_other_tokens_than_the_targets_end_with_status_1(
         accepted, bonus = right(tokens, parents, choices)
         return accepted, (bonus + 1) % 256
 
-    monkeypatch.setattr("inference.core.acceptance.verify_greedy", wrong)
+    monkeypatch.setattr("inference.core.token_selector.verify_greedy", wrong)
     status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=wrong", "method=eesd_fixed")
     assert status == 1
     assert "not lossless: eesd_fixed" in errors

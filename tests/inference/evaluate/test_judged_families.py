@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.planted_faults import rope_scaled
 from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.anatomy import LogitRule
+from draft_models.targets.model_spec import LogitRule
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.settings.evaluate import EvaluateConfig
@@ -29,17 +29,17 @@ def without_rule() -> AbstractContextManager[Any]:
     logits = LayerStack.logits
 
     def bare(stack: LayerStack, hidden: torch.Tensor) -> torch.Tensor:
-        ruled, stack.anatomy = stack.anatomy, replace(stack.anatomy, logits=LogitRule())
+        ruled, stack.spec = stack.spec, replace(stack.spec, logits=LogitRule())
         try:
             return logits(stack, hidden)
         finally:
-            stack.anatomy = ruled
+            stack.spec = ruled
 
     return patch.object(LayerStack, "logits", bare)
 
 
 def late_positions() -> AbstractContextManager[Any]:
-    """Learned positions of the place behind, for all tokens but the first."""
+    """Learned positions of the next place, for all tokens but the first."""
     embed = LayerStack.embed
     return patch.object(LayerStack, "embed", lambda stack, tokens, places: embed(stack, tokens, (places - 1).clamp(0)))
 

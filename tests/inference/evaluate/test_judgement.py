@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.planted_faults import FAULTS, REACHED, planted
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.stack import LayerStack
-from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive, speculative
 from inference.core.sampling import Sampler
 from inference.core.stopwatch import Round
+from inference.core.token_selector import TokenSelector
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.engines.choose import make_runtime
 from inference.loading.drafters import prepare
 from inference.measure.arms import transformers_generate
@@ -45,7 +45,7 @@ def test_the_same_added_to_all_logits_is_no_error(tmp_path: Path) -> None:
     model, prompt, text = open_stack(save_target(tmp_path), torch.bfloat16)[0], random_prompt(9), random_prompt(5)
     reference = make_reference(model, prompt, text)
     content = list(zip(reference.states[::2], reference.states[1::2], strict=True))
-    forced = Forced(Chooser(), reference)
+    forced = Forced(TokenSelector(), reference)
     forced.begin(SimpleNamespace(device=model.device, content=lambda: content), prompt)  # type: ignore[arg-type]
     for logits in reference.logits:
         forced.next_token(logits[None] + 3)
@@ -72,19 +72,19 @@ class Subject:
             text = transformers_generate(self.model, prompt, max_new_tokens=TOKENS, eos=()).tokens
             self.references.append(make_reference(self.model, prompt, text))
 
-    def decode(self, arm: str, prompt: tuple[int, ...], chooser: Chooser) -> Iterator[Round]:
-        options = {"max_new_tokens": TOKENS, "chooser": chooser, "runtime": self.runtime}
+    def decode(self, arm: str, prompt: tuple[int, ...], selector: TokenSelector) -> Iterator[Round]:
+        options = {"max_new_tokens": TOKENS, "selector": selector, "runtime": self.runtime}
         if arm == "autoregressive":
             return autoregressive(self.stack, prompt, **options)
         if arm == "prompt_lookup":
             lookup = PromptLookup()
             return speculative(self.stack, lookup, prompt, **options)
-        structure = make_structure(MethodConfig(structure=STRUCTURES["k_config"]), Streams(0), not chooser.greedy)
-        return speculative(self.stack, Shaped(EarlyExitSource(self.drafter), structure), prompt, **options)
+        structure = make_structure(MethodConfig(structure=STRUCTURES["k_config"]), Streams(0), not selector.greedy)
+        return speculative(self.stack, ModelDrafter(EarlyExitSource(self.drafter), structure), prompt, **options)
 
     def judgement(self, arm: str, fault: str | None = None, seed: int = 0, sampled: bool = False) -> Judgement:
-        def choose() -> Chooser:
-            return Chooser(Sampler(SAMPLING), random.Random(seed)) if sampled else Chooser()
+        def choose() -> TokenSelector:
+            return TokenSelector(Sampler(SAMPLING), random.Random(seed)) if sampled else TokenSelector()
 
         found = []
         with planted(fault, seed, self.stack):
@@ -166,7 +166,7 @@ def test_where_transformers_too_may_round_otherwise_is_no_fault(subject: Subject
     lucky = replace(reference, states_noise=little)
 
     def judged(reference: Reference) -> Judgement:
-        forced = Forced(Chooser(), reference)
+        forced = Forced(TokenSelector(), reference)
         list(subject.decode("autoregressive", reference.prompt, forced))
         return judge([forced.deviation(reference.text)])
 
@@ -193,7 +193,7 @@ def test_a_text_read_in_pieces_is_the_same_text(
 
 def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
     """A comparison with NaN is false whichever way round it is made."""
-    forced = Forced(Chooser(), subject.references[0])
+    forced = Forced(TokenSelector(), subject.references[0])
     list(subject.decode("prompt_lookup", subject.references[0].prompt, forced))
     forced._errors[5] = forced._errors[5] * math.nan
     assert judge([forced.deviation(subject.references[0].text)]).faults != ()
@@ -203,8 +203,8 @@ def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
 
 
 def deviation_with(model: PreTrainedModel, stack: LayerStack, reference: Reference, own: tuple[int, ...]) -> Judgement:
-    forced = Forced(Chooser(), reference)
-    list(autoregressive(stack, reference.prompt, max_new_tokens=len(reference.text), chooser=forced))
+    forced = Forced(TokenSelector(), reference)
+    list(autoregressive(stack, reference.prompt, max_new_tokens=len(reference.text), selector=forced))
     return judge([forced.deviation(own)])
 
 
@@ -232,7 +232,7 @@ def test_only_real_ties_are_excused(tmp_path: Path) -> None:
 
 def test_too_many_ties_are_a_fault(subject: Subject) -> None:
     """Each of them within the rounding noise, but transformers' own pass has hardly any."""
-    forced = Forced(Chooser(), subject.references[0])
+    forced = Forced(TokenSelector(), subject.references[0])
     list(subject.decode("autoregressive", subject.references[0].prompt, forced))
     found = forced.deviation(subject.references[0].text)
     assert judge([replace(found, gaps=(1.0,) * 3, own_gaps=1)]).faults == ()

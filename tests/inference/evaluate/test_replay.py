@@ -16,7 +16,7 @@ from inference.core.decode import speculative
 from inference.evaluate_checkpoint import main
 from inference.loading.drafters import new_drafter
 from inference.measure.replay import (
-    Recording,
+    RecordedTurn,
     Vocabulary,
     load_vocabulary,
     read_transcripts,
@@ -59,7 +59,7 @@ def test_rounds_equal_a_live_targets(tmp_path: Path, method: str) -> None:
         assert outcome(list(recorded)) == outcome(live)
         assert len(answer) < length if ends else answer == text
         if ends:  # the command: a draft does not see that the recording ends before the budget does
-            turn = Recording("1", "c", tuple(prompt), tuple(answer))
+            turn = RecordedTurn("1", "c", tuple(prompt), tuple(answer))
             (found,) = replay_turns("m", METHODS[method], drafters, [turn], max_new_tokens=length, seed=3)
             assert outcome(found.rounds) == outcome(live[1:])
     assert any(r.accepted > 1 for r in live) or method == "prompt_lookup"

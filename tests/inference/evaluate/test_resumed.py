@@ -116,7 +116,7 @@ def test_other_settings_are_refused(
             evaluate(replace(resumed, **changes))
     with pytest.raises(UserError, match=r"settings: prompts="):
         evaluate(resumed, QUESTIONS[:-1])
-    monkeypatch.setattr("inference.loading.subject.describe_machine", lambda _: {"device": "another chip"})
+    monkeypatch.setattr("inference.loading.targets.describe_machine", lambda _: {"device": "another chip"})
     with pytest.raises(UserError, match=r'settings: device="cpu \(another chip\)" \(was "cpu \('):
         evaluate(resumed)
 
@@ -161,10 +161,10 @@ def test_a_target_or_code_that_was_changed_in_place_is_refused(
         (path / "config.json").write_text(json.dumps(stored))
         named = r"target\.config\.rope_parameters\.rope_theta=500000.0 \(was 10000.0\)"
     elif change == "the code":
-        monkeypatch.setattr("inference.loading.subject.code_version", lambda: "0.2+abc")
+        monkeypatch.setattr("inference.loading.targets.code_version", lambda: "0.2+abc")
         named = r'versions\.code="0\.2\+abc" \(was "'
     else:
-        monkeypatch.setattr("inference.loading.subject.transformers.__version__", "9.9")
+        monkeypatch.setattr("inference.loading.targets.transformers.__version__", "9.9")
         named = r'versions\.transformers="9\.9" \(was "'
     with pytest.raises(UserError, match=f"was made with other settings: {named}"):
         evaluate(made, QUESTIONS[:1])

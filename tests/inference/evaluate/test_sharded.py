@@ -113,7 +113,7 @@ def test_no_process_waits_for_one_that_failed(
     assert together(used, 2) == [2, 2]
     one_gpu = config("one_gpu")
     pick = torch.device("cpu", 0)
-    monkeypatch.setattr("inference.loading.subject.pick_device", lambda name: pick)
+    monkeypatch.setattr("inference.loading.targets.pick_device", lambda name: pick)
     assert together(one_gpu, 2) == [2, 2]
     monkeypatch.undo()
 

@@ -13,7 +13,7 @@ from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
-from inference.drafters.early_exit import EarlyExitMaker
+from inference.drafters.early_exit import EarlyExitPlugin
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.engines.graphs.cuda_graphs import Graphed
@@ -170,6 +170,6 @@ def test_an_early_exit_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert isinstance(target.stack(dtype=torch.float32), LayerStack)
     save_pretrained(tmp_path / "deep", make_drafter(path, 2, depth=2), target.fingerprint, {}, torch.float32)
     place = Place(4, 64)
-    one, two = (EarlyExitMaker().held(str(tmp_path / name), target.config, place) for name in ("drafter", "deep"))
+    one, two = (EarlyExitPlugin().held(str(tmp_path / name), target.config, place) for name in ("drafter", "deep"))
     more = two["caches of decoding with it"] - one["caches of decoding with it"]
     assert more == cache_bytes(target.config, place, layers=1)

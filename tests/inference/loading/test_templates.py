@@ -12,7 +12,7 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import DataConfig, MixPart
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
-from inference.loading.subject import find_subject
+from inference.loading.targets import find_setup
 from inference.loading.templates import chat_template, templates_of
 from inference.measure.bench import render
 from inference.settings.chat import ChatConfig
@@ -55,7 +55,7 @@ def rendered(models: Path, prompt: Prompt, template: Any = "auto", **drafters: s
     kinds = {"checkpoint": "early_exit"}
     methods = {key: MethodConfig(kinds.get(key, key)) for key in drafters} or {"m": MethodConfig("prompt_lookup")}
     config = EvaluateConfig(target=str(models / TARGET), methods=methods, template=template, device="cpu", **drafters)
-    return render(find_subject(config), prompt, prompt.turns)
+    return render(find_setup(config), prompt, prompt.turns)
 
 
 @pytest.mark.parametrize("drafter", KIND_OF)

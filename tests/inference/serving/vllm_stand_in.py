@@ -1,7 +1,7 @@
 """A stand-in for vLLM's runner: it keeps a batch as vLLM does, and calls a proposer as vLLM does.
 
 Requests lie in slots of one array of texts. In a step a request is prefilling still and is given nothing, or what the
-target accepts of its draft, and one token more, is written behind its text. Then the proposer is asked. Where a request
+target accepts of its draft, and one token more, is written after its text. Then the proposer is asked. Where a request
 ends, the last slot's moves to its place, and what stood in rows and beyond lengths stays there, as garbage.
 """
 

@@ -143,7 +143,7 @@ def figure_4(path: Path_) -> Sequence[float]:
 
 
 def test_figure_4() -> None:
-    """E(A) = 3.07, by p̂ and by the law of the accepted length, as in Appendix B."""
+    """E(A) = 3.07, by p̂ and by the distribution of the accepted length, as in Appendix B."""
     source = KnownSource(figure_4)
     tree = opt_tree(source, root(), limit=3, nodes=9, delta=0.0)
     paths = check(tree, source, 3)

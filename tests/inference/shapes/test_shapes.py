@@ -76,7 +76,7 @@ def test_nothing_is_drafted_at_limit_zero(structure: Callable[..., DraftTree]) -
 
 @every_structure
 def test_processed_probabilities_decide_and_know_their_rows(structure: Callable[..., DraftTree]) -> None:
-    """`to_probs` sees every row once, in order, and its law replaces the logits'."""
+    """`to_probs` sees every row once, in order, and its distribution replaces the logits'."""
     source = KnownSource(random_q(0))
     seen: list[int] = []
 

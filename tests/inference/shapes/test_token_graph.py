@@ -78,14 +78,14 @@ def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) ->
             merged = node in graph.merged
             assert (path in extended) == (len(path) < config["limit"] and not pruned and not merged)
 
-    def successors(node: int) -> list[int]:
+    def top_tokens(node: int) -> list[int]:
         own = graph.merged.get(node, node)
         return [child for child in range(n) if graph.parents[child] == own]
 
     def walk(node: int, below: tuple[int, ...]) -> None:
         """Follows children and merges without a bound: ends because the graph has no cycle."""
         assert node not in below
-        for child in successors(node):
+        for child in top_tokens(node):
             walk(child, (*below, node))
 
     if n <= 30:
@@ -107,7 +107,7 @@ def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) ->
     def expand(node: int, path: Path_) -> Iterable[Path_]:
         yield path
         if len(path) < config["limit"]:
-            for child in successors(node):
+            for child in top_tokens(node):
                 yield from expand(child, (*path, graph.tokens[child]))
 
     if len(tree) < budget:

@@ -9,7 +9,7 @@ import pytest
 from inference.core.decode import speculative
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import Chain
@@ -99,9 +99,9 @@ def test_methods_by_measured_costs_have_an_allowance(tmp_path: Path, kind: str) 
     """Those that were told what to draft draft it in every round."""
     path = save_target(tmp_path, kv_heads=2)
     model = Calibrated(make_drafter(path, 1)) if kind == "early_exit" else open_stack(path)[1]
-    maker, tuning = KINDS[kind].load_maker(), Tuning(costs(CHEAP))
+    plugin, tuning = KINDS[kind].load_plugin(), Tuning(costs(CHEAP))
     for stop, given in ((SURVIVAL, tuning), (StopConfig(max_draft="auto"), tuning), (StopConfig(max_draft=3), None)):
-        drafter = maker.make(model, MethodConfig(source=kind, stop=stop), Streams(0), drawn=False, tuning=given)
+        drafter = plugin.make(model, MethodConfig(source=kind, stop=stop), Streams(0), drawn=False, tuning=given)
         assert (drafter.allowance is None) == (given is None)
 
 
@@ -110,7 +110,7 @@ def test_rounds_without_a_draft_are_no_evidence_of_drafts(tmp_path: Path, monkey
     path = save_target(tmp_path, kv_heads=2)
     structure, observed = Chain(FixedLength(3)), []
     monkeypatch.setattr(structure, "observe", lambda tree, _: observed.append(len(tree)))
-    drafter = Shaped(EarlyExitSource(make_drafter(path, 1)), structure, Allowance(costs(100.0)))
+    drafter = ModelDrafter(EarlyExitSource(make_drafter(path, 1)), structure, Allowance(costs(100.0)))
     rounds = list(speculative(open_stack(path)[1], drafter, random_prompt(9), max_new_tokens=12))[1:]
     assert [r.drafted for r in rounds if r.drafted] == observed
     assert 0 < len(observed) < len(rounds)

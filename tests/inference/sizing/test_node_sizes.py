@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inference.core.tree import OptimalTree
 from inference.settings.limits import MOST_NODES
 from inference.sizing.costs import Costs
-from inference.sizing.node_sizes import ROOMS, BestNodes, trials_of
+from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
 from inference.sizing.policy import BANDS, Tuning, band, best_count, trials_by_band
 
 FLAT = Costs((0.1,) * 65, (1.0,) * 65, 0.2, 0.9)
@@ -104,4 +104,4 @@ def test_the_search_has_room_for_more_than_was_chosen() -> None:
         rooms.append(sizes.room())
         parents = np.arange(-1, rooms[-1] - 1, dtype=np.int64)
         sizes.count(parents, 0.99 ** np.arange(1.0, len(parents) + 1))
-    assert rooms == [*ROOMS, MOST_NODES]
+    assert rooms == [*SEARCH_SIZES, MOST_NODES]

@@ -1,4 +1,4 @@
-"""Choices of size against brute force; evidence by hand; the law under sizes that follow what was accepted."""
+"""Choices of size against brute force; evidence by hand; the distribution under sizes that follow what was accepted."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ from inference.sizing.policy import (
     trials_in_chain,
 )
 from inference.stopping.best_length import BestLength
-from tests.exact_laws import Chance, Law, Text, distribution, law, paths, random_model, sampled
+from tests.exact_distributions import Chance, Law, Text, distribution, law, paths, random_model, sampled
 from tests.known_source import KnownSource, Path_, check, random_q, root, weight
 
 
@@ -329,7 +329,7 @@ def test_best_widths_are_the_best(right: list[int], seconds: Costs, limit: int) 
 
 
 def text_under_auto(p: Callable, q: Callable, length: int, tuning: Tuning, chosen: set, *, peek: bool) -> Law:
-    """The law of the first `length` tokens when every round's tree is chosen from what earlier ones accepted.
+    """The distribution of the first `length` tokens when every round's tree is chosen from what earlier ones accepted.
 
     peek: the wrong way, where a second candidate is withdrawn once one has seen it.
     """

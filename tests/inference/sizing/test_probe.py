@@ -15,9 +15,9 @@ from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
-from inference.core.acceptance import Chooser
 from inference.core.decode import autoregressive
 from inference.core.stopwatch import Round
+from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
@@ -83,8 +83,8 @@ class WorkClock:
 
         spend(EarlyExitSource, "extend", of_step)
         spend(SmallLMSource, "extend", of_step)
-        spend(Chooser, "verify", of_pass)
-        spend(Chooser, "next_token", lambda *_: 0.5)
+        spend(TokenSelector, "verify", of_pass)
+        spend(TokenSelector, "next_token", lambda *_: 0.5)
         spend(GraphedSession, "_step", lambda *_: 0.5)
 
     def __call__(self) -> float:

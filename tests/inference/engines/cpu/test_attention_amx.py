@@ -11,9 +11,9 @@ from test_compiled_attention import run as run_by
 from torch import Tensor
 
 from inference.engines.cpu.attention import NEAR
-from inference.engines.cpu.attention_amx import WORK, attend_by_amx
+from inference.engines.cpu.attention_amx import USED, attend_by_amx
 from inference.engines.cpu.by_amx import BLOCK, STEP, has_amx
-from inference.engines.cpu.task import Task
+from inference.engines.cpu.task import AttentionTask
 
 pytestmark = pytest.mark.skipif(not has_amx(), reason="this processor has no AMX, or it is not to be used")
 
@@ -23,7 +23,7 @@ def attended(queries, keys, values, seen, mask, scale, first, last, out):  # typ
     rows, width = queries.shape[0], keys.shape[2]
     scores = np.full((queries.shape[1] // width * rows, -(-seen // STEP) * STEP), np.float32(np.nan))
     sums, near = np.full(queries.shape, np.float32(np.nan)), np.full((NEAR, width), np.float32(np.nan))
-    task = Task(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
+    task = AttentionTask(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
     attend_by_amx(task, first, last, False, out)
 
 
@@ -45,7 +45,7 @@ def lower_triangle(rows: int) -> Tensor:
 
 
 def test_its_room_is_there() -> None:
-    assert WORK <= NEAR
+    assert USED <= NEAR
 
 
 @pytest.mark.parametrize("width", [STEP, 2 * STEP, 3 * STEP, 4 * STEP])

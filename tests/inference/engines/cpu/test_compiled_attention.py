@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.engines.cpu.attention import NEAR, attend
 from inference.engines.cpu.linear import Linear
 from inference.engines.cpu.products import product
-from inference.engines.cpu.task import Task
+from inference.engines.cpu.task import AttentionTask
 from inference.engines.cpu.vectors import LANES
 
 POSITIONS, ROWS, HEADS, KEY_HEADS, WIDTH = NEAR + 41, 3, 6, 2, 4 * LANES
@@ -22,7 +22,7 @@ def attended(queries, keys, values, seen, mask, scale, first, last, out):  # typ
     rows, width = queries.shape[0], keys.shape[2]
     scores = np.empty((queries.shape[1] // width * rows, -(-seen // LANES) * LANES), np.float32)
     sums, near = np.full(queries.shape, np.float32(np.nan)), np.empty((NEAR, width), np.float32)
-    task = Task(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
+    task = AttentionTask(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
     attend(task, first, last, False, out)
 
 

@@ -18,11 +18,11 @@ from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.core.cache import KVCache
 from inference.core.decode import autoregressive, speculative
-from inference.core.rows import Rows
+from inference.core.rows import RoundRows
 from inference.core.target_session import TargetSession
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.engines.cpu import at_once, layout, team
 from inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
 from inference.engines.fused_layers import fuse_layers, run_at_once
@@ -58,8 +58,8 @@ def make_stack(path: Path, architecture: str, dtype: torch.dtype = torch.float32
 
 
 def given(stack: LayerStack, parents: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Any, Any, KVCache]:
-    """Hidden states of rows behind a text, where they stand, what they see, and the text's keys and values."""
-    rows = Rows(parents)
+    """Hidden states of rows after a text, where they stand, what they see, and the text's keys and values."""
+    rows = RoundRows(parents)
     layout = rows.layout(PAST, 0, len(rows))
     places = torch.arange(64)
     cache = KVCache(range(LAYERS), 32)
@@ -227,10 +227,10 @@ def test_a_row_of_a_text_of_its_own_gets_what_it_gets_alone(tmp_path: Path, dtyp
     kept = torch.randn(LAYERS, 2, rows + 2, 2, positions, width, generator=generator).to(dtype)
     before = kept.clone()
     hidden = torch.randn(rows, stack.config.hidden_size, generator=generator).to(dtype)
-    seats = torch.tensor([[(5 * row + 1) % (rows + 2), 7 * row % positions] for row in range(rows)])
-    cos, sin = stack.rotary(seats[None, :, 1]).tables[0]
-    found = together.run_each(hidden, (cos[0], sin[0]), kept, seats)
-    for row, (text, past) in enumerate(seats.tolist()):
+    slots = torch.tensor([[(5 * row + 1) % (rows + 2), 7 * row % positions] for row in range(rows)])
+    cos, sin = stack.rotary(slots[None, :, 1]).tables[0]
+    found = together.run_each(hidden, (cos[0], sin[0]), kept, slots)
+    for row, (text, past) in enumerate(slots.tolist()):
         cache = KVCache(range(LAYERS), positions)
         whole = cache.whole(2, width, hidden)
         whole.copy_(before[:, :, text])
@@ -406,7 +406,7 @@ def test_decoding_goes_by_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypa
     monkeypatch.setattr(LayersAtOnce, "run", watched)
 
     def decoded() -> list[list[int]]:
-        tree = Shaped(EarlyExitSource(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
+        tree = ModelDrafter(EarlyExitSource(drafter), make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
         arms = autoregressive(stack, prompt, max_new_tokens=30), speculative(stack, tree, prompt, max_new_tokens=30)
         return [[token for r in rounds for token in r.tokens] for rounds in arms]
 

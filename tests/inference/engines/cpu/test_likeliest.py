@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.core.rows import Rows, unpack
+from inference.core.rows import RoundRows, unpack
 from inference.engines.cpu.choices import MOST_COLUMNS, ancestor_mask, likeliest_children
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -69,10 +69,10 @@ def test_a_row_with_what_is_no_number_has_no_tokens(dtype: torch.dtype, place: i
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masks_of_lineages(dtype: torch.dtype) -> None:
-    rows = Rows([-1, 0, 0, 1, 2, 3])
+    rows = RoundRows([-1, 0, 0, 1, 2, 3])
     for start, stop in ((0, 6), (3, 6), (1, 3)):
         for past in (0, 5, 200):
-            seen = rows.lineages[start:stop]
+            seen = rows.ancestors[start:stop]
             found = ancestor_mask(seen, past, stop, dtype)
             assert found is not None
             visible = torch.from_numpy(unpack(seen, stop).copy())

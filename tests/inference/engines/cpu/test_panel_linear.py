@@ -104,7 +104,7 @@ def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(layout, "ways", lambda ways=ways: ways)
         for fastest in ways:
             monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept, best=fastest: 2.0 - (tried == best))
-            assert layout.Layout.of([linear], torch.bfloat16).way == (taken or fastest)
+            assert layout.WeightLayout.of([linear], torch.bfloat16).way == (taken or fastest)
 
 
 def test_products_are_timed_without_a_fault() -> None:

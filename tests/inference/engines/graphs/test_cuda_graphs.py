@@ -14,17 +14,17 @@ import torch
 from draft_models.draft_vocabulary import narrow
 from draft_models.targets.attention import KERNELS, grouped_attention, use_kernel
 from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.narrowed import OwnTokens
+from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
-from inference.core.rows import Rows
+from inference.core.rows import RoundRows
 from inference.core.runtime import Eager, KernelChoice
 from inference.core.stopwatch import Round
 from inference.core.target_session import TargetSession
 from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.choose import make_runtime
 from inference.engines.fused_layers import fuse_layers
@@ -64,7 +64,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decode(stack: LayerStack, source: Any, method: MethodConfig, runtime: Any, prompt: list[int], count: int) -> list:
     rounds: list[Round] = list(
         speculative(
-            stack, Shaped(source, make_structure(method, Streams(0))), prompt, max_new_tokens=count, runtime=runtime
+            stack,
+            ModelDrafter(source, make_structure(method, Streams(0))),
+            prompt,
+            max_new_tokens=count,
+            runtime=runtime,
         )
     )
     assert any(r.drafted for r in rounds)
@@ -86,7 +90,7 @@ def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pyt
         base, count = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 100), (1, 33)))
         parents = [-1, *(int(torch.randint(i, (), generator=generator)) for i in range(1, count))]
         chain = bool(torch.randint(2, (), generator=generator))
-        rows = Rows(chain_parents(0, count) if chain else parents)
+        rows = RoundRows(chain_parents(0, count) if chain else parents)
         start = int(torch.randint(-1 if chain else 0, count, (), generator=generator))
         layout = rows.layout(base, start, count)
         width = next(width for width in WIDTHS if width >= count - start)
@@ -132,7 +136,7 @@ def test_a_second_generation_uses_the_buffers_of_the_first(target: Path) -> None
 
     def places() -> list[tuple[object, int]]:
         (arena,) = runtime._arenas.values()
-        caches = [arena.first, arena.rest, *(cache for _, cache in arena.beside.values())]
+        caches = [arena.first, arena.rest, *(cache for _, cache in arena.draft_caches.values())]
         keys = [key for cache in caches for key, _ in cache.content()]
         named = [*arena.buffers.items(), *(("keys", key) for key in keys)]
         return [(name, tensor.data_ptr()) for name, tensor in named]
@@ -172,7 +176,7 @@ def test_a_longer_text_gets_larger_buffers(target: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_a_text_may_fill_the_context_to_the_end(tmp_path: Path, architecture: str) -> None:
-    """Padding stands behind the last position, where learned positions have no row and rotary tables may end."""
+    """Padding stands after the last position, where learned positions have no row and rotary tables may end."""
     path = save_target(tmp_path, architecture, peak=6.0, max_position_embeddings=64)
     _, stack = open_stack(path)
     drafter = make_drafter(path, LAYERS - 1, noise=0.3)
@@ -230,7 +234,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_some_tokens(path: Path) -> LayerStack:
     model = open_target(str(path)).layers(dtype=torch.float32)
-    narrow(model, OwnTokens(torch.arange(0, VOCABULARY, 2), VOCABULARY))
+    narrow(model, DraftVocabulary(torch.arange(0, VOCABULARY, 2), VOCABULARY))
     return layer_stack(model)
 
 

@@ -12,7 +12,7 @@ from inference.core.decode import autoregressive, speculative
 from inference.core.runtime import KernelChoice
 from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Shaped
+from inference.drafters.shaped import ModelDrafter
 from inference.engines import fused_layers, packing
 from inference.engines.fused_layers import FusedLayer
 from inference.engines.graphs import cuda_graphs
@@ -63,7 +63,7 @@ def test_it_decodes_to_the_same_tokens(
     runtime.prepare(70, [KernelChoice(*attention_shape(stack), 1, 16, SPLIT)])
     options = {"max_new_tokens": count, "runtime": runtime}
     source = EarlyExitSource(drafter)
-    tree = Shaped(source, make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
+    tree = ModelDrafter(source, make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
     for rounds in (autoregressive(stack, prompt, **options), speculative(stack, tree, prompt, **options)):
         assert [t for r in rounds for t in r.tokens] == expected
     assert {1, 4} <= placed  # rows of plain decoding and of a tree

@@ -18,14 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from draft_models.targets.anatomy import Anatomy, LayerCall, LogitRule, Table
+from draft_models.targets.model_spec import LayerCall, LogitRule, ModelSpec, Table
 from outrider.errors import UserError, reason
 
 ROWS = 7  # tokens of the traced text
 WINDOW = 3  # size of a sliding window while masks are traced
 
 
-class _StandIn(nn.Module):
+class _ProbeLayer(nn.Module):
     """Replaces a layer: records its arguments, and returns its input."""
 
     def __init__(self, layer: nn.Module, notes: list[dict[str, object]]):
@@ -55,7 +55,7 @@ _Called = tuple[str, nn.Module, tuple[object, ...], dict[str, object], object]  
 
 
 @dataclass
-class _Watched:
+class _Trace:
     """The trace of one forward: the calls before and after the layers, in order, and every layer's arguments."""
 
     before: list[_Called]
@@ -72,12 +72,12 @@ def find_layers(model: PreTrainedModel) -> str:
     raise ValueError("it has no list of decoder layers")
 
 
-def watch(model: PreTrainedModel, **options: object) -> _Watched:
+def watch(model: PreTrainedModel, **options: object) -> _Trace:
     """Trace the forward of the module that holds the layers, on random embeddings; `options` replace arguments."""
     layers_name = find_layers(model)
     base_name, _, attribute = layers_name.rpartition(".")
     base = model.get_submodule(base_name)
-    seen = _Watched([], [], [])
+    seen = _Trace([], [], [])
     embed = model.get_input_embeddings()
 
     def note(name: str, module: nn.Module) -> RemovableHandle:
@@ -104,7 +104,7 @@ def _stood_in_for(model: PreTrainedModel, notes: list[dict[str, object]]) -> Ite
     base, _, attribute = find_layers(model).rpartition(".")
     parent = model.get_submodule(base)
     layers = getattr(parent, attribute)
-    setattr(parent, attribute, nn.ModuleList([_StandIn(layer, notes) for layer in layers]))
+    setattr(parent, attribute, nn.ModuleList([_ProbeLayer(layer, notes) for layer in layers]))
     try:
         yield
     finally:
@@ -148,8 +148,8 @@ def _filled(base: nn.Module, embed: nn.Module) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def observe(model: PreTrainedModel) -> Anatomy:
-    """The anatomy of `model`. Raises `UserError` if its forward does more than `LayerStack` can do."""
+def observe(model: PreTrainedModel) -> ModelSpec:
+    """The structure of `model`. Raises `UserError` if its forward does more than `LayerStack` can do."""
     try:
         return _observe(model)
     except UserError:
@@ -159,7 +159,7 @@ def observe(model: PreTrainedModel) -> Anatomy:
         raise UserError(f"architecture {kind!r} cannot be run layer by layer ({reason(error)})") from None
 
 
-def _observe(model: PreTrainedModel) -> Anatomy:
+def _observe(model: PreTrainedModel) -> ModelSpec:
     forgetting = {
         type(layer) for layer in DynamicCache(config=model.config).layers if not isinstance(layer, DynamicLayer)
     }
@@ -190,7 +190,7 @@ def _observe(model: PreTrainedModel) -> Anatomy:
     if head is None:
         raise ValueError("it has no head")
     scale = 1.0 if positions or input_norm else float(hidden.flatten()[0])
-    return Anatomy(
+    return ModelSpec(
         layers=layers,
         embed=names[id(model.get_input_embeddings())],
         norm=norms[0],
@@ -204,7 +204,7 @@ def _observe(model: PreTrainedModel) -> Anatomy:
     )
 
 
-def _tables(seen: _Watched) -> list[tuple[Table, object]]:
+def _tables(seen: _Trace) -> list[tuple[Table, object]]:
     """Every call of a rotary module before the layers, with its output."""
     found: list[tuple[Table, object]] = []
     for name, module, args, kwargs, output in seen.before:

@@ -1,4 +1,5 @@
-"""The target's law beside its responses: at the right tokens, whatever the turns and wherever they come from."""
+"""The target's distribution beside its responses: at the right tokens, whatever the turns and wherever they come
+from."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from data_prep.responses.answers import Answer, TopK
-from data_prep.responses.directory import Response, law_document
+from data_prep.responses.directory import Response, top_k_document
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.tasks import Task
 from data_prep.text.chat import encode
@@ -23,7 +24,7 @@ def test_kept_laws_are_the_targets_at_their_places(make, model):
     generate_responses(config)
     turns = Counter()
     for response in read_responses(config.out_dir):
-        document, places = law_document(response, letter_tokenizer(), "tokenizer")
+        document, places = top_k_document(response, letter_tokenizer(), "tokenizer")
         assert document.ids[places].tolist() == response.top.tokens.tolist()
         assert np.flatnonzero(document.supervised).tolist() == places.tolist()
         logits = model(torch.tensor(document.ids)[None]).logits[0, places - 1]
@@ -44,11 +45,11 @@ def test_an_earlier_answer_keeps_its_law_as_far_as_the_next_prompt_repeats_it():
     task.keep(answer(3, 4, 5))
     task.prompt = [1, 2, 3, 4, 5, 6]
     task.keep(answer(7))
-    assert (task.sequence, task.places, task.law.tokens.tolist()) == ([1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 6], [3, 4, 5, 7])
+    assert (task.sequence, task.places, task.top.tokens.tolist()) == ([1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 6], [3, 4, 5, 7])
     task.prompt = [1, 2, 3, 9, 5, 6, 7, 8]  # tokenised otherwise from the second token of the first answer on
     task.keep(answer(4))
-    assert (task.sequence[-1], task.places, task.law.tokens.tolist()) == (4, [2, 8], [3, 4])
-    assert task.law.ids[:, 0].tolist() == [3, 4]
+    assert (task.sequence[-1], task.places, task.top.tokens.tolist()) == (4, [2, 8], [3, 4])
+    assert task.top.ids[:, 0].tolist() == [3, 4]
 
 
 def test_laws_from_elsewhere_are_found_where_the_record_has_their_tokens():
@@ -56,8 +57,8 @@ def test_laws_from_elsewhere_are_found_where_the_record_has_their_tokens():
 
     def find(record, tokens):
         n = len(tokens)
-        law = TopK(torch.as_tensor(tokens), torch.zeros(n, 2).long(), torch.zeros(n, 2), torch.zeros(n))
-        return law_document(Response(record, law), tokenizer, "tokenizer")
+        top = TopK(torch.as_tensor(tokens), torch.zeros(n, 2).long(), torch.zeros(n, 2), torch.zeros(n))
+        return top_k_document(Response(record, top), tokenizer, "tokenizer")
 
     chat = {"id": "a", **talk("one?", "first", "two?", "second")}
     (document,) = encode([chat], tokenizer, "tokenizer")

@@ -1,4 +1,4 @@
-"""The law of whatever is decided by chance, exactly: every random branch is run, with rational weights.
+"""The distribution of whatever is decided by chance, exactly: every random branch is run, with rational weights.
 
 The code that runs is the code that ships: it gets numpy arrays of fractions instead of tensors.
 """
@@ -147,7 +147,8 @@ def ships(rule: NodeRule, *, at_once: bool = False) -> Verify:
 
 
 def emitted(p: Model, draft: Drafter, verify: Verify, length: int) -> Law:
-    """The law of the first `length` tokens of a round, completed by sampling from p where the round was shorter."""
+    """The distribution of the first `length` tokens of a round, completed by sampling from p where the round was
+    shorter."""
 
     def run(chance: Chance) -> Text:
         tokens, parents, q = draft(chance)
@@ -163,7 +164,7 @@ def emitted(p: Model, draft: Drafter, verify: Verify, length: int) -> Law:
 
 
 def plain(p: Model, length: int) -> Law:
-    """The law of `length` tokens sampled from p one by one."""
+    """The distribution of `length` tokens sampled from p one by one."""
     found: Law = {(): Fraction(1)}
     for _ in range(length):
         found = {(*t, x): w * m for t, w in found.items() for x, m in enumerate(p(t)) if m}

@@ -1,4 +1,4 @@
-"""The law of what is emitted under a stop rule, exactly: every random branch of chains and trees is run."""
+"""The distribution of what is emitted under a stop rule, exactly: every random branch of chains and trees is run."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from inference.sizing.policy import Tuning
 from inference.stopping.factory import make_rule
 from inference.stopping.interface import Step
 from outrider.streams import Streams
-from tests.exact_laws import Draft, Drafter, Model, emitted, plain, random_model, ships
+from tests.exact_distributions import Draft, Drafter, Model, emitted, plain, random_model, ships
 from tests.known_source import KnownSource, paths_of, root
 
 

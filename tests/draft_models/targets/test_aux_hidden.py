@@ -24,9 +24,9 @@ def test_a_tap_is_the_hidden_state_that_transformers_gives(tmp_path: Path, famil
         with stock_attention(model):
             *expected, last = model(ids, output_hidden_states=True).hidden_states
         embedded = stack.embed(ids, positions)
-        out, taps = stack.run_tapped(embedded, 0, LAYERS, rotary, masks, range(LAYERS + 1))
-        middle, low = stack.run_tapped(embedded, 0, 2, rotary, masks, [1])
-        high_out, high = stack.run_tapped(middle, 2, LAYERS, rotary, masks, [2, 3])
+        out, taps = stack.run_with_aux(embedded, 0, LAYERS, rotary, masks, range(LAYERS + 1))
+        middle, low = stack.run_with_aux(embedded, 0, 2, rotary, masks, [1])
+        high_out, high = stack.run_with_aux(middle, 2, LAYERS, rotary, masks, [2, 3])
         for tap, hidden in zip([*taps, *low, *high], [*expected, out, *expected[1:4]], strict=True):
             torch.testing.assert_close(tap, hidden, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(stack.norm(taps[-1]), last, rtol=1e-5, atol=1e-4)

@@ -15,14 +15,14 @@ class Recording:
 
     tokens: the whole text [n], on the target's device. places: the judged positions of the answer. log_p [places, V]
     and choices [places]: the target's log-probabilities and most likely tokens there. taps: the target's hidden states
-    [1, n, d] by layer boundary (see `LayerStack.run_tapped`). category: of the prompt.
+    [1, n, d] by layer boundary (see `LayerStack.run_with_aux`). category: of the prompt.
     """
 
     tokens: Tensor
     places: tuple[int, ...]
     log_p: Tensor
     choices: Tensor
-    taps: dict[int, Tensor]
+    aux_hidden: dict[int, Tensor]
     category: str
 
 
@@ -32,7 +32,7 @@ Drafting = Callable[[Recording], Tensor]
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """A variant of reading a drafter's checkpoint.
 
     name: how it differs from the declared one. option: the option that selects it; "": not available here.
@@ -63,15 +63,15 @@ def numbers(stored: object, run: torch.dtype) -> Fact:
 
 
 @dataclass(frozen=True)
-class Patient:
+class Examinee:
     """A drafter to examine.
 
     declared: as its config declares. others: variants with one difference. known_tokens: its draft vocabulary; None:
     all tokens. data: the data settings in its training record; None: not recorded. tokenizer: its own, if it has one.
     """
 
-    declared: Way
-    others: Sequence[Way] = ()
+    declared: Variant
+    others: Sequence[Variant] = ()
     known_tokens: Sequence[int] | None = None
     facts: Sequence[Fact] = ()
     data: object = None

@@ -1,4 +1,4 @@
-"""The law of what sampled verification emits, exactly: every random branch is run, with rational weights.
+"""The distribution of what sampled verification emits, exactly: every random branch is run, with rational weights.
 
 The branches include the draws of the candidates themselves, and the code that runs is the code that ships: it gets
 numpy arrays of fractions instead of tensors.
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from inference.core.tree import ROOT
 from inference.core.verify import Chance, Matching, NodeRule, Rejection, Rows, verify_sampled
-from tests.exact_laws import (
+from tests.exact_distributions import (
     Drafter,
     Law,
     distribution,

@@ -33,7 +33,7 @@ class LayerCall:
     """How the model calls one decoder layer.
 
     keywords: those of "mask", "positions", "cache" and "rotary" that it takes, with the layer's own names for them.
-    table: the index in `Anatomy.tables` of its rotary table. slides: whether it sees a sliding window only.
+    table: the index in `ModelSpec.tables` of its rotary table. slides: whether it sees a sliding window only.
     """
 
     keywords: tuple[tuple[str, str], ...]
@@ -73,7 +73,7 @@ class LogitRule:
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelSpec:
     """The module names of a causal LM, and how its layers are called, in order.
 
     positions: learned positions, added to the embedding; input_norm: norms that sum; None if the model has none.
@@ -102,6 +102,6 @@ class Anatomy:
         bare = [] if base == "model." else [name.removeprefix(base) for name in names if name.startswith(base)]
         return tuple(f"{name}." for name in (*names, *bare))
 
-    def select(self, layers: Sequence[int]) -> "Anatomy":
+    def select(self, layers: Sequence[int]) -> "ModelSpec":
         """The same for a model of the given layers, in that order."""
         return replace(self, calls=tuple(self.calls[index] for index in layers))

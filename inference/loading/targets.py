@@ -15,16 +15,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
 from draft_models.early_exit.checkpoint import open_target_of, read_meta
-from draft_models.targets.anatomy import context_limit
 from draft_models.targets.architectures import why_not_by_layers
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.int8 import quantise
 from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
 from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.targets.target import Target
-from draft_models.targets.whole_model import PlainLM
+from draft_models.targets.whole_model import WholeModel
 from inference.core.runtime import Runtime
 from inference.core.stop_strings import StopStrings
 from inference.engines.blocked import can_pack
@@ -44,7 +44,7 @@ from outrider.versions import code_version
 
 
 @dataclass(frozen=True)
-class Subject:
+class TargetSetup:
     """The target before its weights are loaded, and how it will run.
 
     eos: the ids that end a text. stops: the stop strings. inherited: settings from its generation config.
@@ -100,7 +100,7 @@ class Models:
     products: dict[str, str] = field(default_factory=dict)
 
 
-def find_subject(config: EvaluateConfig) -> Subject:
+def find_setup(config: EvaluateConfig) -> TargetSetup:
     """The target of `config`, its device and how it will run. Raises `UserError`."""
     target = find_target(config)
     _ = target.fingerprint  # raises for an unusable target, before anything else does
@@ -117,7 +117,7 @@ def find_subject(config: EvaluateConfig) -> Subject:
     if int8:
         target.require_int8()
     templates = config.template, trained_templates(config, target.tokenizer)
-    return Subject(target, eos, stops, inherited, device, dtype, int8, *templates)
+    return TargetSetup(target, eos, stops, inherited, device, dtype, int8, *templates)
 
 
 def find_target(config: EvaluateConfig) -> OpenTarget:
@@ -176,32 +176,32 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
     return frozenset()
 
 
-def context_length(subject: Subject, drafters: Drafters) -> int:
+def context_length(setup: TargetSetup, drafters: Drafters) -> int:
     """The context length that the target and all its draft models support."""
-    limits = [KINDS[name].load_maker().context(model) for name, model in drafters.items()]
-    return min([context_limit(subject.config), *(limit for limit in limits if limit)])
+    limits = [KINDS[name].load_plugin().context(model) for name, model in drafters.items()]
+    return min([context_limit(setup.config), *(limit for limit in limits if limit)])
 
 
-def run_settings(config: EvaluateConfig, subject: Subject, prompts: Sequence[Prompt]) -> dict[str, object]:
+def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:
     """The identity of an evaluation: options, digests of inputs, device, and code version, since results of two
     versions must not be mixed."""
     asked = json.dumps([[prompt.id, prompt.category, prompt.turns, prompt.chat] for prompt in prompts])
     target = {
-        key: value for key, value in asdict(subject.target.fingerprint).items() if key not in ("target", "revision")
+        key: value for key, value in asdict(setup.target.fingerprint).items() if key not in ("target", "revision")
     }
     drafters: dict[str, object] = {}
     for kind in KINDS.values():
-        drafters |= kind.load_maker().identity(config.where(kind))
+        drafters |= kind.load_plugin().identity(config.where(kind))
     return {
         **config.deciding(),
         "target": target,
         **drafters,
         "versions": {"code": code_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-        "end_tokens": sorted(subject.eos),
-        "generation_config": subject.inherited.taken,
+        "end_tokens": sorted(setup.eos),
+        "generation_config": setup.inherited.taken,
         "prompts": hashlib.sha256(asked.encode()).hexdigest()[:16],
-        "dtype": f"int8 {subject.floats}" if subject.int8 else subject.floats,
-        "device": f"{subject.device.type} ({describe_machine(str(subject.device))['device']})",
+        "dtype": f"int8 {setup.floats}" if setup.int8 else setup.floats,
+        "device": f"{setup.device.type} ({describe_machine(str(setup.device))['device']})",
     }
 
 
@@ -209,12 +209,12 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Unpack[Placed])
     """The model of every kind that `config` says the place of, for this target. Raises `UserError`."""
     for method in config.methods.values():
         if KINDS[method.source].layers:
-            KINDS[method.source].load_maker().require_fits(method, target.config.num_hidden_layers)
+            KINDS[method.source].load_plugin().require_fits(method, target.config.num_hidden_layers)
     drafters: dict[str, object] = {}
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
-            drafters[kind.name] = config.maker(kind).load(where, target, config.methods, **placed)
+            drafters[kind.name] = config.plugin(kind).load(where, target, config.methods, **placed)
     for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
         find_shape(tree.shape, number(tree.nodes))  # invalid shapes fail before the target is loaded
     return {name: model for name, model in drafters.items() if model is not None}
@@ -223,22 +223,22 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Unpack[Placed])
 def finish(drafters: Drafters) -> None:
     """Decoding has ended: save the drafters' learnt state. Raises `UserError`."""
     for name, model in drafters.items():
-        KINDS[name].load_maker().finish(model)
+        KINDS[name].load_plugin().finish(model)
 
 
 def load_models(
-    config: EvaluateConfig, subject: Subject, drafters: Drafters, products: Mapping[str, str] | None = None
+    config: EvaluateConfig, setup: TargetSetup, drafters: Drafters, products: Mapping[str, str] | None = None
 ) -> Models:
     """Load the target, and prepare it and its drafters for decoding.
 
     products: the CPU kernels to use; None: the fastest ones, measured now. Raises `UserError` for unavailable ones.
     """
-    placed = (subject.dtype, subject.device)
-    plain = load_plain(subject.target, *placed, int8=subject.int8)
-    stack = load_stack(subject.target, plain, *placed, by_layers=config.by_layers, int8=subject.int8)
+    placed = (setup.dtype, setup.device)
+    plain = load_plain(setup.target, *placed, int8=setup.int8)
+    stack = load_stack(setup.target, plain, *placed, by_layers=config.by_layers, int8=setup.int8)
     with recorded(products) as made:
         prepare(stack, drafters)
-    return Models(plain, stack, drafters, make_runtime(config.runtime, subject.device), made)
+    return Models(plain, stack, drafters, make_runtime(config.runtime, setup.device), made)
 
 
 def load_stack(
@@ -266,10 +266,10 @@ def load_stack(
         if by_layers:
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
-    whole = PlainLM(plain or load_plain(target, dtype, device, int8=int8))
+    whole = WholeModel(plain or load_plain(target, dtype, device, int8=int8))
     try:
         require_all_kept(target.config)
-        prove_rows(whole if dtype == torch.float32 else PlainLM(load_plain(target, torch.float32, device)))
+        prove_rows(whole if dtype == torch.float32 else WholeModel(load_plain(target, torch.float32, device)))
     except UserError as error:
         raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
     return whole

@@ -12,15 +12,15 @@ from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head, open_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
-from draft_models.targets.anatomy import context_limit
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Target, require_layers
 from inference.doctor.drafting import draft_by_head
-from inference.doctor.patient import Fact, Patient, Way, numbers
+from inference.doctor.examinee import Examinee, Fact, Variant, numbers
 from inference.doctor.training_data import made_for, recorded_settings
 from inference.drafters.calibrated import Calibrated, bare
-from inference.drafters.eagle3 import Eagle3Maker
+from inference.drafters.eagle3 import Eagle3Plugin
 from inference.settings.kinds import read_record
 from outrider.errors import UserError
 
@@ -116,18 +116,18 @@ _STILL = (
 )
 
 
-def patient_of_head(
-    maker: Eagle3Maker, model: Eagle3 | Calibrated[Eagle3], where: str, target: OpenTarget, stack: Target
-) -> Patient:
-    """The `Patient` of an EAGLE-3 head that is prepared to draft for `stack`."""
+def examine_head(
+    plugin: Eagle3Plugin, model: Eagle3 | Calibrated[Eagle3], where: str, target: OpenTarget, stack: Target
+) -> Examinee:
+    """The `Examinee` of an EAGLE-3 head that is prepared to draft for `stack`."""
     head: Eagle3 = bare(model)
     layered, own = require_layers(stack), head.shared_embedding
     embedding = own[0] if own else layered.embed_tokens.weight
-    return patient_of(open_head(where, target.config, changes=maker.changes), target, layered, embedding)
+    return examinee_of(open_head(where, target.config, changes=plugin.changes), target, layered, embedding)
 
 
-def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor) -> Patient:
-    """The `Patient` of the head `stored` for the target `stack`. Its weights are read once for all variants.
+def examinee_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor) -> Examinee:
+    """The `Examinee` of the head `stored` for the target `stack`. Its weights are read once for all variants.
 
     embedding: the target's [V, H_t].
     """
@@ -144,7 +144,7 @@ def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedd
         return head
 
     declared = make(stored.reading)
-    ways, seen = [], [stored.reading]
+    variants, seen = [], [stored.reading]
     for name, changes, meaning in neighbours(stored.reading, tensors, target):
         try:
             reading = changed(stored.reading, changes, target.config)
@@ -154,13 +154,13 @@ def patient_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedd
         except UserError:  # the stored tensors do not fit such a head
             continue
         seen.append(reading)
-        ways.append(Way(name, partial(draft_by_head, head), str(changes), meaning, reading.taps))
+        variants.append(Variant(name, partial(draft_by_head, head), str(changes), meaning, reading.taps))
     taps, still = stored.reading.taps, partial(draft_by_head, declared, still=True)
-    ways.append(Way("drafted positions stand still", still, "", _STILL, taps))
+    variants.append(Variant("drafted positions stand still", still, "", _STILL, taps))
     record = read_record(stored.source, TRAINING_FILE)
-    return Patient(
-        Way("as declared", partial(draft_by_head, declared), boundaries=taps),
-        ways,
+    return Examinee(
+        Variant("as declared", partial(draft_by_head, declared), boundaries=taps),
+        variants,
         known_tokens=None if declared.draft_tokens is None else declared.draft_tokens.tolist(),
         facts=facts_of(stored, record, declared, tensors, target, embedding, output),
         data=recorded_settings(record).get("data"),

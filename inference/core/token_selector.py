@@ -13,7 +13,7 @@ from inference.core.tree import DraftTree
 from inference.core.verify import Matching, NodeRule, RandomChance, Rejection, verify_greedy, verify_sampled
 
 
-class Chooser:
+class TokenSelector:
     """Selects the next token after the text, and verifies drafts, for one generation.
 
     sampler: logits → probabilities; None: plain greedy.

@@ -1,10 +1,10 @@
-"""The law of sampled text is the target's, whatever drafts it.
+"""The distribution of sampled text is the target's, whatever drafts it.
 
 What runs is what evaluate-checkpoint builds (`make_arms`), over a target that is a table; what comes out is compared
 with the table by χ². Every method draws thousands of times a token and the three before it: as often as the faults
-below need that could be in it. A law that holds in pieces only does not pass: a token's law is tested apart after every
-context of up to three tokens, so that a token that depends on anything else than the one before it, such as how the
-round went, shows. Seeds are fixed, so a pass is a pass.
+below need that could be in it. A distribution that holds in pieces only does not pass: a token's distribution is tested
+apart after every context of up to three tokens, so that a token that depends on anything else than the one before it,
+such as how the round went, shows. Seeds are fixed, so a pass is a pass.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from draft_models.calibration.head import CalibrationHead
 from draft_models.ngrams.table import TrigramTable
-from draft_models.targets.narrowed import OwnTokens
-from inference.core import acceptance, verify
+from draft_models.targets.narrowed import DraftVocabulary
+from inference.core import token_selector, verify
 from inference.core.sampling import Sampler, invert
 from inference.core.tree import DraftTree
 from inference.drafters.calibrated import Calibrated
@@ -38,14 +38,14 @@ from tests.tiers import quick_where, typical_where
 
 DRAWS, LEVEL = 3_000, 1e-4  # as many as the faults below need
 SHARED = 8_000  # those of coins that a rule of success rates shares
-ORDER = 3  # tokens before a token that its law is tested apart after
+ORDER = 3  # tokens before a token that its distribution is tested apart after
 PLAIN = SamplingConfig(temperature=1.0)
 Text = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The law of the next token after each token: the target's, and the drafters'."""
+    """The distribution of the next token after each token: the target's, and the drafters'."""
 
     p: TableModel
     q: TableModel
@@ -54,10 +54,10 @@ class Tables:
 class OfSome(TableModel):
     """A drafter over all of the target's tokens but 1, which its own last id stands for."""
 
-    own_tokens = OwnTokens(torch.tensor([0, 2, 3]), 4)
+    draft_vocabulary = DraftVocabulary(torch.tensor([0, 2, 3]), 4)
 
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        return self.logits(hidden)[..., self.own_tokens.tokens]
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden)[..., self.draft_vocabulary.tokens]
 
 
 # Drafts of one token, right half of the time: the text is what coins that are shared make of it, and little else.
@@ -177,11 +177,12 @@ def draw(arm: Arm, tokens: int, draws: int) -> list[Text]:
 
 
 def p_values(texts: Sequence[Text], law: Callable[[Text], Sequence[float]]) -> list[float]:
-    """How likely tokens deviate from `law` of the text before them as much as here, or more, if it is their law.
+    """How likely tokens deviate from `law` of the text before them as much as here, or more, if it is their
+    distribution.
 
     By context of ORDER tokens, where there are as many; by context of one; and by that and the place, since what is
     wrong at the third token only is lost among the others. Given its context each token is a draw of its own, so the
-    sum over contexts has the law of χ² (Billingsley 1961, for the counts of Markov chains).
+    sum over contexts has the distribution of χ² (Billingsley 1961, for the counts of Markov chains).
     """
     contexts: list[Callable[[Text], Hashable]] = [
         lambda text: text[-ORDER:],
@@ -194,7 +195,7 @@ def p_values(texts: Sequence[Text], law: Callable[[Text], Sequence[float]]) -> l
 def p_value(
     texts: Sequence[Text], law: Callable[[Text], Sequence[float]], context: Callable[[Text], Hashable]
 ) -> float:
-    """As above, by any context that decides the law. Contexts too rare for an approximation are left out."""
+    """As above, by any context that decides the distribution. Contexts too rare for an approximation are left out."""
     counts: dict[Hashable, Counter[int]] = {}
     laws: dict[Hashable, Sequence[float]] = {}
     for text in texts:
@@ -231,7 +232,8 @@ def test_the_tail_of_chi_square() -> None:
         assert chi_square_tail(critical, freedom) == pytest.approx(tail, rel=2e-3)
 
 
-# ---------------------------------------------------------------------------------------------------------------- laws
+# ----------------------------------------------------------------------------------------------------------------
+# distributions
 
 
 # What they run is in other cases: their verification, their stop rule or their n-grams.
@@ -258,7 +260,7 @@ def test_law_of_plain_sampling() -> None:
 
 
 def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
-    """The law after a whole text, with processors that read it."""
+    """The distribution after a whole text, with processors that read it."""
     sampler = Sampler(sampling)
 
     def law(text: Text) -> Sequence[float]:
@@ -273,13 +275,14 @@ PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree")
 @pytest.mark.parametrize("name", typical_where(lambda name: name.startswith("k_config"), PROCESSED))
 @pytest.mark.slow
 def test_law_behind_processors_that_read_the_text(name: str) -> None:
-    """Temperature, top-k and a repetition penalty, by which the law depends on all tokens that the text has had."""
+    """Temperature, top-k and a repetition penalty, by which the distribution depends on all tokens that the text has
+    had."""
     sampling = SamplingConfig(temperature=0.8, top_k=3, repetition_penalty=1.5)
     case = Case(CASES[name].method, tokens=7, tables=MARKOV)
     texts = draw(make_arm(case, sampling), case.tokens, DRAWS)
     seen = p_value(texts, penalised(sampling), lambda text: (text[-1], frozenset(text)))
     assert seen > LEVEL
-    assert p_value(texts, table_law(MARKOV), lambda text: text[-1]) < LEVEL  # which is another law
+    assert p_value(texts, table_law(MARKOV), lambda text: text[-1]) < LEVEL  # which is another distribution
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -363,7 +366,7 @@ def drawing_from_another_q(patch: pytest.MonkeyPatch) -> None:
 
 def taking_draws_for_independent(patch: pytest.MonkeyPatch) -> None:
     """Draws without replacement are verified as with it."""
-    patch.setattr(acceptance, "Rejection", lambda replace: verify.Rejection(replace=True))
+    patch.setattr(token_selector, "Rejection", lambda replace: verify.Rejection(replace=True))
 
 
 def matching_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
@@ -372,14 +375,14 @@ def matching_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
 
 
 def reading_the_row_above(patch: pytest.MonkeyPatch) -> None:
-    """The law after the last drafted token is taken from the pass's row before it."""
+    """The distribution after the last drafted token is taken from the pass's row before it."""
     verify_sampled = verify.verify_sampled
 
     def shifted(tokens: list, parents: list, q: dict, p: torch.Tensor, *rest: object, **options: object) -> object:
         rows = p if len(p) == 1 else torch.cat([p[:-1], p[-2:-1]])
         return verify_sampled(tokens, parents, q, rows, *rest, **options)  # type: ignore[arg-type]
 
-    patch.setattr(acceptance, "verify_sampled", shifted)
+    patch.setattr(token_selector, "verify_sampled", shifted)
 
 
 def planted_draft(change: Callable[[Fused, DraftTree], DraftTree]) -> Plant:

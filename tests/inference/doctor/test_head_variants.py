@@ -13,29 +13,29 @@ from torch import Tensor
 from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import load_head, open_head
-from inference.doctor import head_ways
+from inference.doctor import head_variants
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.examine import boundaries_of, compare, judge
-from inference.doctor.head_ways import patient_of
-from inference.doctor.patient import Patient
+from inference.doctor.examinee import Examinee
+from inference.doctor.head_variants import examinee_of
 from inference.doctor.scores import join, score
 from inference.doctor.table import refuse, table
-from inference.drafters.eagle3 import Eagle3Maker
+from inference.drafters.eagle3 import Eagle3Plugin
 from outrider.errors import UserError
 from tests.fitted_heads import hidden_of
 from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
 
 
-def patient_in(clinic: Clinic, where: str) -> Patient:
+def examinee_in(clinic: Clinic, where: str) -> Examinee:
     stored = open_head(where, clinic.target.config)
-    return patient_of(stored, clinic.target, clinic.stack, clinic.stack.embed_tokens.weight)
+    return examinee_of(stored, clinic.target, clinic.stack, clinic.stack.embed_tokens.weight)
 
 
 def examined(clinic: Clinic, where: str) -> dict[str, Any]:
-    patient = patient_in(clinic, where)
-    scores, _ = judge(clinic.texts, {"eagle3": patient})
-    facts = [fact._asdict() for fact in patient.facts]
-    return compare(patient, scores["eagle3"]) | {"facts": facts, "coverage": None}
+    examinee = examinee_in(clinic, where)
+    scores, _ = judge(clinic.texts, {"eagle3": examinee})
+    facts = [fact._asdict() for fact in examinee.facts]
+    return compare(examinee, scores["eagle3"]) | {"facts": facts, "coverage": None}
 
 
 def shown(found: dict[str, Any]) -> str:
@@ -110,7 +110,7 @@ def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_pa
     read: Any = {"[1,2,3]": TAPS, "true": True, "false": False}.get(value, value)
     changes = ReadingChanges(**{key: read})
     cured = load_head(where, clinic.target.config, dtype=torch.float32, changes=changes)
-    Eagle3Maker().prepare(cured, clinic.stack)
+    Eagle3Plugin().prepare(cured, clinic.stack)
     scores = join([score(draft_by_head(cured, text), text, number) for number, text in enumerate(clinic.texts)])
     assert scores.means["agree"] == found["better"]["agree"]
     assert scores.agreement > 0.9 > found["ways"][0]["agreement"]
@@ -142,26 +142,26 @@ def test_what_a_training_here_left_beside_a_head_is_said(clinic: Clinic, tmp_pat
         made_for = asdict(replace(clinic.target.fingerprint, weights=weights))
         record = {"target": "base", "settings": {"target": made_for, "data": {"source": "python_stdlib"}}}
         (tmp_path / "head" / TRAINING_FILE).write_text(json.dumps(record))
-        patient = patient_in(clinic, where)
-        [fact] = [fact for fact in patient.facts if fact.name == "made for"]
+        examinee = examinee_in(clinic, where)
+        [fact] = [fact for fact in examinee.facts if fact.name == "made for"]
         assert fact.said.startswith(f"base, {said}")
-        assert patient.data == {"source": "python_stdlib"}
+        assert examinee.data == {"source": "python_stdlib"}
 
 
 def test_only_what_is_read_is_recorded(clinic: Clinic, tmp_path: Path) -> None:
     """Of a long text at the boundaries of the declared way alone."""
-    patient = patient_in(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
-    assert boundaries_of({"eagle3": patient}) == (0, *TAPS, TAPS[-1] + 1)
-    assert boundaries_of({"eagle3": replace(patient, others=())}) == TAPS
+    examinee = examinee_in(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
+    assert boundaries_of({"eagle3": examinee}) == (0, *TAPS, TAPS[-1] + 1)
+    assert boundaries_of({"eagle3": replace(examinee, others=())}) == TAPS
 
 
 def test_a_likeness_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where they are compared some at a time."""
-    monkeypatch.setattr(head_ways, "ROWS", 4)
+    monkeypatch.setattr(head_variants, "ROWS", 4)
     own = torch.eye(10)
     theirs = own.clone()
     theirs[-1] *= -1
-    said = head_ways._likeness("head", own, theirs.double(), None).said
+    said = head_variants._likeness("head", own, theirs.double(), None).said
     assert said == "its own; 90% of the rows are the target's, mean cosine 0.80"
 
 
@@ -214,7 +214,7 @@ def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, 
     changes = ReadingChanges(draft_ids="index")
     head = load_head(where, clinic.target.config, dtype=torch.float32, changes=changes)
     assert torch.equal(head.draft_tokens, ids)  # type: ignore[arg-type]
-    assert Eagle3Maker(changes).known_tokens(where) == list(TOKENS)
+    assert Eagle3Plugin(changes).known_tokens(where) == list(TOKENS)
 
 
 def test_what_is_drafted_along_a_text_is_what_decoding_drafts(clinic: Clinic) -> None:
