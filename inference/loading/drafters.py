@@ -31,7 +31,7 @@ def new_drafter(
         from inference.drafters.ngram.fused import Fused
 
         table = drafters.get("ngrams")
-        assert isinstance(table, TrigramTable)
+        assert table is None or isinstance(table, TrigramTable)
         return Fused(plugin.draft_model(model, method), table, method, tuning)
     return plugin.make(model, method, streams, drawn=drawn, tuning=tuning)
 
