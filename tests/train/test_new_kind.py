@@ -103,7 +103,7 @@ class BigramSource:
     """It needs nothing but the token, so there is nothing to commit."""
 
     split = 0
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     predicted: Tensor | None = None
     hidden: Tensor
 

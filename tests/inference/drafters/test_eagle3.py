@@ -196,7 +196,7 @@ class KeepsWhatWasDrafted(Eagle3Source):
         self.session.commit = lambda kept: commit([*kept, *stale])  # type: ignore[method-assign]
         super().commit(rows, tokens)
         self.session.commit = commit  # type: ignore[method-assign]
-        self._taps, self._tokens = self._taps[:, len(stale) :], self._tokens[len(stale) :]
+        self._aux_hidden, self._tokens = self._aux_hidden[:, len(stale) :], self._tokens[len(stale) :]
 
 
 @pytest.mark.parametrize("faulty", [ReadsTheNextBoundary, DoesNotShift, KeepsWhatWasDrafted])

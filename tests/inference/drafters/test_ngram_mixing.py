@@ -25,7 +25,7 @@ from tests.inference.ngram_cases import (
     make_table,
     paths_of,
 )
-from tests.ngram_reading import find_context, top_tokens
+from tests.ngram_reading import find_context, successors
 
 Rows = dict[tuple[int, ...], tuple[int, dict[int, float]]]  # recycled: how often seen, and what was likely, by context
 NO_ROWS: Rows = {}
@@ -64,7 +64,7 @@ def slow_sources(
         state = text[-(order - 1) :]
         if order in drafter.table.levels and len(state) == order - 1 and max(state) < VOCABULARY:
             level = drafter.table.levels[order]
-            tokens, probabilities = top_tokens(drafter.table, state)
+            tokens, probabilities = successors(drafter.table, state)
             if len(tokens):
                 kind = class_of(int(level.totals[find_context(level, state)]), float(probabilities[0]))
                 found.append((order - 2, kind, dict(zip(tokens.tolist(), probabilities.tolist(), strict=True))))
@@ -110,7 +110,7 @@ def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int, rows:
     left = 1.0
     longer = [*text, token]
     for size in range(min(drafter.config.longest, len(longer)), 0, -1):
-        counts = top_tokens(drafter.mixture.index, longer[-size:])
+        counts = successors(drafter.mixture.index, longer[-size:])
         if counts:
             total = sum(counts.values())
             seen = sum(longer[end - size : end] == longer[-size:] for end in range(size, len(text)))

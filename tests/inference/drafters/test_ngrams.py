@@ -27,7 +27,7 @@ from tests.inference.ngram_cases import (
     make_table,
     paths_of,
 )
-from tests.ngram_reading import top_tokens
+from tests.ngram_reading import successors
 from tests.tiny import ARCHITECTURES, open_stack, random_prompt, reference_generate, save_target
 
 
@@ -35,8 +35,8 @@ def slow_successors(drafter: TrigramDrafter, state: tuple[int, ...], widest: int
     """(token, P), likeliest first: the overlay before the table among equals, each in its own order."""
     if len(state) < drafter.config.order - 1 or max(state) >= VOCABULARY:
         return []
-    raised = top_tokens(drafter.overlay, state)
-    tokens, probabilities = top_tokens(drafter.table, state)
+    raised = successors(drafter.overlay, state)
+    tokens, probabilities = successors(drafter.table, state)
     own = list(zip(tokens.tolist(), probabilities.tolist(), strict=True))[:widest]
     return sorted([*raised.items(), *((t, p) for t, p in own if t not in raised)], key=lambda item: -item[1])
 
@@ -117,8 +117,8 @@ def slow_puct(drafter: TrigramDrafter, text: list[int], depth: int) -> list[tupl
 
 
 def slow_sample(drafter: TrigramDrafter, state: tuple[int, ...], seed: np.ndarray) -> tuple[int | None, float]:
-    raised = top_tokens(drafter.overlay, state)
-    tokens, probabilities = top_tokens(drafter.table, state)
+    raised = successors(drafter.overlay, state)
+    tokens, probabilities = successors(drafter.table, state)
     own = list(zip(tokens.tolist(), probabilities.tolist(), strict=True))[: drafter.config.widest]
     if not raised and not own:
         return None, 0.0
