@@ -51,6 +51,10 @@ COMMANDS = {
             "compare_reports", "inference.compare_reports", "inference.settings.compare:CompareConfig",
             "compare two finished evaluations, prompt by prompt",
         ),
+        Command(
+            "audit", "inference.audit.__main__", "inference.settings.audit:AuditConfig",
+            "judge whether answers of any server are the target's",
+        ),
         Command("eesd", "train.eesd", "train.settings.drafters:EesdConfig", "train an early exit"),
         Command(
             "calibrate", "train.calibrate", "train.settings.drafters:CalibrateConfig",

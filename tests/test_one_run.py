@@ -16,6 +16,7 @@ from outrider.run_dirs import only_run
 ENTRIES = {name: command.module for name, command in COMMANDS.items() if name != "chat"}  # which has no out_dir
 # What each needs to be able to run, beside where its out_dir is.
 OPTIONS = {
+    "audit": [f"target={TARGET}", f"answers={TARGET}"],
     "build_trigrams": [f"tokenizer={TARGET}"],
     "calibrate": [f"checkpoint={EARLY_EXIT}"],
     "compare_reports": [f"compare=[{TARGET},{EARLY_EXIT}]"],
@@ -34,6 +35,7 @@ OPTIONS = {
 }
 ELSEWHERE = {"build_trigrams": "out.building"}  # the table gets its name when it is whole
 NOT_REHEARSED = {
+    "audit",
     "compare_reports",
     "convert_target",
     "export",

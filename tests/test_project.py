@@ -60,6 +60,7 @@ FLOORS = (
     "train/recipes",
     "train",
     "outrider/api",
+    "inference/audit",
     "inference/chat",
 )
 

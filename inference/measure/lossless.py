@@ -319,15 +319,20 @@ class Forced(TokenSelector):
 
     def _gap(self, place: int, token: int) -> float:
         """How far the less likely of `token` and the text's token is below the best, in rounding errors of logits."""
-        scores = self._at(place, self._reference.logits)
-        gap = scores.max() - scores[[token, self._reference.text[place]]].min()
-        return float(_bounded(gap / self._reference.logits_noise[place]))
+        scores = self._at(place, self._reference.logits)[None]
+        pair = torch.tensor([[token, self._reference.text[place]]], device=scores.device)
+        return float(regrets(scores, pair, self._reference.logits_noise[place]))
 
     def _at(self, place: int, logits: Tensor) -> Tensor:
         """The scores [V] that greedy decoding compares before token `place` of the text, from logits [t, V]."""
         reference = self._reference
         context = torch.tensor([*reference.prompt, *reference.text[:place]], device=logits.device)
         return self._scores(logits[place][None], [context] if self.reads_context else None)[0]
+
+
+def regrets(scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
+    """How far the least likely of tokens [n, k] is below the best of scores [n, V], in the unit of each row [n]."""
+    return _bounded((scores.amax(-1) - scores.gather(-1, tokens).amin(-1)) / noise)
 
 
 def _ratios(off: tuple[Tensor, Tensor], noise: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

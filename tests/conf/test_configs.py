@@ -36,6 +36,7 @@ MANDATORY = {
     "compare_reports": ["compare=[a,b]"],
     **{name: ["target=t"] for name in ("eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")},
     "chat": ["target=t"],
+    "audit": ["target=t", "answers=a"],
 }
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {
     name: (command.load_settings(), command.script, MANDATORY.get(name, [])) for name, command in cli.COMMANDS.items()
@@ -197,6 +198,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "pipeline": "resume",
         "chat": "max_new_tokens",
         "compare_reports": "resume",
+        "audit": "seed",
     }[command]
     said = refused_without_torch(tmp_path, command, *COMMANDS[command][2], override.format(typed=typed))
     assert message.format(kind="bool" if typed == "resume" else "int") in said
@@ -242,6 +244,7 @@ HUB = "org/model"  # which is not looked up
             ("build_trigrams", ["tokenizer=nowhere.model"], "tokenizer"),
             ("build_trigrams", [f"tokenizer={HUB}", "merge=[nowhere]"], r"merge"),
             ("compare_reports", ["compare=[nowhere,neither]"], "compare"),
+            ("audit", [f"target={HUB}", "answers=nowhere.jsonl"], "answers"),
             ("pipeline", ["target=nowhere.gguf"], "target"),
             ("chat", ["target=nowhere.gguf"], "target"),
             ("eesd", ["debug=true", "target=nowhere.gguf"], "target"),

@@ -1,0 +1,19 @@
+"""audit: are the answers of a server those of the target? Status 0 where they only round, 1 for a fault.
+
+outrider audit target=MODEL answers=FILE.jsonl
+"""
+
+from conf import entry
+from inference.settings.audit import AuditConfig
+
+
+@entry("audit", AuditConfig)
+def main(config: AuditConfig) -> None:
+    # Imported once the config is known to be good: torch takes seconds.
+    from inference.audit.audit import audit
+
+    audit(config)
+
+
+if __name__ == "__main__":
+    main()

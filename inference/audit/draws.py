@@ -1,0 +1,143 @@
+"""Sampled tokens, tested as draws from the target's distributions; and how many of them such a test needs.
+
+Let p_t be the target's distribution after the text before token x_t, H its entropy and v_t a coin of ours. If x_t is
+a draw from p_t, u_t = P(a likelier token) + v_t · p_t(x_t) is uniform and independent of all before it
+(the randomised probability integral transform), and Σ (log p_t(x_t) + H(p_t)) is a martingale. The p-values of the four
+tests hold for any number of tokens; that of `independent` is of a normal limit.
+
+    uniform      the largest distance of the distribution of u from the diagonal, by Massart's inequality
+    independent  the correlation of u_t and u_t+1
+    surprise     the martingale. exp(λ · step) over its expectation has the mean 1, so the product over all tokens,
+                 averaged over `LAMBDAS`, is rarely large (Markov's inequality). It is the likelihood of the answers
+                 under p^(1 + λ) over that under p
+    unlikeliest  the probability of a token as unlikely as the unlikeliest one, times the number of tokens
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference.core.sampling import invert
+
+ROOTS = 8
+LAMBDAS = torch.tensor([sign * 2.0**-k for k in range(1, ROOTS + 1) for sign in (1, -1)], dtype=torch.float64)
+RUNS, ENOUGH = 20, 18  # simulated audits, and how many of them must refuse a fault that counts as seen
+FEWEST, MOST, LARGER = 2**5, 2**16, 4  # tokens of a simulated audit, and how many times those that there are
+COPIES = 16  # draws from each distribution, for simulated audits
+
+
+class Draws(NamedTuple):
+    """n tokens, float64 [n] on the CPU. tail: the probability of a token as unlikely as x. score: log p(x) + H(p).
+
+    Under p, variance of the score and cumulants [n, λ]: log E exp(λ · score). shift: the mean of the score where the
+    token is drawn from p as a pass of the server's precision rounds it. Simulated: u, tail and score [n, copies].
+    """
+
+    u: Tensor
+    tail: Tensor
+    score: Tensor
+    variance: Tensor
+    cumulants: Tensor
+    shift: Tensor
+
+
+def join(parts: Sequence[Draws]) -> Draws:
+    """One after the other."""
+    return Draws(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def draws_of(log_p: Tensor, rounded: Tensor, tokens: Tensor, coins: torch.Generator) -> tuple[Draws, dict[str, Draws]]:
+    """The tokens [n] as draws from log_p float64 [n, V], and what servers with a fault would draw there, by fault.
+
+    rounded [n, V]: log_p as the server's precision has it.
+    """
+    log_p, order = log_p.sort(-1, descending=True)
+    p = log_p.exp()
+    entropy = torch.special.entr(p).sum(-1, keepdim=True)
+    scores = (log_p + entropy).where(p > 0, 0)  # a token without probability counts for nothing
+    tails = p.flip(-1).cumsum(-1).flip(-1)
+
+    def placed(ranks: Tensor) -> list[Tensor]:
+        """u, tail and score of the tokens with `ranks` [n, k] by likelihood."""
+        tail, v = tails.gather(-1, ranks), torch.rand(ranks.shape, dtype=torch.float64, generator=coins)
+        u = (1 - tail + v.to(p.device) * p.gather(-1, ranks)).clamp(0, 1)
+        return [column.cpu() for column in (u, tail, scores.gather(-1, ranks))]
+
+    about = [
+        (p * scores.square()).sum(-1).cpu(),
+        _cumulants(p, entropy).cpu(),
+        (rounded.exp().gather(-1, order) * scores).sum(-1).cpu(),
+    ]
+    ranks = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
+    chances = torch.rand(len(p), COPIES, dtype=torch.float64, generator=coins).to(p.device)
+    simulated = {name: Draws(*placed(invert(law, chances)), *about) for name, law in _faults(p).items()}
+    return Draws(*(column[:, 0] for column in placed(ranks)), *about), simulated
+
+
+def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:
+    """log E exp(λ (log p + H)) [n, λ], for the `LAMBDAS`: of p to the power of 1 ± 1/2, 1 ± 1/4, …"""
+    powers, root = [], p
+    for _ in range(ROOTS):
+        root = root.sqrt()
+        powers += [(p * root).sum(-1), (p / root).nan_to_num(0).sum(-1)]
+    return torch.stack(powers, -1).log() + LAMBDAS.to(p.device) * entropy
+
+
+def _faults(p: Tensor) -> dict[str, Tensor]:
+    """What servers with a fault draw from in the place of p [n, V], likeliest token first."""
+    first = torch.zeros_like(p)
+    first[:, 0] = 1.0
+    return {
+        "one token in 100 is the likeliest one, not drawn": 0.99 * p + 0.01 * first,
+        "temperature 0.95 for 1": p ** (1 / 0.95),
+        "greedy drafts; after a rejection a draw from all of p": p[:, :1] * first + (1 - p[:, :1]) * p,
+    }
+
+
+def p_values(draws: Draws) -> dict[str, float]:
+    """By test, how likely draws as odd as these are, at most."""
+    n, u = len(draws.u), draws.u.sort().values
+    steps, centred = torch.arange(n + 1) / n, draws.u - 0.5
+    distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
+    correlation = float(12 * (centred[1:] * centred[:-1]).sum()) / math.sqrt(n)
+    # What rounding may add, taken off: errors of random sign, and a bias. Twice over, as the server rounds otherwise.
+    rounding = 2 * (float(draws.shift.square().sum().sqrt()) + abs(float(draws.shift.sum())))
+    total = float(draws.score.sum())
+    growth = LAMBDAS * math.copysign(max(0.0, abs(total) - rounding), total) - draws.cumulants.sum(0)
+    return {
+        "uniform": min(1.0, 2 * math.exp(-2 * n * distance**2)),
+        "independent": math.erfc(abs(correlation) / math.sqrt(2)),
+        "surprise": math.exp(min(0.0, math.log(len(LAMBDAS)) - float(growth.logsumexp(0)))),
+        "unlikeliest": min(1.0, n * float(draws.tail.min())),
+    }
+
+
+def surprise(draws: Draws) -> float:
+    """The martingale in its standard deviations under p."""
+    return float(draws.score.sum() / draws.variance.sum().sqrt().clamp(min=1e-30))
+
+
+def refused(chances: Mapping[str, float], level: float) -> list[str]:
+    """The tests that refuse by Holm's correction: any does by chance as often as `level` says, at most."""
+    ordered = sorted(chances, key=chances.__getitem__)
+    kept = [chances[name] <= level / (len(ordered) - rank) for rank, name in enumerate(ordered)]
+    return ordered[: [*kept, False].index(False)]
+
+
+def tokens_needed(simulated: Draws, level: float, coins: torch.Generator) -> int | None:
+    """How many tokens, by powers of two, let 9 of 10 audits refuse draws with this fault; None: more than are tried."""
+    size, (given, copies) = FEWEST, simulated.u.shape
+    while size <= min(MOST, LARGER * given):
+        seen = tries = 0
+        while tries - seen <= RUNS - ENOUGH and tries < RUNS:
+            rows, copy = (torch.randint(most, (size,), generator=coins) for most in (given, copies))
+            drawn = (column[rows, copy] for column in simulated[:3])
+            taken = Draws(*drawn, *(column[rows] for column in simulated[3:]))
+            seen, tries = seen + bool(refused(p_values(taken), level)), tries + 1
+        if seen >= ENOUGH:
+            return size
+        size *= 2
+    return None
