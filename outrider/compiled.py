@@ -73,7 +73,7 @@ class _Clock(event.Listener):
 
 
 def _say() -> None:
-    if _clock.seconds and speaks():
+    if _clock.seconds >= 0.5 and speaks():  # less is said as 0 s
         print(f"compiling CPU kernels, once: {in_words(_clock.seconds)}", file=sys.stderr, flush=True)
 
 
