@@ -64,7 +64,7 @@ def _first_gap(mask, count):
 
 @kernel
 def softmax(scores, line, count, size, mask, scale):
-    """softmax(scale · score + mask) of the first `count` of a line of scores, in place; then 0 up to whole vectors.
+    """softmax(scale · score + mask) of the first `count` of a line of scores, in place; then 0 up to `size`, whole vectors.
 
     Hidden positions between visible ones are removed for the sum. So a row of a tree, whose ancestors are not adjacent,
     has the same sum as in a chain, bit for bit.
@@ -81,13 +81,14 @@ def softmax(scores, line, count, size, mask, scale):
             if wide(mask[j]) >= _HIDDEN:
                 own[seen] = own[j]
                 seen += 1
-    for j in range(seen, size):
+    vectors = -(-seen // LANES) * LANES
+    for j in range(seen, vectors):
         own[j] = np.float32(-np.inf)
-    softmax_row(scores, line, -(-seen // LANES) * LANES)
-    if gap == count:
-        return
+    softmax_row(scores, line, vectors)
     for j in range(count, size):
         own[j] = np.float32(0.0)
+    if gap == count:
+        return
     for j in range(count - 1, gap - 1, -1):
         if wide(mask[j]) < _HIDDEN:
             own[j] = np.float32(0.0)

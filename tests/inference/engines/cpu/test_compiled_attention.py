@@ -11,7 +11,7 @@ from torch import Tensor
 from inference.engines.cpu.attention import NEAR, attend
 from inference.engines.cpu.linear import Linear
 from inference.engines.cpu.products import product
-from inference.engines.cpu.task import AttentionTask
+from inference.engines.cpu.task import AttentionTask, softmax
 from inference.engines.cpu.vectors import LANES
 
 POSITIONS, ROWS, HEADS, KEY_HEADS, WIDTH = NEAR + 41, 3, 6, 2, 4 * LANES
@@ -24,6 +24,11 @@ def attended(queries, keys, values, seen, mask, scale, first, last, out):  # typ
     sums, near = np.full(queries.shape, np.float32(np.nan)), np.empty((NEAR, width), np.float32)
     task = AttentionTask(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
     attend(task, first, last, False, out)
+
+
+@njit
+def weighted(scores, count, size, mask):  # type: ignore[no-untyped-def]
+    softmax(scores, 0, count, size, mask, np.float32(0.2))
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
@@ -135,3 +140,16 @@ def test_vectors_are_rounded_to_bfloat16_as_pytorch_does(kind: type) -> None:
     if kind is np.float32:
         product(nothing, np.zeros((1, 1), np.float32), 1, 0, len(x), False, out)
         np.testing.assert_array_equal(out[0], x)
+
+
+@pytest.mark.parametrize("seen", [1, LANES - 1, LANES, LANES + 1, 2 * LANES + 1])
+def test_weights_after_the_last_seen_position_are_zero(seen: int) -> None:
+    """Up to any number of whole vectors: AMX reads two of them at a time."""
+    size = 4 * LANES
+    for hide in (False, True):
+        scores, mask = torch.randn(1, size, generator=torch.Generator().manual_seed(seen)), torch.zeros(seen)
+        mask[1 : seen - 1 : 2] = torch.finfo(mask.dtype).min if hide else 0.0
+        exact = (0.2 * scores[0, :seen] + mask).softmax(-1)
+        weighted(scores.numpy(), seen, size, mask.numpy())
+        torch.testing.assert_close(scores[0, :seen], exact, rtol=1e-5, atol=1e-7)
+        assert not scores[0, seen:].any()
