@@ -64,7 +64,7 @@ def _first_gap(mask, count):
 
 @kernel
 def softmax(scores, line, count, size, mask, scale):
-    """softmax(scale · score + mask) of the first `count` of a line of scores, in place; then 0 up to `size`, whole vectors.
+    """softmax(scale · score + mask) of the first `count` of a line of scores, in place, and 0 after it up to `size`.
 
     Hidden positions between visible ones are removed for the sum. So a row of a tree, whose ancestors are not adjacent,
     has the same sum as in a chain, bit for bit.
