@@ -14,6 +14,7 @@ from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import read_meta
 from draft_models.targets.open_target import open_target
+from inference.evaluate.command import evaluate as plan_evaluation
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
@@ -64,6 +65,19 @@ def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], 
     assert all(one["identical"] == one["checked"] > 0 for one in judged.values())
     assert read_meta(tmp_path / "eesd").fingerprint.target == str(target)
     evaluate(replace(config, resume=True), QUESTIONS[:2])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_plan_converts_nothing(
+    tmp_path: Path, targets: dict[str, Path], corpus: DataConfig, form: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    train_early_exit(distilling(targets[form], corpus, tmp_path / "eesd", plan=True))
+    methods = {"lookup": MethodConfig(source="prompt_lookup")}
+    plan_evaluation(EvaluateConfig(target=str(targets[form]), methods=methods, plan=True))
+    assert capsys.readouterr().out.count("plan ") == 2
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_drafter_is_for_one_quantisation(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig) -> None:

@@ -2,7 +2,7 @@
 
 .lock        held while anything is created or removed
 known/       maps paths, sizes and times of a model's files to the key of their content
-KEY/         a converted model; KEY.part: a conversion that is in progress or was interrupted
+KEY/         a converted model, or its config and tokenizer alone; KEY.part: one in progress or interrupted
 """
 
 import hashlib
@@ -26,6 +26,7 @@ from outrider.run_dirs import system_lock
 PLACE, SIZE = "OUTRIDER_CACHE", "OUTRIDER_CACHE_GB"  # its location, and its maximum size
 RECORD_FILE = "converted.json"
 _FORM = 1  # version of a conversion's output; part of the key
+_DESCRIBED = "-described"  # in the stamp and key of a model without its weights
 _GB = 100.0
 _RECENT = 3600  # seconds after its last use in which a model may still be in use
 _REMEDY = f"free space, or say by {PLACE} where there is more"
@@ -36,19 +37,22 @@ def cache_folder() -> Path:
     return Path(os.environ.get(PLACE) or user_cache() / "targets").expanduser().absolute()
 
 
-def cached(original: Original) -> Path:
+def cached(original: Original, *, weights: bool = True) -> Path:
     """The directory that holds `original` as safetensors, converted now or earlier.
 
-    One process converts it, and others wait. Raises `UserError` if it cannot be converted, or, naming the remedy, if it
-    cannot be written.
+    weights: off if everything else of it is enough. One process converts it, and others wait. Raises `UserError` if it
+    cannot be converted, or, naming the remedy, if it cannot be written.
     """
     folder, stamp = cache_folder(), _stamp(original.files)
     found = _find(folder, stamp)
+    if found is None and not weights:
+        stamp += _DESCRIBED
+        found = _find(folder, stamp)
     if found is not None:
         return found
     require_writable(folder / "known", PLACE)
     lock = system_lock(folder / ".lock")
-    with Stage(f"converting {original.source} once"):
+    with Stage(f"{'converting' if weights else 'describing'} {original.source} once"):
         try:
             lock.acquire()
         except (OSError, NotImplementedError) as error:
@@ -94,23 +98,28 @@ def _find(folder: Path, stamp: str) -> Path | None:
 
 def _make(folder: Path, stamp: str, original: Original) -> Path:
     """Convert `original`, unless the same content was converted under another name. The caller holds the lock."""
-    most = _most()
+    most, described = _most(), stamp.endswith(_DESCRIBED)
     for part in folder.glob("*.part"):  # left by killed processes
         shutil.rmtree(part, ignore_errors=True)
-    key = content_key(original)
+    key = stamp if described else content_key(original)
     entry, part = folder / key, folder / f"{key}.part"
     if not (entry / RECORD_FILE).exists():
         try:
-            write_safetensors(original, part, remedy=_REMEDY)
-            if _stamp(original.files) != stamp:
+            if described:
+                part.mkdir()
+                original.describe(part)
+            else:
+                write_safetensors(original, part, remedy=_REMEDY)
+            if _stamp(original.files) != stamp.removesuffix(_DESCRIBED):
                 raise UserError(f"{original.source}: changed while it was converted; start again when it is whole")
             write_json(part / RECORD_FILE, {"made_of": original.source})
             shutil.rmtree(entry, ignore_errors=True)  # an entry of which somebody removed a part
             os.rename(part, entry)
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        said = f"converted {original.source} once: {_size(entry) / 1e9:.1f} GB in {entry} ({PLACE} says where)"
-        print(said, file=sys.stderr, flush=True)
+        if not described:
+            said = f"converted {original.source} once: {_size(entry) / 1e9:.1f} GB in {entry} ({PLACE} says where)"
+            print(said, file=sys.stderr, flush=True)
     write_atomically(folder / "known" / stamp, key.encode(), _REMEDY)
     _remove_oldest(folder, entry, most)
     return entry
@@ -142,7 +151,7 @@ def _size(folder: Path) -> int:
 def _most() -> float:
     """The maximum size of the cache in bytes."""
     given = os.environ.get(SIZE) or str(_GB)
-    try:
-        return 1e9 * float(given)
-    except ValueError:
-        raise UserError(f"{SIZE}={given}: expected a number of gigabytes") from None
+    with suppress(ValueError):
+        if (most := 1e9 * float(given)) >= 0:  # not nan
+            return most
+    raise UserError(f"{SIZE}={given}: expected a number of gigabytes, 0 or more")

@@ -1,7 +1,6 @@
 """The entry point for formats: the location of any model as safetensors, converted if necessary."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,37 +18,42 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def as_safetensors(source: str, revision: str | None = None) -> tuple[str, str | None]:
+def as_safetensors(source: str, revision: str | None = None, *, weights: bool = True) -> tuple[str, str | None]:
     """(directory or Hub name, revision) from which the model in `source` is read: its own, or those of a conversion.
 
     A GGUF file, .bin files and fp8 weights are converted once, into a cache (see `data_prep.formats.cache`). Raises
-    `UserError` if they cannot be converted.
+    `UserError` if they cannot be converted. weights: see `as_described`.
     """
-    original = find_original(source, revision)
+    original = find_original(source, revision, weights=weights)
     if original is None:
         return source, revision
     from data_prep.formats.cache import cached  # the conversion is not needed for safetensors
 
-    return str(cached(original)), None
+    return str(cached(original, weights=weights)), None
+
+
+def as_described(source: str, revision: str | None = None) -> tuple[str, str | None]:
+    """The same for config, generation config and tokenizer alone: no weights are converted or fetched for them."""
+    return as_safetensors(source, revision, weights=False)
 
 
 def was_quantised(source: str, revision: str | None = None) -> bool:
     """Whether the stored weights of the model in `source` are quantised, and so dequantised by the conversion."""
-    original = find_original(source, revision)
+    original = find_original(source, revision, weights=False)
     return original is not None and original.quantised
 
 
-def find_original(source: str, revision: str | None = None) -> Original | None:
+def find_original(source: str, revision: str | None = None, *, weights: bool = True) -> Original | None:
     """The model in `source` if it must be converted; None for safetensors, and if there is no model.
 
-    source: a GGUF file, a directory or a Hub name; a conversion fetches all its files. Raises `UserError`.
+    source: a GGUF file, a directory or a Hub name. weights: whether its weights are fetched, too. Raises `UserError`.
     """
     if (gguf := find_gguf(source)) is not None:
         from data_prep.formats.gguf_model import GgufModel
 
         return GgufModel(source, gguf)
     if not is_local(source):
-        return _on_hub(source, revision)
+        return _on_hub(source, revision, weights)
     folder = Path(source)
     kind = _kind(lambda name: (folder / name).exists(), folder / CONFIG_FILE)
     return None if kind is None else FolderModel(source, folder, kind)
@@ -71,39 +75,51 @@ def is_as_written(source: str, revision: str | None) -> bool:
     return said.get(AS_WRITTEN) is True
 
 
-def located(source: str, revision: str | None, file: str) -> str | None:
-    """The local path of a file of a directory or Hub repository, fetched if necessary; None if it does not exist."""
-    return cached_file(
-        source,
-        file,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+def located(source: str, revision: str | None, file: str, *, fetch: bool = True) -> str | None:
+    """The local path of a file of a directory or Hub repository; None if it does not exist or the Hub is not reached.
+
+    fetch: fetch a missing file. Raises `UserError` if the Hub refuses to give it.
+    """
+    try:
+        return cached_file(
+            source, file, revision=revision, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False
+        )
+    except Exception as error:  # any error of the Hub's client
+        raise UserError(f"{source}: {file} cannot be fetched ({reason(error)})") from None
 
 
-def fetched(source: str, revision: str | None, kind: Kind) -> Path:
-    """The local directory of a model whose weights are of `kind`. Raises `UserError` if it cannot be fetched."""
+def fetched(source: str, revision: str | None, kind: Kind, *, weights: bool = True) -> Path:
+    """The local directory of a model whose weights are of `kind`. Raises `UserError` if it cannot be fetched.
+
+    weights: whether they are fetched, too, or only its descriptions.
+    """
     from huggingface_hub import snapshot_download
 
     if is_local(source):
         return Path(source)
-    index = located(source, revision, kind.index)
-    weights = {kind.single} if index is None else {kind.index, *kind.file_of(Path(index)).values()}
+    wanted = [*DESCRIPTIONS]
+    if weights:
+        index = located(source, revision, kind.index)
+        wanted += [kind.single] if index is None else sorted({kind.index, *kind.file_of(Path(index)).values()})
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=[*DESCRIPTIONS, *sorted(weights)]))
+        return Path(snapshot_download(source, revision=revision, allow_patterns=wanted))
     except Exception as error:  # any error of the Hub's client
         raise UserError(f"{source}: cannot be fetched ({reason(error)})") from None
 
 
 @lru_cache
-def _on_hub(source: str, revision: str | None) -> FolderModel | None:
-    config, kind = located(source, revision, CONFIG_FILE), None
-    if config is not None:
-        with suppress(OSError):  # a later read reports why the Hub cannot be reached
-            kind = _kind(partial(has_file, source, revision=revision), Path(config))
-    return None if kind is None else FolderModel(source, fetched(source, revision, kind), kind)
+def _on_hub(source: str, revision: str | None, weights: bool) -> FolderModel | None:
+    config = located(source, revision, CONFIG_FILE)
+    kind = _kind(partial(_has, source, revision), Path(config)) if config is not None else None
+    return None if kind is None else FolderModel(source, fetched(source, revision, kind, weights=weights), kind)
+
+
+def _has(source: str, revision: str | None, file: str) -> bool:
+    """Whether a Hub repository has a file; as far as is known on this machine if the Hub's client fails."""
+    try:
+        return has_file(source, file, revision=revision)
+    except Exception:  # any of its errors: a later read reports why the Hub cannot be reached
+        return has_file(source, file, revision=revision, local_files_only=True)
 
 
 def _kind(has: Callable[[str], bool], config: Path) -> Kind | None:

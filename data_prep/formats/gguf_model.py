@@ -71,11 +71,15 @@ class GgufModel:
         return {theirs: held[name] for name, theirs in names.items()}
 
     def describe(self, folder: Path) -> None:
-        """Write config, generation config and tokenizer according to its metadata. Raises `UserError`."""
+        """Write config, generation config and tokenizer according to its metadata.
+
+        Raises `UserError`, also for a file whose tensors cannot be read.
+        """
         config = gguf_config(self.file)
         gguf_tokenizer(self.file).save_pretrained(folder)
         config.save_pretrained(folder)
         GenerationConfig.from_model_config(config).save_pretrained(folder)
+        self.tensors()
 
 
 def _names(file: GgufFile) -> dict[str, str]:

@@ -76,8 +76,13 @@ def open_safetensors(path: str) -> Mapping[str, SafeTensor]:
 
 
 def _stored(path: str) -> Mapping[str, Stored]:
-    """The same as `Stored` tensors, for conversion."""
-    return {name: Stored(TYPES[one.type_name], one.shape, one.read) for name, one in open_safetensors(path).items()}
+    """The same as `Stored` tensors, for conversion. Raises `UserError` for a type that is not in `TYPES`."""
+    held = open_safetensors(path)
+    for name, one in held.items():
+        if one.type_name not in TYPES:
+            expected = f"expected one of {', '.join(TYPES)}; give the model in another format"
+            raise UserError(f"{path}: tensor {name!r} has type {one.type_name}: {expected}")
+    return {name: Stored(TYPES[one.type_name], one.shape, one.read) for name, one in held.items()}
 
 
 def open_pickled(path: str) -> Mapping[str, Stored]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from data_prep.formats.door import as_safetensors
+from data_prep.formats.door import as_described
 from data_prep.formats.original import CONFIG_FILE, MOST_LAYERS
 from data_prep.formats.torch_files import SAFETENSORS
 from draft_models.targets.empty_models import model_spec
@@ -59,7 +59,7 @@ def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig
     if is_local(source) and not path.exists():
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
-    place, revision = as_safetensors(source, revision)
+    place, revision = as_described(source, revision)
     try:
         config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)
     except Exception as error:  # any error of an architecture's config class for unexpected values

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from data_prep.formats.door import as_safetensors
+from data_prep.formats.door import as_described
 from draft_models.targets.empty_models import model_spec
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError
@@ -115,7 +115,7 @@ def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:
 
 def deciding_config(source: str, revision: str | None) -> dict[str, object]:
     """What config.json says, less `NOT_DECIDING`: as it stands there, not as this version of transformers has it."""
-    place, revision = as_safetensors(source, revision)
+    place, revision = as_described(source, revision)
     values, _ = PreTrainedConfig.get_config_dict(place, revision=revision)
     return {key: value for key, value in values.items() if key not in NOT_DECIDING}
 

@@ -2,7 +2,7 @@
 
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from data_prep.formats.door import as_safetensors, located
+from data_prep.formats.door import as_described, located
 from data_prep.formats.original import GENERATION_FILE
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError, reason
@@ -29,7 +29,7 @@ def load_causal_lm(
 
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:
     """The contents of generation_config.json; None if there is no such file. Raises `UserError` for a damaged one."""
-    where, revision = as_safetensors(source, revision)
+    where, revision = as_described(source, revision)
     file = located(where, revision, GENERATION_FILE)
     if file is None:
         return None

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from data_prep.formats.door import as_safetensors, is_as_written, was_quantised
+from data_prep.formats.door import as_described, is_as_written, was_quantised
 from draft_models.targets.architectures import load_config, read_config
 from draft_models.targets.attention import leave_out_cudnn
 from draft_models.targets.empty_models import empty_model, layer_stack
@@ -120,7 +120,7 @@ def open_target(source: str, revision: str | None = None, *, by_layers: bool = T
 
 def load_tokenizer(source: str, revision: str | None = None, *, role: str = "target") -> PreTrainedTokenizerBase:
     """The target's tokenizer; role: the option that names it. Raises `UserError` if there is no usable one."""
-    place, revision = as_safetensors(source, revision)
+    place, revision = as_described(source, revision)
     kind = PreTrainedTokenizerFast if is_as_written(place, revision) else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(place, revision=revision or "main", trust_remote_code=False)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers.utils import cached_file
 
-from data_prep.formats.door import as_safetensors, located
+from data_prep.formats.door import as_described, as_safetensors, located
 from data_prep.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable
 from data_prep.formats.torch_folder import require_plain
 from outrider.errors import UserError
@@ -135,15 +134,7 @@ class TensorFiles:
         return name.removeprefix(BASE_PREFIX) if self.headless else name
 
     def _path(self, file: str, fetch: bool = True) -> str | None:
-        where, revision = self.place
-        return cached_file(
-            where,
-            file,
-            revision=revision,
-            local_files_only=not fetch,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=fetch,
-        )
+        return located(*self.place, file, fetch=fetch)
 
 
 def part_of(name: str) -> str:
@@ -178,8 +169,9 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
 
 
 def find_file(source: str, file: str, revision: str | None) -> str | None:
-    """The local path of a file of a model in any format, fetched if necessary; None if there is no such file."""
-    return located(*as_safetensors(source, revision), file)
+    """The local path of a file, other than weights, of a model in any format, fetched if necessary; None if there is
+    no such file."""
+    return located(*as_described(source, revision), file)
 
 
 def _hash(name: str, stored: SafeTensor, whole: bool) -> tuple[bytes, int]:

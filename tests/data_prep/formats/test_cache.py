@@ -9,19 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from data_prep.formats import cache, convert
+from data_prep.formats import cache, convert, door
 from data_prep.formats.cache import RECORD_FILE, cache_folder, content_key
-from data_prep.formats.door import as_safetensors
+from data_prep.formats.door import as_described, as_safetensors, was_quantised
 from data_prep.formats.gguf_model import GgufModel
 from data_prep.formats.torch_files import PICKLES
 from data_prep.formats.torch_folder import FolderModel
+from draft_models.targets.fingerprint import deciding_config
+from draft_models.targets.model_files import load_generation_config
 from draft_models.targets.open_target import open_target
+from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.run_dirs import system_lock
 from tests.data_prep.formats.test_bin_files import as_bin
+from tests.data_prep.formats.test_quantised import save_fp8
 from tests.forked import Fork
 from tests.gguf_files import write_gguf
 from tests.tiny import save_target
@@ -51,7 +57,43 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def entries(kept: Path) -> list[Path]:
-    return sorted(file.parent for file in kept.glob(f"*/{RECORD_FILE}"))
+    """The whole models in it: config and tokenizer alone are no conversion."""
+    return sorted(file.parent for file in kept.glob(f"*/{RECORD_FILE}") if list(file.parent.glob("*.safetensors")))
+
+
+def all_but_weights(place: tuple[str, str | None]) -> dict[str, bytes]:
+    files = [file for file in Path(place[0]).iterdir() if file.suffix != ".safetensors" and file.name != RECORD_FILE]
+    return {file.name: file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def forms(llama: Path, written: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model in every format that is converted."""
+    folder = tmp_path_factory.mktemp("forms")
+    return {"gguf": written, "bin": as_bin(llama, folder / "bin"), "fp8": save_fp8(folder, "llama")[0]}
+
+
+@pytest.fixture
+def fetches(forms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is fetched from now on, of a Hub that has someone/bin and someone/fp8."""
+    names: list[str] = []
+
+    def held(source: str, file: str) -> Path | None:
+        place = forms[source.removeprefix("someone/")] / file if source.startswith("someone/") else Path(source, file)
+        return place if place.exists() else None
+
+    def fetch(source: str, *, allow_patterns: list[str], **_: object) -> str:
+        origin, place = forms[source.removeprefix("someone/")], tmp_path / "hub" / source
+        place.mkdir(parents=True, exist_ok=True)
+        wanted = {file for pattern in allow_patterns for file in origin.glob(pattern)}
+        names.extend(Path(shutil.copy(file, place)).name for file in wanted if not (place / file.name).exists())
+        return str(place)
+
+    monkeypatch.setattr(door, "cached_file", lambda source, file, **_: (at := held(source, file)) and str(at))
+    monkeypatch.setattr(door, "has_file", lambda source, file, **_: held(source, file) is not None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    door._on_hub.cache_clear()
+    return names
 
 
 def test_it_is_converted_once(kept: Path, written: Path, conversions: list[str]) -> None:
@@ -117,6 +159,76 @@ def test_a_file_that_changes_meanwhile_is_refused(
     with pytest.raises(UserError, match=r"model\.gguf: changed while it was converted"):
         as_safetensors(str(path))
     assert entries(kept) == []
+
+
+@pytest.mark.parametrize("form", ["gguf", "bin", "fp8"])
+def test_config_and_tokenizer_are_read_without_a_conversion(
+    kept: Path, forms: dict[str, Path], conversions: list[str], form: str
+) -> None:
+    """They are the conversion's, file by file; once there is one, it is read."""
+    source = str(forms[form])
+    target = open_target(source, by_layers=False)
+    alone = target.config.to_dict(), target.tokenizer.get_vocab(), load_generation_config(source)
+    files, config = all_but_weights(as_described(source)), deciding_config(source, None)
+    open_target(source)
+    assert conversions == entries(kept) == []
+    place = as_safetensors(source)
+    assert conversions == [source]
+    assert all_but_weights(place) == files
+    assert as_described(source) == place
+    again = open_target(source, by_layers=False)
+    assert (again.config.to_dict(), again.tokenizer.get_vocab(), load_generation_config(source)) == alone
+    assert deciding_config(source, None) == config
+
+
+@pytest.mark.parametrize("form", ["bin", "fp8"])
+def test_config_and_tokenizer_are_read_without_fetching_weights(
+    kept: Path, fetches: list[str], conversions: list[str], form: str
+) -> None:
+    source = f"someone/{form}"
+    target = open_target(source)
+    assert len(target.tokenizer) > 0
+    assert was_quantised(source) == (form == "fp8")
+    assert "config.json" in fetches
+    assert not [name for name in fetches if name.endswith((".bin", ".safetensors"))]
+    assert conversions == []
+    files = all_but_weights(as_described(source))
+    assert target.files.file_of
+    assert [name for name in fetches if name.endswith((".bin", ".safetensors"))]
+    assert conversions == [source]
+    assert all_but_weights(as_described(source)) == all_but_weights(as_safetensors(source)) == files
+
+
+def test_a_file_that_could_not_be_converted_is_refused_at_once(kept: Path, written: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.gguf").write_bytes(written.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"short\.gguf: ends within tensor"):
+        open_target(str(tmp_path / "short.gguf"))
+
+
+HUB_ERRORS = [
+    httpx.ReadError("cut off"), httpx.ProxyError("no proxy"), OfflineModeIsEnabled("offline"), OSError("gated"),
+    HfHubHTTPError("500", response=httpx.Response(500, request=httpx.Request("HEAD", "https://huggingface.co"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", HUB_ERRORS, ids=lambda error: type(error).__name__)
+def test_no_error_of_the_hub_is_a_traceback(
+    kept: Path, fetches: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """What is on this machine is read; of anything else the error says what could not be had."""
+
+    def fail(*_: object, local_files_only: bool = False, **__: object) -> bool:
+        if local_files_only:
+            return True
+        raise error
+
+    monkeypatch.setattr(door, "has_file", fail)
+    assert as_described("someone/bin") == ("someone/bin", None)  # it has safetensors as far as is known here
+    monkeypatch.setattr(door, "cached_file", fail)
+    door._on_hub.cache_clear()
+    for read in (as_safetensors, as_described, open_target, open_tensors):
+        with pytest.raises(UserError, match=r"someone/bin: config\.json cannot be fetched \("):
+            read("someone/bin")
 
 
 def test_safetensors_are_read_where_they_are(kept: Path, llama: Path, tmp_path: Path) -> None:
@@ -222,9 +334,10 @@ def test_who_finds_it_being_made_waits(kept: Path, written: Path, conversions: l
         assert asked.result(timeout=60) == (str(entries(kept)[0]), None)
 
 
-def test_a_size_that_is_none_is_refused(kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTRIDER_CACHE_GB", "much")
-    with pytest.raises(UserError, match="OUTRIDER_CACHE_GB=much: expected a number of gigabytes"):
+@pytest.mark.parametrize("size", ["much", "nan", "-1", "-inf"])
+def test_a_size_that_is_none_is_refused(kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE_GB", size)
+    with pytest.raises(UserError, match=f"OUTRIDER_CACHE_GB={size}: expected a number of gigabytes, 0 or more"):
         as_safetensors(str(written))
 
 

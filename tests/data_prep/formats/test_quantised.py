@@ -119,3 +119,15 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, settings: dict[str, A
 def test_without_settings_it_is_no_quantised_one(tmp_path: Path) -> None:
     path = set_config(save_target(tmp_path / "target"), quantization_config=None)
     assert open_target(str(path)).layers([0], dtype=torch.float32) is not None
+
+
+@pytest.mark.parametrize("kind", ["U16", "F8_E8M0"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_type_that_is_not_known_is_named(tmp_path: Path, kind: str, fp8: bool) -> None:
+    """Whether it must be converted, or convert-target is asked to."""
+    source = set_config(save_target(tmp_path / "target"), **({"quantization_config": FP8} if fp8 else {}))
+    size = 2 if kind == "U16" else 1
+    header = json.dumps({"odd": {"dtype": kind, "shape": [1], "data_offsets": [0, size]}}).encode()
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(UserError, match=rf"tensor 'odd' has type {kind}: expected one of F64, .*; give the model in"):
+        convert_target(ConvertConfig(target=str(source), out_dir=str(tmp_path / "out")))
