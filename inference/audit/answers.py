@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from data_prep.text.chat import render_prompt
 from data_prep.text.sources import read_file
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError, require
@@ -11,7 +13,7 @@ from outrider.settings import construct
 
 
 @dataclass(frozen=True)
-class Answer(SamplingConfig):
+class ServedAnswer(SamplingConfig):
     """A line: an answer, and how its tokens were chosen. What has texts and no ids is tokenised when it is read."""
 
     prompt_ids: list[int] = field(default_factory=list)
@@ -20,12 +22,12 @@ class Answer(SamplingConfig):
     text: str = ""
 
 
-def read_answers(file: str, target: OpenTarget) -> dict[int, Answer]:
+def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
     """The answers in a file by the numbers of their lines. Raises `UserError` naming a line that is none."""
     found = {}
     for number, row in read_file(Path(file)):
         try:
-            found[number] = _with_ids(construct(Answer, row), target)
+            found[number] = _with_ids(construct(ServedAnswer, row), target)
         except UserError as error:
             said = 'expected {"prompt_ids": […], "output_ids": […], "temperature": 0}, or texts: "prompt", "text"'
             raise UserError(f"{file}:{number}: {error}; {said}") from None
@@ -33,13 +35,17 @@ def read_answers(file: str, target: OpenTarget) -> dict[int, Answer]:
     return found
 
 
-def _with_ids(answer: Answer, target: OpenTarget) -> Answer:
+def _with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
+    for key, text, ids in (("prompt", answer.prompt, answer.prompt_ids), ("text", answer.text, answer.output_ids)):
+        require(not (text and ids), key, text, "a text or ids, not both")
     if answer.prompt:
-        answer = replace(answer, prompt_ids=target.tokenizer(answer.prompt)["input_ids"])
+        answer = replace(answer, prompt_ids=render_prompt((answer.prompt,), target.tokenizer, "none"))
     if answer.text:
         ids = target.tokenizer(answer.text, add_special_tokens=False)["input_ids"]
         answer = replace(answer, output_ids=ids)
     for key, ids in (("prompt_ids", answer.prompt_ids), ("output_ids", answer.output_ids)):
         known = ids and min(ids) >= 0 and max(ids) < target.config.vocab_size
         require(bool(known), key, ids[:5], f"at least one id, all less than {target.config.vocab_size}")
+    length, most = len(answer.prompt_ids) + len(answer.output_ids), context_limit(target.config)
+    require(length <= most, "tokens of prompt and output", length, f"at most {most}, the target's context")
     return answer

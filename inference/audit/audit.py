@@ -5,22 +5,24 @@ units of what the target's own pass, by transformers in the server's precision, 
 draws from the target's distributions (`inference.audit.draws`).
 """
 
+import math
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
-from inference.audit.answers import Answer, read_answers
-from inference.audit.draws import Draws, draws_of, join, p_values, refused, surprise, tokens_needed
+from inference.audit.answers import ServedAnswer, read_answers
+from inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refused, surprise, tokens_needed
 from inference.audit.page import SHOWN, Finding, Token, markdown
-from inference.core.sampling import Sampler
+from inference.core.sampling import Sampler, invert
 from inference.loading.targets import load_plain
-from inference.measure.lossless import GAP, Deviation, Reference, judge, make_reference, regrets
+from inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
 from inference.settings.audit import AuditConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.progress import counted
@@ -28,11 +30,13 @@ from outrider.run_dirs import only_run
 from outrider.streams import Streams
 
 REPORT = "report.json"
-ROWS = 64  # of a text, that are looked at together in float64
+LOGITS = 2**26  # of a text, that are there at once; of a longer one the target reads the beginning again
+ROWS = 64  # of them, that are looked at together in float64
+SIMULATED = MOST // LARGER  # tokens in whose places faults are simulated: the first
 
 
 @dataclass
-class Arm:
+class AuditArm:
     """What was found in the answers of a file.
 
     odd: greedy tokens that are not the best, and sampled ones that top_k, top_p or min_p leave out. sampled: all others
@@ -44,6 +48,11 @@ class Arm:
     sampled: list[Token] = field(default_factory=list)
     draws: list[Draws] = field(default_factory=list)
     simulated: dict[str, list[Draws]] = field(default_factory=dict)
+
+    @property
+    def simulated_tokens(self) -> int:
+        """In whose places draws were simulated."""
+        return sum(len(draws.tail) for draws in next(iter(self.simulated.values()), ()))
 
 
 def audit(config: AuditConfig) -> None:
@@ -61,7 +70,7 @@ def audit(config: AuditConfig) -> None:
         auto, device = config.dtype == "auto", pick_device(config.device)
         dtype = stored_dtype(target.config) if auto else pick_dtype(config.dtype, target.config, device)
         model, streams = load_plain(target, dtype, device), Streams(config.seed).within("audit")
-        arms = {arm: read(model, answers[arm], streams.within(arm)) for arm in files}
+        arms = {arm: read(model, answers[arm], streams.within(arm), simulate=arm == "answers") for arm in files}
         found = {arm: judged(arms[arm], answers[arm], config.level) for arm in files}
         coins = torch.Generator().manual_seed(streams.number("power", bits=64))
         simulated = {fault: join(parts) for fault, parts in arms["answers"].simulated.items()}
@@ -79,63 +88,115 @@ def audit(config: AuditConfig) -> None:
 
 
 @torch.inference_mode()
-def read(model: PreTrainedModel, answers: Mapping[int, Answer], streams: Streams) -> Arm:
-    """What `model`, the target as transformers runs it in the server's precision, says of the answers."""
-    arm = Arm()
+def read(
+    model: PreTrainedModel, answers: Mapping[int, ServedAnswer], streams: Streams, *, simulate: bool = True
+) -> AuditArm:
+    """What `model`, the target as transformers runs it in the server's precision, says of the answers.
+
+    simulate: also draw what servers with a fault would.
+    """
+    arm, rows = AuditArm(), max(1, LOGITS // model.config.get_text_config().vocab_size)
     for line, answer in counted(answers.items(), "reading", "answers"):
-        reference = make_reference(model, answer.prompt_ids, answer.output_ids)
-        scores, own = (_scores(answer, logits) for logits in (reference.logits, reference.own_logits))
-        tokens = torch.tensor(answer.output_ids, device=scores.device)[:, None]
-        if answer.temperature == 0:
-            _take_greedy(arm, line, reference, scores, own, tokens)
-        else:
-            coins = torch.Generator().manual_seed(streams.number(line, bits=64))
-            _take_sampled(arm, line, reference, scores, own, tokens, coins)
+        coins = torch.Generator().manual_seed(streams.number(line, bits=64))
+        for start in range(0, len(answer.output_ids), rows):
+            prompt, text = [*answer.prompt_ids, *answer.output_ids[:start]], answer.output_ids[start : start + rows]
+            part = Part(line, start, answer, make_reference(model, prompt, text))
+            if answer.temperature == 0:
+                _take_greedy(arm, part)
+            else:
+                _take_sampled(arm, part, coins, simulate=simulate)
     return arm
 
 
-def _scores(answer: Answer, logits: Tensor) -> Tensor:
-    """What the tokens of an answer are chosen by [t, V], from the logits [t, V] before each of them."""
-    sampler = Sampler(answer)
-    if sampler.greedy and not sampler.reads_context:
-        return logits  # in all of their precision
-    text = torch.tensor([*answer.prompt_ids, *answer.output_ids], device=logits.device)
-    before = [text[: len(answer.prompt_ids) + place] for place in range(len(logits))]
-    return sampler.scores(logits, before if sampler.reads_context else None)
+@dataclass(frozen=True)
+class Part:
+    """Tokens of an answer, from `start` on, and the target's reading of them."""
+
+    line: int
+    start: int
+    answer: ServedAnswer
+    reference: Reference
+
+    @property
+    def tokens(self) -> Tensor:
+        """[t, 1]."""
+        return torch.tensor(self.reference.text, device=self.reference.logits.device)[:, None]
+
+    def scores(self, logits: Tensor, answer: ServedAnswer | None = None) -> Tensor:
+        """What the tokens are chosen by [t, V], from the logits [t, V] before each, as `answer` says, else its own."""
+        sampler = Sampler(answer or self.answer)
+        if sampler.greedy and not sampler.reads_context:
+            return logits  # in all of their precision
+        before = len(self.reference.prompt)
+        text = torch.tensor([*self.reference.prompt, *self.reference.text], device=logits.device)
+        contexts = [text[: before + place] for place in range(len(logits))]
+        return sampler.scores(logits, contexts if sampler.reads_context else None)
+
+    def named(self, rows: Tensor, best: Tensor, off: Tensor) -> list[Token]:
+        """The tokens in `rows`, by where they are in the answer."""
+        columns = (column.tolist() for column in (rows + self.start, self.tokens[rows, 0], best[rows], off))
+        return [Token(self.line, *values) for values in zip(*columns, strict=True)]
+
+    def off(self, measured: Callable[[Tensor], Tensor]) -> Tensor:
+        """What is measured in units of noise [t]; if that is a fault, of `tipping_noise`."""
+        off = measured(self.reference.logits_noise)
+        return measured(self.reference.tipping_noise()[1]) if bool((off > GAP).any()) else off
 
 
-def _take_greedy(arm: Arm, line: int, reference: Reference, scores: Tensor, own: Tensor, tokens: Tensor) -> None:
-    best, off = scores.argmax(-1), regrets(scores, tokens, reference.logits_noise)
-    if float(off.max()) > GAP:
-        off = regrets(scores, tokens, reference.tipping_noise()[1])
-    rows = (tokens[:, 0] != best).nonzero()[:, 0]
-    arm.odd += _named(line, rows, tokens, best, off[rows])
-    arm.deviations.append(_deviation(len(tokens), off[rows], int((own.argmax(-1) != best).sum())))
+def _take_greedy(arm: AuditArm, part: Part) -> None:
+    scores, own = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
+    best = scores.argmax(-1)
+    rows = (part.tokens[:, 0] != best).nonzero()[:, 0]
+    off = part.off(lambda noise: regrets(scores, part.tokens, noise))[rows]
+    arm.odd += part.named(rows, best, off)
+    arm.deviations.append(_deviation(len(best), off, int((own.argmax(-1) != best).sum())))
 
 
-def _take_sampled(
-    arm: Arm, line: int, reference: Reference, scores: Tensor, own: Tensor, tokens: Tensor, coins: torch.Generator
-) -> None:
-    """What top_k, top_p or min_p leave out is judged as greedy tokens are, by the last token that they keep."""
-    kept, best, logits = scores.isfinite(), scores.argmax(-1), reference.logits
-    inside = kept.gather(-1, tokens)[:, 0]
-    rows = (~inside).nonzero()[:, 0]
-    pairs = torch.stack([logits.where(kept, torch.inf).amin(-1), logits.gather(-1, tokens)[:, 0]], -1)
-    off = regrets(pairs, torch.ones_like(tokens), reference.logits_noise)
-    arm.odd += _named(line, rows, tokens, best, off[rows])
-    arm.deviations.append(_deviation(len(tokens), off[rows], len(rows)))
-    for rows in filter(len, inside.nonzero()[:, 0].split(ROWS)):
-        log_p, rounded = (part[rows].double().log_softmax(-1) for part in (scores, own))
-        drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], coins)
+def _take_sampled(arm: AuditArm, part: Part, coins: torch.Generator, *, simulate: bool) -> None:
+    """What top_k, top_p or min_p leave out is judged as greedy tokens are, by how far it is beyond what they keep."""
+    scores, own = (part.scores(logits) for logits in (part.reference.logits, part.reference.own_logits))
+    kept, best, tokens = scores.isfinite(), scores.argmax(-1), part.tokens
+    inside, own_outside = kept.gather(-1, tokens)[:, 0], 0
+    for some in torch.arange(len(tokens), device=tokens.device).split(ROWS):
+        log_p, rounded = (each[some].double().log_softmax(-1) for each in (scores, own))
+        theirs = invert(rounded.exp(), torch.rand(len(some), 1, dtype=torch.float64, generator=coins).to(log_p.device))
+        own_outside += int((~kept[some].gather(-1, theirs)).sum())
+        if not len(rows := some[inside[some]]):
+            continue
+        log_p, rounded = log_p[inside[some]], rounded[inside[some]]
+        missing = simulate and arm.simulated_tokens < SIMULATED
+        drawn, simulated = draws_of(log_p, rounded, tokens[rows, 0], coins, simulate=missing)
         arm.draws.append(drawn)
-        arm.sampled += _named(line, rows, tokens, best, drawn.tail)
+        arm.sampled += part.named(rows, best, drawn.tail)
         for fault, draws in simulated.items():
             arm.simulated.setdefault(fault, []).append(draws)
+    rows = (~inside).nonzero()[:, 0]
+    uncut = part.scores(part.reference.logits, replace(part.answer, top_k=0, top_p=1.0, min_p=0.0))[rows]
+    off = part.off(lambda noise: beyond(part.answer, uncut, tokens[rows], noise[rows] / part.answer.temperature))
+    arm.odd += part.named(rows, best, off)
+    arm.deviations.append(_deviation(len(tokens), off, own_outside))
 
 
-def _named(line: int, rows: Tensor, tokens: Tensor, best: Tensor, off: Tensor) -> list[Token]:
-    columns = (column.tolist() for column in (rows, tokens[rows, 0], best[rows], off))
-    return [Token(line, *values) for values in zip(*columns, strict=True)]
+def beyond(config: SamplingConfig, scores: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
+    """How far tokens [n, 1] are beyond the cuts of top_k, top_p and min_p, in units of noise [n]; 0 for kept ones.
+
+    scores [n, V]: before these cuts, at the temperature. No smaller shift of logits, one against another, has `Sampler`
+    keep the token. top_k: the shift to the k-th likeliest. min_p: to the threshold. top_p: a shift changes the log-odds
+    of the probability before the token by as much at most, and puts before it what is ahead by no more.
+    """
+    ordered = scores.double().sort(-1, descending=True).values
+    ahead = ordered - scores.double().gather(-1, tokens)
+    shifts = [torch.zeros_like(ahead[:, 0])]
+    if config.top_k:
+        ordered, ahead = ordered[:, : config.top_k], ahead[:, : config.top_k]
+        shifts.append(ahead[:, -1])
+    if config.top_p < 1:
+        p = ordered.softmax(-1)
+        log_odds = (p.cumsum(-1) - p).clamp(0, 1).logit() - math.log(config.top_p / (1 - config.top_p))
+        shifts.append(torch.maximum(ahead, log_odds).amin(-1))
+    if config.min_p:
+        shifts.append(ahead[:, 0] + math.log(config.min_p))
+    return (torch.stack(shifts).amax(0) / noise).clamp(0, WORST)
 
 
 def _deviation(positions: int, gaps: Tensor, own_gaps: int) -> Deviation:
@@ -143,7 +204,7 @@ def _deviation(positions: int, gaps: Tensor, own_gaps: int) -> Deviation:
     return Deviation(positions, (0.0,), 0.0, 0, 0, tuple(gaps.tolist()), own_gaps)
 
 
-def judged(arm: Arm, answers: Mapping[int, Answer], level: float) -> Finding:
+def judged(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:
     """The judgement of an arm."""
     choices, draws = judge(arm.deviations), join(arm.draws) if arm.draws else None
     chances = p_values(draws) if draws else {}

@@ -1,9 +1,10 @@
 """Sampled tokens, tested as draws from the target's distributions; and how many of them such a test needs.
 
 Let p_t be the target's distribution after the text before token x_t, H its entropy and v_t a coin of ours. If x_t is
-a draw from p_t, u_t = P(a likelier token) + v_t · p_t(x_t) is uniform and independent of all before it
-(the randomised probability integral transform), and Σ (log p_t(x_t) + H(p_t)) is a martingale. The p-values of the four
-tests hold for any number of tokens; that of `independent` is of a normal limit.
+a draw from p_t, u_t = P(a token before x_t) + v_t · p_t(x_t) is uniform and independent of all before it, whichever
+order the tokens are in (the randomised probability integral transform). Two orders are looked at: the likeliest token
+first, and by id, as a sampler may have gone through them. And Σ (log p_t(x_t) + H(p_t)) is a martingale. The p-values
+of the four tests hold for any number of tokens; that of `independent` is of a normal limit.
 
     uniform      the largest distance of the distribution of u from the diagonal, by Massart's inequality
     independent  the correlation of u_t and u_t+1
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from inference.core.sampling import invert
 
+ORDERS = 2  # in which u is looked at
 ROOTS = 8
 LAMBDAS = torch.tensor([sign * 2.0**-k for k in range(1, ROOTS + 1) for sign in (1, -1)], dtype=torch.float64)
 RUNS, ENOUGH = 20, 18  # simulated audits, and how many of them must refuse a fault that counts as seen
@@ -30,10 +32,11 @@ COPIES = 16  # draws from each distribution, for simulated audits
 
 
 class Draws(NamedTuple):
-    """n tokens, float64 [n] on the CPU. tail: the probability of a token as unlikely as x. score: log p(x) + H(p).
+    """n tokens, float64 [n] on the CPU. u: [n, 2], by likelihood and by id. tail: the probability of a token as
+    unlikely as x. score: log p(x) + H(p).
 
     Under p, variance of the score and cumulants [n, λ]: log E exp(λ · score). shift: the mean of the score where the
-    token is drawn from p as a pass of the server's precision rounds it. Simulated: u, tail and score [n, copies].
+    token is drawn from p as a pass of the server's precision rounds it. Simulated: [n, copies] and u [n, copies, 2].
     """
 
     u: Tensor
@@ -49,21 +52,25 @@ def join(parts: Sequence[Draws]) -> Draws:
     return Draws(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def draws_of(log_p: Tensor, rounded: Tensor, tokens: Tensor, coins: torch.Generator) -> tuple[Draws, dict[str, Draws]]:
-    """The tokens [n] as draws from log_p float64 [n, V], and what servers with a fault would draw there, by fault.
+def draws_of(
+    log_p: Tensor, rounded: Tensor, tokens: Tensor, coins: torch.Generator, *, simulate: bool = True
+) -> tuple[Draws, dict[str, Draws]]:
+    """The tokens [n] as draws from log_p float64 [n, V]; and, to `simulate`, what servers with a fault draw, by fault.
 
     rounded [n, V]: log_p as the server's precision has it.
     """
+    smaller = log_p.exp().cumsum(-1)
     log_p, order = log_p.sort(-1, descending=True)
-    p = log_p.exp()
+    p, smaller = log_p.exp(), smaller.gather(-1, order)  # the probability of an id that is not larger
     entropy = torch.special.entr(p).sum(-1, keepdim=True)
     scores = (log_p + entropy).where(p > 0, 0)  # a token without probability counts for nothing
     tails = p.flip(-1).cumsum(-1).flip(-1)
 
     def placed(ranks: Tensor) -> list[Tensor]:
         """u, tail and score of the tokens with `ranks` [n, k] by likelihood."""
-        tail, v = tails.gather(-1, ranks), torch.rand(ranks.shape, dtype=torch.float64, generator=coins)
-        u = (1 - tail + v.to(p.device) * p.gather(-1, ranks)).clamp(0, 1)
+        tail, own = tails.gather(-1, ranks), p.gather(-1, ranks)
+        part = own * torch.rand(ranks.shape, dtype=torch.float64, generator=coins).to(p.device)
+        u = torch.stack([1 - tail + part, smaller.gather(-1, ranks) - own + part], -1).clamp(0, 1)
         return [column.cpu() for column in (u, tail, scores.gather(-1, ranks))]
 
     about = [
@@ -72,9 +79,11 @@ def draws_of(log_p: Tensor, rounded: Tensor, tokens: Tensor, coins: torch.Genera
         (rounded.exp().gather(-1, order) * scores).sum(-1).cpu(),
     ]
     ranks = (order == tokens[:, None]).int().argmax(-1, keepdim=True)
+    drawn = Draws(*(column[:, 0] for column in placed(ranks)), *about)
+    if not simulate:
+        return drawn, {}
     chances = torch.rand(len(p), COPIES, dtype=torch.float64, generator=coins).to(p.device)
-    simulated = {name: Draws(*placed(invert(law, chances)), *about) for name, law in _faults(p).items()}
-    return Draws(*(column[:, 0] for column in placed(ranks)), *about), simulated
+    return drawn, {name: Draws(*placed(invert(law, chances)), *about) for name, law in _faults(p).items()}
 
 
 def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:
@@ -99,17 +108,17 @@ def _faults(p: Tensor) -> dict[str, Tensor]:
 
 def p_values(draws: Draws) -> dict[str, float]:
     """By test, how likely draws as odd as these are, at most."""
-    n, u = len(draws.u), draws.u.sort().values
-    steps, centred = torch.arange(n + 1) / n, draws.u - 0.5
+    n, u = len(draws.u), draws.u.sort(0).values
+    steps, centred = (torch.arange(n + 1) / n)[:, None], draws.u - 0.5
     distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
-    correlation = float(12 * (centred[1:] * centred[:-1]).sum()) / math.sqrt(n)
+    correlation = float(12 * (centred[1:] * centred[:-1]).sum(0).abs().max()) / math.sqrt(n)
     # What rounding may add, taken off: errors of random sign, and a bias. Twice over, as the server rounds otherwise.
     rounding = 2 * (float(draws.shift.square().sum().sqrt()) + abs(float(draws.shift.sum())))
     total = float(draws.score.sum())
     growth = LAMBDAS * math.copysign(max(0.0, abs(total) - rounding), total) - draws.cumulants.sum(0)
     return {
-        "uniform": min(1.0, 2 * math.exp(-2 * n * distance**2)),
-        "independent": math.erfc(abs(correlation) / math.sqrt(2)),
+        "uniform": min(1.0, ORDERS * 2 * math.exp(-2 * n * distance**2)),
+        "independent": min(1.0, ORDERS * math.erfc(correlation / math.sqrt(2))),
         "surprise": math.exp(min(0.0, math.log(len(LAMBDAS)) - float(growth.logsumexp(0)))),
         "unlikeliest": min(1.0, n * float(draws.tail.min())),
     }
@@ -129,7 +138,7 @@ def refused(chances: Mapping[str, float], level: float) -> list[str]:
 
 def tokens_needed(simulated: Draws, level: float, coins: torch.Generator) -> int | None:
     """How many tokens, by powers of two, let 9 of 10 audits refuse draws with this fault; None: more than are tried."""
-    size, (given, copies) = FEWEST, simulated.u.shape
+    size, (given, copies) = FEWEST, simulated.tail.shape
     while size <= min(MOST, LARGER * given):
         seen = tries = 0
         while tries - seen <= RUNS - ENOUGH and tries < RUNS:

@@ -1,27 +1,32 @@
 """The audit accepts what decodes losslessly and refuses what does not, and its statistics are exact."""
 
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
-from inference.audit.answers import Answer, read_answers
-from inference.audit.audit import Arm, audit, judged, read
-from inference.audit.draws import LAMBDAS, Draws, draws_of, p_values, refused, tokens_needed
+from draft_models.targets.open_target import open_target
+from inference.audit.answers import ServedAnswer, read_answers
+from inference.audit.audit import Part, audit, beyond, judged, read
+from inference.audit.draws import LAMBDAS, ORDERS, Draws, draws_of, p_values, refused, tokens_needed
 from inference.core.decode import autoregressive, speculative
-from inference.core.sampling import Sampler
+from inference.core.sampling import Sampler, invert
 from inference.core.token_selector import TokenSelector
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
+from inference.measure.lossless import Reference, make_reference
 from inference.settings.audit import AuditConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import make_structure
@@ -34,7 +39,7 @@ from tests.tiny import make_drafter, method_of, open_stack, random_prompt, save_
 
 LEVEL = AuditConfig.level
 Choose = Callable[[Tensor, int], Tensor]  # logits [rows, V] and the step → tokens [rows]
-Lossy = Callable[[PreTrainedModel, int], list[Answer]]
+Lossy = Callable[[PreTrainedModel, int], list[ServedAnswer]]
 TABLE = TableModel([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.5, 0.0], [0.1, 0.1, 0.1, 0.7], [0.0, 0.0, 1.0, 0.0]])
 
 
@@ -49,23 +54,27 @@ def model(path: Path) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def decode(model: PreTrainedModel, choose: Choose, seed: int = 0, rows: int = 16, count: int = 48) -> list[Answer]:
+def decode(
+    model: PreTrainedModel, choose: Choose, seed: int = 0, rows: int = 16, count: int = 48, penalty: float = 1.0
+) -> list[ServedAnswer]:
     """Answers of `model` to random prompts, with tokens by `choose`; of temperature 1, whatever that does."""
     prompts = [random_prompt(8, 100 * seed + row) for row in range(rows)]
     cache, fed, said = DynamicCache(), torch.tensor(prompts), []
+    text = fed
     for step in range(count):
         logits = model(fed, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-        said.append(choose(logits, step))
+        said.append(choose(RepetitionPenaltyLogitsProcessor(penalty)(text, logits), step))
         fed = said[-1][:, None]
+        text = torch.cat([text, fed], 1)
     answers = torch.stack(said, 1).tolist()
-    return [Answer(prompt_ids=p, output_ids=a, temperature=1.0) for p, a in zip(prompts, answers, strict=True)]
+    return [ServedAnswer(prompt_ids=p, output_ids=a, temperature=1.0) for p, a in zip(prompts, answers, strict=True)]
 
 
-def greedy(answers: Sequence[Answer]) -> list[Answer]:
+def greedy(answers: Sequence[ServedAnswer]) -> list[ServedAnswer]:
     return [replace(answer, temperature=0.0) for answer in answers]
 
 
-def faults(model: PreTrainedModel, answers: Sequence[Answer], seed: int = 0) -> tuple[str, ...]:
+def faults(model: PreTrainedModel, answers: Sequence[ServedAnswer], seed: int = 0) -> tuple[str, ...]:
     given = dict(enumerate(answers, 1))
     return judged(read(model, given, Streams(seed)), given, LEVEL).faults
 
@@ -98,16 +107,14 @@ def test_under_the_targets_law_every_step_is_what_the_tests_take_it_for() -> Non
     last = (TABLE.law > 0).nonzero()[:, 0]
     weights, low = every_token(0.0)
     _, high = every_token(1.0)
-    for state in range(len(TABLE.law)):
+    for state, order in product(range(len(TABLE.law)), range(ORDERS)):
         rows = last == state
-        pieces: dict[tuple[float, float], float] = {}
-        for begin, end, p in zip(low.u[rows].tolist(), high.u[rows].tolist(), weights[rows].tolist(), strict=True):
-            piece = (round(begin, 12), round(end, 12))
-            pieces[piece] = pieces.get(piece, 0.0) + p
-        ends = [0.0, *(end for _, end in sorted(pieces))]
-        assert [begin for begin, _ in sorted(pieces)] == ends[:-1]  # they tile [0, 1],
-        assert ends[-1] == 1.0
-        assert all(p == pytest.approx(end - begin) for (begin, end), p in pieces.items())  # each of density 1
+        begins, ends, p = low.u[rows, order], high.u[rows, order], weights[rows]
+        turn = begins.argsort()
+        assert torch.allclose(begins[turn], torch.cat([begins.new_zeros(1), ends[turn][:-1]]))  # they tile [0, 1],
+        assert float(ends.max()) == pytest.approx(1)
+        assert torch.allclose(p, ends - begins)  # each of density 1
+        assert torch.equal(turn, (-p).argsort(stable=True) if order == 0 else torch.arange(len(p)))
         mine, p = Draws(*(column[rows] for column in low)), weights[rows]
         assert float((p * mine.score).sum()) == pytest.approx(0, abs=1e-12)
         assert float((p * mine.score.square()).sum()) == pytest.approx(float(mine.variance[0]))
@@ -142,7 +149,7 @@ def test_the_simulation_needs_more_tokens_for_what_is_less_wrong() -> None:
     rare, colder, forgotten = (count or 4096 for count in needed.values())
     assert forgotten <= 256
     assert forgotten < min(rare, colder)
-    columns = [torch.stack([getattr(draws, name) for draws, _ in real], -1) for name in ("u", "tail", "score")]
+    columns = [torch.stack([getattr(draws, name) for draws, _ in real], 1) for name in ("u", "tail", "score")]
     assert tokens_needed(Draws(*columns, *real[0][0][3:]), LEVEL, coins) is None  # no fault, so nothing is seen
 
 
@@ -174,7 +181,7 @@ def test_what_this_runtime_decodes_is_accepted(
         rejected += sum(one.drafted - one.accepted for one in rounds)
         accepted += sum(one.accepted for one in rounds)
         said = [token for one in rounds for token in one.tokens]
-        assert faults(model, [Answer(prompt_ids=prompt, output_ids=said, temperature=temperature)], seed) == ()
+        assert faults(model, [ServedAnswer(prompt_ids=prompt, output_ids=said, temperature=temperature)], seed) == ()
     assert (rejected > 0 and accepted > 0) == drafted
 
 
@@ -189,12 +196,12 @@ def of_another_target(model: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
-def colder(model: PreTrainedModel, seed: int) -> list[Answer]:
+def colder(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
     coins = torch.Generator().manual_seed(seed)
     return decode(model, partial(draw, coins=coins, temperature=0.8), seed)
 
 
-def threshold(model: PreTrainedModel, seed: int) -> list[Answer]:
+def threshold(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
     """Drafts of a drafter that is too sure are accepted where p > 0.3, else a token is drawn from p."""
     coins = torch.Generator().manual_seed(seed)
 
@@ -206,7 +213,7 @@ def threshold(model: PreTrainedModel, seed: int) -> list[Answer]:
     return decode(model, choose, seed)
 
 
-def replaced(model: PreTrainedModel, seed: int) -> list[Answer]:
+def replaced(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
     """Of 200 greedy tokens one is the second-likeliest."""
 
     def choose(logits: Tensor, step: int) -> Tensor:
@@ -218,20 +225,20 @@ def replaced(model: PreTrainedModel, seed: int) -> list[Answer]:
     return greedy(decode(model, choose, seed))
 
 
-def of_another(model: PreTrainedModel, seed: int) -> list[Answer]:
+def of_another(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
     return greedy(decode(of_another_target(model), likeliest, seed, rows=4))
 
 
-def greedy_for_drawn(model: PreTrainedModel, seed: int) -> list[Answer]:
+def greedy_for_drawn(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
     return decode(model, likeliest, seed, rows=4)
 
 
-def top_k_not_applied(model: PreTrainedModel, seed: int) -> list[Answer]:
+def top_k_not_applied(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
     drawn = decode(model, partial(draw, coins=torch.Generator().manual_seed(seed)), seed)
     return [replace(answer, top_k=20) for answer in drawn]
 
 
-def one_token_corrupted(model: PreTrainedModel, seed: int) -> list[Answer]:
+def one_token_corrupted(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
     """A single drawn token of all is the least likely one."""
     coins = torch.Generator().manual_seed(seed)
 
@@ -244,12 +251,60 @@ def one_token_corrupted(model: PreTrainedModel, seed: int) -> list[Answer]:
     return [replace(answer, temperature=0.3) for answer in decode(model, choose, seed)]
 
 
-LOSSY = (replaced, colder, threshold, of_another, greedy_for_drawn, top_k_not_applied, one_token_corrupted)
+PENALTY = 1.3
+
+
+def penalised(
+    model: PreTrainedModel, seed: int, temperature: float = 1.0, penalty: float = PENALTY
+) -> list[ServedAnswer]:
+    """Decoded with this penalty and said to be with `PENALTY`, among the 20 likeliest tokens."""
+    said = SamplingConfig(temperature=temperature, top_k=20, repetition_penalty=PENALTY)
+    sampler, coins = Sampler(replace(said, repetition_penalty=1.0)), torch.Generator().manual_seed(seed)
+
+    def choose(scores: Tensor, step: int) -> Tensor:
+        return torch.multinomial(sampler.probabilities(scores), 1, generator=coins)[:, 0]
+
+    return [replace(one, **asdict(said)) for one in decode(model, choose, seed, penalty=penalty)]
+
+
+def penalty_ignored(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
+    return penalised(model, seed, penalty=1.0)
+
+
+def penalty_ignored_greedily(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
+    return penalised(model, seed, temperature=0.0, penalty=1.0)
+
+
+def coins_used_twice(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
+    """Every second token is drawn with the coin of the one before it."""
+    coins = torch.Generator().manual_seed(seed)
+    tossed: list[Tensor] = []
+
+    def choose(logits: Tensor, step: int) -> Tensor:
+        if step % 2 == 0:
+            tossed.append(torch.rand(len(logits), 1, dtype=torch.float64, generator=coins))
+        return invert(logits.softmax(-1), tossed[-1])[:, 0]
+
+    return decode(model, choose, seed)
+
+
+LOSSY = (
+    replaced,
+    colder,
+    threshold,
+    of_another,
+    greedy_for_drawn,
+    top_k_not_applied,
+    one_token_corrupted,
+    penalty_ignored,
+    penalty_ignored_greedily,
+    coins_used_twice,
+)
 
 
 @pytest.mark.parametrize("lossy", quick_where(lambda one: one in (replaced, colder), LOSSY))
 def test_what_is_lossy_is_refused(
-    model: PreTrainedModel, lossy: Callable[[PreTrainedModel, int], list[Answer]]
+    model: PreTrainedModel, lossy: Callable[[PreTrainedModel, int], list[ServedAnswer]]
 ) -> None:
     for seed in range(2):
         assert faults(model, lossy(model, seed), seed), seed
@@ -275,6 +330,141 @@ def test_tokens_that_were_drawn_among_the_likeliest_are_accepted_where_it_is_sai
     assert faults(model, drawn)  # said to be of temperature 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_what_was_decoded_with_a_penalty_is_accepted(model: PreTrainedModel, temperature: float) -> None:
+    for seed in range(5):
+        assert faults(model, penalised(model, seed, temperature), seed) == ()
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "min_p": 0.02}]
+)
+def test_scores_are_those_of_generate(model: PreTrainedModel, sampling: dict[str, Any]) -> None:
+    """Before every token of an answer, prompt and answer so far penalised, also where it is read in parts."""
+    torch.manual_seed(0)
+    prompt = random_prompt(12, 0)
+    out = model.generate(
+        torch.tensor([prompt]), do_sample=sampling["temperature"] > 0, repetition_penalty=PENALTY, max_new_tokens=24,
+        output_scores=True, return_dict_in_generate=True, **(sampling if sampling["temperature"] else {}),
+    )  # fmt: skip
+    said = out.sequences[0, len(prompt) :].tolist()
+    answer = ServedAnswer(prompt_ids=prompt, output_ids=said, repetition_penalty=PENALTY, **sampling)
+    for start, end in ((0, 24), (0, 10), (10, 24)):
+        reference = make_reference(model, [*prompt, *said[:start]], said[start:end])
+        scores = Part(1, start, answer, reference).scores(reference.logits)
+        assert torch.allclose(scores, torch.cat(out.scores[start:end]), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.1}]
+)
+def test_no_smaller_shift_of_logits_undoes_what_is_beyond_a_cut(cut: dict[str, Any]) -> None:
+    """And twice as large a one does: the token up, those down that it would not get ahead of."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(40, 30, dtype=torch.float64, generator=generator).mul(2)
+    config = SamplingConfig(temperature=1.0, **cut)
+    sampler, noise = Sampler(config), torch.full((40,), 0.5, dtype=torch.float64)
+    for token in range(0, 30, 3):
+        tokens = torch.full((40, 1), token)
+        shift = 0.5 * beyond(config, scores, tokens, noise)[:, None]
+
+        def keeps(shifts: Tensor, tokens: Tensor = tokens) -> Tensor:
+            return sampler.scores(scores + shifts).gather(-1, tokens)[:, 0].isfinite()
+
+        outside = shift[:, 0] > 0
+        assert torch.equal(~outside, keeps(torch.zeros(40, 30)))
+        up = torch.zeros_like(scores).scatter(-1, tokens, 1.0)
+        ahead = (scores > scores.gather(-1, tokens)).double()
+        far = (scores > scores.gather(-1, tokens) + shift).double()
+        for shape in (up, -ahead, *torch.rand(5, 40, 30, dtype=torch.float64, generator=generator)):
+            assert not bool(keeps(0.999 * shift * shape)[outside].any())
+        assert bool(keeps(1.001 * shift * (up - far))[outside].all())
+
+
+def test_top_p_is_judged_by_the_mass_before_a_token_and_min_p_by_its_threshold() -> None:
+    scores = torch.tensor([[0.6, 0.3001, 0.0999]], dtype=torch.float64).log()
+    token, noise = torch.tensor([[2]]), torch.tensor([1e-3], dtype=torch.float64)
+
+    def off(**cut: Any) -> float:
+        return float(beyond(SamplingConfig(temperature=1.0, **cut), scores, token, noise))
+
+    assert off(top_p=0.9) == pytest.approx(1000 * (math.log(0.9001 / 0.0999) - math.log(9)))  # of mass: a tie
+    assert off(top_p=0.5) == pytest.approx(1000 * math.log(0.3001 / 0.0999))  # the second token must go first
+    assert off(min_p=0.2) == pytest.approx(1000 * math.log(0.12 / 0.0999))
+    assert off(top_k=2) == off(top_k=2, top_p=0.99) == pytest.approx(1000 * math.log(0.3001 / 0.0999))
+    assert off(top_k=3) == off(top_p=0.91) == off(min_p=0.1) == 0
+
+
+def with_top_p(model: PreTrainedModel, said: float = 0.8, rows: int = 16) -> list[ServedAnswer]:
+    """Decoded with a top_p of 0.8, from flat distributions."""
+    sampler, coins = Sampler(SamplingConfig(temperature=3.0, top_p=0.8)), torch.Generator().manual_seed(0)
+
+    def choose(logits: Tensor, step: int) -> Tensor:
+        return torch.multinomial(sampler.probabilities(logits), 1, generator=coins)[:, 0]
+
+    return [replace(one, temperature=3.0, top_p=said) for one in decode(model, choose, rows=rows)]
+
+
+def test_what_transformers_would_leave_out_in_the_servers_precision_is_counted_beside(
+    path: Path, model: PreTrainedModel
+) -> None:
+    half = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    counted = []
+    for answers, by in ((with_top_p(half, rows=96), half), (with_top_p(model, said=0.7), model)):
+        found = judged(read(by, given := dict(enumerate(answers, 1)), Streams(0)), given, LEVEL)
+        counted.append((found.numbers["not_chosen"], found.numbers["not_chosen_by_transformers"], found.faults))
+    (here, own, none), (more, exact, refused_for) = counted
+    assert here > 0
+    assert own > 0
+    assert none == ()
+    assert more > 20
+    assert exact == 0  # in float32 transformers keeps the cut
+    assert any("it leaves the text at" in fault for fault in refused_for)
+
+
+@pytest.mark.parametrize("lossy", [top_k_not_applied, replaced])
+def test_what_the_noise_refuses_is_measured_by_other_readings_of_transformers_too(
+    model: PreTrainedModel, lossy: Lossy
+) -> None:
+    def tipped(*given: Any) -> Reference:
+        reference = make_reference(*given)
+        return replace(reference, tipping_noise=lambda: (reference.states_noise, 1e9 * reference.logits_noise))
+
+    given = dict(enumerate(lossy(model, 0), 1))
+    for making, refuses in ((make_reference, True), (tipped, False)):
+        with patch("inference.audit.audit.make_reference", making):
+            found = judged(read(model, given, Streams(0)), given, LEVEL)
+        assert found.numbers["not_chosen"] > 0
+        assert any("another token than the target's" in fault for fault in found.faults) == refuses
+
+
+def test_a_long_answer_is_read_in_parts_that_bound_memory(model: PreTrainedModel) -> None:
+    for lossy in (replaced, one_token_corrupted):
+        given = dict(enumerate(lossy(model, 0), 1))
+        whole = judged(read(model, given, Streams(0)), given, LEVEL)
+        with (
+            patch("inference.audit.audit.LOGITS", 10 * model.config.vocab_size + 1),
+            patch("inference.audit.audit.make_reference", Mock(side_effect=make_reference)) as made,
+        ):
+            parts = judged(read(model, given, Streams(0)), given, LEVEL)
+        assert [len(call.args[2]) for call in made.call_args_list] == [10, 10, 10, 10, 8] * len(given)
+        assert [token[:4] for token in parts.at] == [token[:4] for token in whole.at]
+        assert {key: parts.numbers[key] for key in ("tokens", "not_chosen", "sampled_tokens")} == {
+            key: whole.numbers[key] for key in ("tokens", "not_chosen", "sampled_tokens")
+        }
+        assert [token[:4] for token in parts.unlikeliest] == [token[:4] for token in whole.unlikeliest]
+
+
+def test_faults_are_simulated_once_and_in_the_place_of_so_many_tokens(model: PreTrainedModel) -> None:
+    drawn = decode(model, partial(draw, coins=torch.Generator().manual_seed(0)))
+    given = dict(enumerate(drawn, 1))
+    assert read(model, given, Streams(0), simulate=False).simulated == {}
+    with patch("inference.audit.audit.SIMULATED", 100):
+        arm = read(model, given, Streams(0))
+    assert 100 <= arm.simulated_tokens < 200
+    assert sum(len(draws.tail) for draws in arm.draws) == 16 * 48
+
+
 def test_what_rounds_in_half_precision_is_accepted_as_such(path: Path, model: PreTrainedModel) -> None:
     half = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     coins = torch.Generator().manual_seed(0)
@@ -286,7 +476,7 @@ def test_what_rounds_in_half_precision_is_accepted_as_such(path: Path, model: Pr
 # --------------------------------------------------------------------------------------------------------- the command
 
 
-def write(file: Path, answers: Sequence[Answer], **more: object) -> str:
+def write(file: Path, answers: Sequence[ServedAnswer], **more: object) -> str:
     keys = ("prompt_ids", "output_ids", "temperature")
     file.write_text("".join(json.dumps({key: getattr(a, key) for key in keys} | more) + "\n" for a in answers))
     return str(file)
@@ -319,8 +509,6 @@ def test_the_command_says_what_it_found(
 
 
 def test_texts_are_tokenised_again_and_counted(path: Path, model: PreTrainedModel, tmp_path: Path) -> None:
-    from draft_models.targets.open_target import open_target
-
     target = open_target(str(path), by_layers=False)
     (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": "def f", "text": "oo():"}) + "\n")
     (answer,) = read_answers(str(tmp_path / "texts.jsonl"), target).values()
@@ -328,13 +516,38 @@ def test_texts_are_tokenised_again_and_counted(path: Path, model: PreTrainedMode
     assert target.tokenizer.decode(answer.output_ids) == "oo():"
     given = {1: answer}
     assert judged(read(model, given, Streams(0)), given, LEVEL).numbers["retokenised"] == 1
-    assert Arm().sampled == []
-    for line, named in (
+
+
+@pytest.mark.parametrize("prompt", ["def f", "<s>def f"])
+def test_a_prompt_has_one_bos(path: Path, tmp_path: Path, prompt: str) -> None:
+    """Whether a template wrote it or not; a tokenizer that adds it adds it to both."""
+    target = open_target(str(path), by_layers=False)
+    bos = target.tokenizer.bos_token_id
+    target.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    assert target.tokenizer("<s>def f")["input_ids"][:2] == [bos, bos]
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": prompt, "text": "oo():"}))
+    (answer,) = read_answers(str(tmp_path / "texts.jsonl"), target).values()
+    assert answer.prompt_ids == target.tokenizer("def f")["input_ids"]
+    assert answer.output_ids.count(bos) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
         ('{"prompt_ids": [1], "output_ids": [999999]}', "output_ids"),
         ('{"prompt_ids": [1], "output_ids": []}', "output_ids"),
         ('{"prompt_ids": [1], "output": [2]}', "output"),
         ('{"prompt_ids": [1], "output_ids": [2], "temperature": -1}', "temperature"),
-    ):
-        (tmp_path / "bad.jsonl").write_text(line)
-        with pytest.raises(UserError, match=rf"bad\.jsonl:1: {named}"):
-            read_answers(str(tmp_path / "bad.jsonl"), target)
+        ('{"prompt_ids": [1], "prompt": "a", "output_ids": [2]}', "prompt='a': expected a text or ids, not both"),
+        ('{"prompt": "a", "output_ids": [2], "text": "b"}', "text='b': expected a text or ids, not both"),
+        (json.dumps({"prompt_ids": [1] * 100, "output_ids": [2] * 157}), "tokens of prompt and output=257: .*256"),
+    ],
+)
+def test_a_line_that_is_no_answer_is_named(path: Path, tmp_path: Path, line: str, named: str) -> None:
+    target = open_target(str(path), by_layers=False)
+    good = json.dumps({"prompt_ids": [1] * 100, "output_ids": [2] * 156}) + "\n"
+    (tmp_path / "bad.jsonl").write_text(good + line)
+    with pytest.raises(UserError, match=rf"bad\.jsonl:2: {named}"):
+        read_answers(str(tmp_path / "bad.jsonl"), target)
