@@ -82,7 +82,7 @@ def lines_with(pattern: str) -> int:
 def measured() -> dict[str, int]:
     loop, interface = below("inference.core.decode"), below("inference.core.drafter")
     return {
-        "source lines": 41_850lines({*sources()}),
+        "source lines": lines({*sources()}),
         "modules on the longest chain of imports": longest_chain(),
         "modules below the decode loop": len(loop),
         "lines below the decode loop": lines(loop),
