@@ -1,9 +1,11 @@
-"""A target's answers: their tokens, and its distribution at each token."""
+"""A target's answers: their tokens, its distribution at each token, and the numbers that they are drawn by."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from outrider.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,15 @@ class Answer:
     tokens: tuple[int, ...] = ()
     ended: bool = False  # by an end token, not by the budget
     top: TopK | None = None
+    retokenised: bool = False  # from a text of a server that gave no ids
     failure: str = ""  # memory | not_a_number | server | retokenised
 
     @property
     def said(self) -> tuple[int, ...]:
         """The tokens without the end token."""
         return self.tokens[:-1] if self.ended else self.tokens
+
+
+def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
+    """`count` uniform float64 numbers in [0, 1): fixed by the other arguments; a smaller count gives a prefix."""
+    return torch.from_numpy(Streams(seed, identity).arrays("response", turn).random(count))

@@ -13,7 +13,6 @@ from data_prep.responses.batch_state import Forward, begin_batch
 from data_prep.responses.compiled_batch import CompiledSteps
 from inference.core.sampling import Sampler, invert, largest
 from outrider.progress import counted
-from outrider.streams import Streams
 
 _FAILED = -1  # instead of a token: the target's logits were NaN
 
@@ -107,11 +106,6 @@ class Generator:
         if tokens[-1] == _FAILED:
             return Answer(failure="not_a_number")
         return Answer(tuple(tokens), tokens[-1] in self.eos, top)
-
-
-def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
-    """`count` uniform float64 numbers in [0, 1): fixed by the other arguments; a smaller count gives a prefix."""
-    return torch.from_numpy(Streams(seed, identity).arrays("response", turn).random(count))
 
 
 def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

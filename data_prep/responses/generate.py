@@ -9,8 +9,8 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from data_prep.responses.answers import Answer
-from data_prep.responses.batch_decoder import Generator, uniforms
+from data_prep.responses.answers import Answer, uniforms
+from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.compiled_batch import CompiledSteps
 from data_prep.responses.directory import (
     SECONDS_FILE,

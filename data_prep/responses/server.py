@@ -56,19 +56,26 @@ class Row:
 class Server:
     """Continues prompts like `Generator`, with `concurrency` requests at a time to the server in `config.server`.
 
-    model: the target's name there. context: the smaller context length, in tokens, of server and target.
+    model: the target's name there. context: the smaller context length, in tokens, of server and target. checked: its
+    log-probabilities must be those of its tokens, and a greedy token the likeliest; off for what is to be audited.
 
     The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs; `answer` raises
     it when too many prompts have failed.
     """
 
     def __init__(
-        self, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, eos: Collection[int], context: int
+        self,
+        config: GenerateConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: Collection[int],
+        context: int,
+        *,
+        checked: bool = True,
     ) -> None:
         assert config.server is not None
         self.config, self.tokenizer, self.eos = config, tokenizer, frozenset(eos)
         self.url = config.server.rstrip("/").removesuffix("/v1")
-        self._asked = self._failed = 0
+        self.checked, self._asked, self._failed = checked, 0, 0
         try:
             self.model, self.context = self._find_model(context)
             self._try_out()
@@ -136,7 +143,7 @@ class Server:
         except ReplyError as error:
             return error, Answer(failure=error.failure)
         top = rest.top if first.top is None or rest.top is None else first.top.then(rest.top)
-        return None, Answer((*first.tokens, *rest.tokens), rest.ended, top)
+        return None, Answer((*first.tokens, *rest.tokens), rest.ended, top, rest.retokenised)
 
     def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
         """At most `count` tokens after the prompt. Parameters with server-side defaults are sent explicitly."""
@@ -195,22 +202,24 @@ class Server:
         ids, length = choice.get("prompt_token_ids"), usage.get("prompt_tokens")
         if ids not in (None, prompt) or length not in (None, len(prompt)):
             raise ReplyError("the answer to another prompt")
-        ended, rows = choice.get("finish_reason") == "stop", read_rows(choice.get("logprobs"))
-        tokens = choice.get("token_ids") or [row.token for row in rows or ()]
+        ended, tokens = choice.get("finish_reason") == "stop", choice.get("token_ids")
+        rows = read_rows(choice.get("logprobs")) if self.checked or not tokens else None
+        tokens = tokens or [row.token for row in rows or ()]
         if self.config.top_k_logits and (not tokens or rows is None):
             raise ReplyError("it names no token ids, and top_k_logits needs them (vLLM and llama.cpp do)", retry=False)
+        retokenised = not tokens
         tokens = list(tokens or self._retokenised(choice["text"], usage["completion_tokens"], ended))
-        if rows is not None:
+        if rows is not None and self.checked:
             check_rows(rows, tokens, greedy=greedy)
         end = next((place for place, token in enumerate(tokens) if token in self.eos), None)
         if end is not None:
             tokens = tokens[: end + 1]
         elif ended:
-            tokens.append(self._unsaid_end(choice))
-        if len(tokens) > count or (len(tokens) < count and tokens[-1] not in self.eos):
+            tokens += self._unsaid_end(choice)
+        if len(tokens) > count or (self.checked and len(tokens) < count and tokens[-1] not in self.eos):
             raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
         top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
-        return Answer(tuple(tokens), tokens[-1] in self.eos, top)
+        return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised)
 
     def _retokenised(self, text: str, count: int, ended: bool) -> list[int]:
         """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
@@ -220,13 +229,15 @@ class Server:
             raise ReplyError("a text without token ids that is not tokenised so", "retokenised", retry=False)
         return ids
 
-    def _unsaid_end(self, choice: Json) -> int:
-        """The end token of a reply that ended with one and does not list it."""
+    def _unsaid_end(self, choice: Json) -> list[int]:
+        """The end token of a reply that ended with one and does not list it; unchecked, none if it may be several."""
         named = choice.get("stop_reason", choice.get("matched_stop"))
         ends = self.eos if named is None else self.eos & {named}
+        if not self.checked:
+            return [*ends] if len(ends) == 1 else []
         if len(ends) != 1 or self.config.top_k_logits:
             raise ReplyError("an answer that ended without its end token", retry=False)
-        return next(iter(ends))
+        return [*ends]
 
 
 def read_rows(logprobs: Json | None) -> list[Row] | None:

@@ -20,6 +20,7 @@ class ServedAnswer(SamplingConfig):
     output_ids: list[int] = field(default_factory=list)
     prompt: str = ""
     text: str = ""
+    retokenised: bool = False  # output_ids are of a text
 
 
 def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
@@ -42,7 +43,7 @@ def _with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
         answer = replace(answer, prompt_ids=render_prompt((answer.prompt,), target.tokenizer, "none"))
     if answer.text:
         ids = target.tokenizer(answer.text, add_special_tokens=False)["input_ids"]
-        answer = replace(answer, output_ids=ids)
+        answer = replace(answer, output_ids=ids, retokenised=True)
     for key, ids in (("prompt_ids", answer.prompt_ids), ("output_ids", answer.output_ids)):
         known = ids and min(ids) >= 0 and max(ids) < target.config.vocab_size
         require(bool(known), key, ids[:5], f"at least one id, all less than {target.config.vocab_size}")

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 
 from draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
 from inference.audit.answers import ServedAnswer, read_answers
+from inference.audit.asking import ANSWERS, ask
 from inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refused, surprise, tokens_needed
 from inference.audit.page import SHOWN, Finding, Token, markdown
 from inference.core.sampling import Sampler, invert
-from inference.loading.targets import load_plain
+from inference.loading.targets import end_tokens, load_plain
 from inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
 from inference.settings.audit import AuditConfig
 from inference.settings.sampling import SamplingConfig
@@ -62,10 +63,13 @@ def audit(config: AuditConfig) -> None:
     """
     out_dir = require_writable(config.out_dir)
     with only_run(out_dir, "an audit"):
-        expected = "a directory without an audit; resume=true makes it anew"
-        require(config.resume or not (out_dir / REPORT).exists(), "out_dir", config.out_dir, expected)
+        expected = "a directory without an audit; resume=true judges anew, and asks a server what is missing"
+        empty = not any((out_dir / file).exists() for file in ((REPORT, ANSWERS) if config.server else (REPORT,)))
+        require(config.resume or empty, "out_dir", config.out_dir, expected)
         target = open_target(config.target, config.revision, by_layers=False)
-        files = {arm: file for arm, file in (("answers", config.answers), ("control", config.control)) if file}
+        asked = ask(config, target, end_tokens(target), out_dir) if config.server else {}
+        given = config.answers or str(out_dir / ANSWERS)
+        files = {arm: file for arm, file in (("answers", given), ("control", config.control)) if file}
         answers = {arm: read_answers(file, target) for arm, file in files.items()}
         auto, device = config.dtype == "auto", pick_device(config.device)
         dtype = stored_dtype(target.config) if auto else pick_dtype(config.dtype, target.config, device)
@@ -75,7 +79,8 @@ def audit(config: AuditConfig) -> None:
         coins = torch.Generator().manual_seed(streams.number("power", bits=64))
         simulated = {fault: join(parts) for fault, parts in arms["answers"].simulated.items()}
         needed = {fault: tokens_needed(draws, config.level, coins) for fault, draws in simulated.items()}
-        question = f"Is {config.answers} what {config.target} says, decoded in {dtype}?"
+        found["answers"] = replace(found["answers"], numbers={**asked, **found["answers"].numbers})
+        question = f"Is {config.server or config.answers} what {config.target} says, decoded in {dtype}?"
         page = markdown(question, found, needed, target.tokenizer)
         write_atomically(out_dir / "report.md", page.encode())
         findings = {arm: asdict(one) | {"verdict": one.verdict} for arm, one in found.items()}
@@ -217,7 +222,7 @@ def judged(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> 
     tests = (f"the drawn tokens fail the test `{name}` (p = {chances[name]:.1g})" for name in against)
     numbers = {
         "answers": len(answers),
-        "retokenised": sum(bool(answer.text) for answer in answers.values()),
+        "retokenised": sum(answer.retokenised for answer in answers.values()),
         "tokens": choices.positions,
         "not_chosen": choices.ties,
         "not_chosen_by_transformers": choices.own_ties,

@@ -28,6 +28,7 @@ ROOTS = 8
 LAMBDAS = torch.tensor([sign * 2.0**-k for k in range(1, ROOTS + 1) for sign in (1, -1)], dtype=torch.float64)
 RUNS, ENOUGH = 20, 18  # simulated audits, and how many of them must refuse a fault that counts as seen
 FEWEST, MOST, LARGER = 2**5, 2**16, 4  # tokens of a simulated audit, and how many times those that there are
+TYPICAL = (0.09, 0.3)  # ε and δ of Medusa (arXiv:2401.10774): a draft is accepted where p > min(ε, δ · exp(−H))
 COPIES = 16  # draws from each distribution, for simulated audits
 
 
@@ -99,10 +100,13 @@ def _faults(p: Tensor) -> dict[str, Tensor]:
     """What servers with a fault draw from in the place of p [n, V], likeliest token first."""
     first = torch.zeros_like(p)
     first[:, 0] = 1.0
+    entropy = torch.special.entr(p).sum(-1, keepdim=True)
+    typical = p.where(p > (TYPICAL[1] * (-entropy).exp()).clamp(max=TYPICAL[0]), 0)
     return {
-        "one token in 100 is the likeliest one, not drawn": 0.99 * p + 0.01 * first,
+        "a tilt of 1 %: one token in 100 is the likeliest one, not drawn": 0.99 * p + 0.01 * first,
         "temperature 0.95 for 1": p ** (1 / 0.95),
-        "greedy drafts; after a rejection a draw from all of p": p[:, :1] * first + (1 - p[:, :1]) * p,
+        "typical acceptance of drafts that p itself draws": typical + (1 - typical.sum(-1, keepdim=True)) * p,
+        "a residual forgotten: greedy drafts, and after a rejection all of p": p[:, :1] * first + (1 - p[:, :1]) * p,
     }
 
 

@@ -68,6 +68,8 @@ def markdown(
         ("The oddest tokens", ("arm", "line", "position", "token", "likeliest", "off by"), odd),
         ("How many sampled tokens show a fault", ("fault", "tokens"), power),
     )
+    if again := answers.numbers["retokenised"]:
+        question += f" {again} answers came as text and were tokenised again: their tokens may not be those decoded."
     faults = [f"- {name}: {fault}" for name, arm in arms.items() for fault in arm.faults]
     lines = [f"# Audit: {answers.verdict}", "", question, "", *faults]
     for title, columns, content in tables:

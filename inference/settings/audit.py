@@ -3,13 +3,19 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 
+from data_prep.text.settings import PromptTemplate
 from draft_models.targets.settings import Dtype, Model
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
-from outrider.settings import Place, RunConfig, Seed, free
+from outrider.settings import Count, Place, Positive, RunConfig, Seed, free, require_default
 
 AnswerFile = Annotated[str, Place("a JSONL file of answers")]
+OF_SERVERS = (
+    "server_model", "concurrency", "server_timeout", "server_retries", "prompts", "num_prompts", "template",
+    "max_new_tokens", "temperature", "top_k", "top_p",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +27,35 @@ class AuditConfig(RunConfig):
     # JSONL, a line {"prompt_ids": […], "output_ids": […], "temperature": 0}; also top_k, top_p, min_p,
     # repetition_penalty; or texts, {"prompt": "…", "text": "…"}, which are tokenised again
     answers: AnswerFile | None = None
+    # URL of an OpenAI-compatible server instead, which is asked `prompts`; its answers go to answers.jsonl in out_dir
+    server: str | None = None
+    server_model: str | None = None  # the target's name there; null: the first one that it lists
+    concurrency: Count = free(16)  # requests to the server at a time
+    server_timeout: Positive = free(600.0)  # seconds that the server may take for one request
+    server_retries: Annotated[int, Ge(0)] = free(5)  # how often a failed request is repeated
+    # python_stdlib: held-out standard-library files; or a JSONL/JSON file, of whose prompts the first turn is asked
+    prompts: Annotated[str, Place("a JSONL or JSON file of prompts", besides=("python_stdlib",))] = "python_stdlib"
+    num_prompts: Count | None = free(64)  # evenly spread; null: all
+    template: PromptTemplate = "auto"  # how chat prompts are rendered; none: bare text
+    max_new_tokens: Count = 256  # per answer
+    temperature: float = 0.0  # 0: greedy; the server is asked for it
+    top_k: int = 0  # sample among the k likeliest tokens; 0: all
+    top_p: float = 1.0  # sample among the likeliest tokens that together have this probability; 1: all
     control: AnswerFile | None = None  # the same of the server's plain decoding, which is judged beside them
     dtype: Dtype = "auto"  # what the server computes in; auto: what the weights are stored in
     device: str = free("auto")  # auto | cpu | cuda | cuda:N
     level: Annotated[float, Gt(0), Lt(1)] = 0.001  # how often sampled answers may be refused by chance
-    seed: Seed = 0  # of the coins that the tests and their simulation draw
+    seed: Seed = 0  # of what a server draws, and of the coins of the tests and their simulation
     out_dir: str = free("runs/audit")  # where report.md and report.json go
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.answers is not None, "answers", None, "a JSONL file of answers")
+        given = f"{self.answers} server={self.server}"
+        require((self.answers is None) != (self.server is None), "answers", given, "a JSONL file of answers, or server")
+        for name in OF_SERVERS if self.server is None else ():
+            require_default(self, name, "it is read with server=URL")
+        for name in ("top_k", "top_p") if self.temperature == 0 else ():
+            require_default(self, name, "greedy answers have nothing to choose from; temperature=1 samples")
+        url = self.server is None or self.server.startswith(("http://", "https://"))
+        require(url, "server", self.server, "http://HOST:PORT or https://…")
+        SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # runs its own checks

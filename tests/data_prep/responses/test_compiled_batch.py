@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.responses import compiled_batch
-from data_prep.responses.answers import Answer
-from data_prep.responses.batch_decoder import Generator, uniforms
+from data_prep.responses.answers import Answer, uniforms
+from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.batch_state import Forward, GrowingBatch, begin_batch
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps
 from inference.core.sampling import Sampler

@@ -18,7 +18,8 @@ from torch import nn
 
 from data_prep.responses import batch_decoder, directory
 from data_prep.responses import generate as responses_module
-from data_prep.responses.batch_decoder import Generator, uniforms
+from data_prep.responses.answers import uniforms
+from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.generate import Responder, batches, generate_responses
