@@ -37,6 +37,14 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["OUTRIDER_CACHE"] = str(tmp_path_factory.mktemp("conversions"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_config_store() -> None:
+    """Hydra copies what is registered whenever it composes: of all commands that takes as long as the rest."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.__deepcopy__ = lambda self, _: self  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and what can draft for it (see `save_tiny_models`); not to be written to."""

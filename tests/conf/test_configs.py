@@ -1,13 +1,17 @@
 """Every command's config composes with every choice, and says clearly what is wrong with a bad one."""
 
 import itertools
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -47,10 +51,20 @@ GROUPS = {
 REQUIRED = {"drafter=pretrained": ["drafter.path=x"], "data=local": ["data.path=x.jsonl"]}
 
 
-def compose_and_build(command: str, overrides: list[str]) -> Any:
-    schema = COMMANDS[command][0]
-    register(command, schema)
-    return build(schema, compose_defaults(command, overrides))
+@cache
+def registered(command: str) -> type:
+    """The command's schema, which Hydra knows from now on."""
+    register(command, COMMANDS[command][0])
+    return COMMANDS[command][0]
+
+
+def compose_and_build(command: str, overrides: Sequence[str]) -> Any:
+    return _composed(command, *overrides)
+
+
+@cache  # what is composed is frozen, and no file of conf/ changes meanwhile
+def _composed(command: str, *overrides: str) -> Any:
+    return build(registered(command), compose_defaults(command, [*overrides]))
 
 
 def test_every_primary_config_belongs_to_a_command() -> None:
@@ -164,6 +178,60 @@ def test_layers_to_skip_are_a_list_or_null() -> None:
             compose_and_build("evaluate_checkpoint", [*options, f"{skip}={wrong}"])
 
 
+# An interpreter that has imported what commands begin with, and runs each in a fork: a line says where, which and how.
+WITHOUT_TORCH = """
+import json, os, runpy, sys
+from conf.options import compose_defaults
+from outrider.cli import COMMANDS
+for command in COMMANDS.values():
+    command.load_settings()
+compose_defaults("hydra_quiet", [])
+for line in sys.stdin:
+    here, *sys.argv = json.loads(line)
+    if not (fork := os.fork()):
+        os.chdir(here)
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        os.dup2(os.open(here + "/../said", os.O_WRONLY | os.O_CREAT), 2)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]), flush=True)
+"""
+Refuse = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "torch").mkdir()
+    (modules / "torch/__init__.py").write_text("raise ImportError('no torch before the config is checked')")
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    env = os.environ | {"PYTHONPATH": str(modules)}
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=ROOT, env=env) as process:
+        yield process
+        process.stdin.close()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def refused_without_torch(without_torch: subprocess.Popen[str], tmp_path: Path) -> Refuse:
+    """The one line by which a command refuses `words`; whoever mistypes one does not wait for torch.
+
+    Here there is none to be had.
+    """
+
+    def refused(command: str, *words: str) -> str:
+        (tmp_path / "here").mkdir()
+        line = json.dumps([str(tmp_path / "here"), str(ROOT / COMMANDS[command][1]), *words])
+        print(line, file=without_torch.stdin, flush=True)
+        status = without_torch.stdout.readline()  # type: ignore[union-attr]
+        said = (tmp_path / "said").read_text()
+        assert status == "2\n", said
+        assert re.fullmatch(r"error: [^\n]+\n", said)
+        assert not list((tmp_path / "here").iterdir())
+        return said
+
+    return refused
+
+
 OF_A_TYPE = ("{typed}=many", "Expected {kind}")
 BAD_OVERRIDES = [  # of any command, as one function reads them; every command has its own options
     *(("eesd", *bad) for bad in (
@@ -180,7 +248,9 @@ BAD_OVERRIDES = [  # of any command, as one function reads them; every command h
 
 
 @pytest.mark.parametrize(("command", "override", "message"), quick_where(lambda case: case[0] == "eesd", BAD_OVERRIDES))
-def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: str, override: str, message: str) -> None:
+def test_bad_overrides_fail_fast_on_the_command_line(
+    refused_without_torch: Refuse, command: str, override: str, message: str
+) -> None:
     typed = {
         "build_trigrams": "min_count",
         "evaluate_checkpoint": "max_new_tokens",
@@ -200,27 +270,8 @@ def test_bad_overrides_fail_fast_on_the_command_line(tmp_path: Path, command: st
         "compare_reports": "resume",
         "audit": "seed",
     }[command]
-    said = refused_without_torch(tmp_path, command, *COMMANDS[command][2], override.format(typed=typed))
+    said = refused_without_torch(command, *COMMANDS[command][2], override.format(typed=typed))
     assert message.format(kind="bool" if typed == "resume" else "int") in said
-
-
-def refused_without_torch(tmp_path: Path, command: str, *words: str) -> str:
-    """The one line by which a command refuses `words`; whoever mistypes one does not wait for torch.
-
-    Here there is none to be had.
-    """
-    (tmp_path / "modules/torch").mkdir(parents=True)
-    (tmp_path / "modules/torch/__init__.py").write_text("raise ImportError('no torch before the config is checked')")
-    (tmp_path / "here").mkdir()
-    run = subprocess.run(
-        [sys.executable, ROOT / COMMANDS[command][1], *words],
-        capture_output=True, text=True, cwd=tmp_path / "here", check=False,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "modules")},
-    )  # fmt: skip
-    assert run.returncode == 2, run.stderr
-    assert re.fullmatch(r"error: [^\n]+\n", run.stderr)
-    assert not list((tmp_path / "here").iterdir())
-    return run.stderr
 
 
 HUB = "org/model"  # which is not looked up
@@ -254,9 +305,9 @@ HUB = "org/model"  # which is not looked up
     ),
 )
 def test_what_is_not_there_is_named_before_torch_is_imported(
-    tmp_path: Path, command: str, words: list[str], named: str
+    refused_without_torch: Refuse, command: str, words: list[str], named: str
 ) -> None:
-    said = refused_without_torch(tmp_path, command, *words)
+    said = refused_without_torch(command, *words)
     assert said.startswith(f"error: {named}=")
     assert "nowhere" in said or "runs/" in said
     assert ("GGUF" in said) == (named in ("target", "drafter.path", "tokenizer"))
@@ -276,15 +327,12 @@ def test_places_that_a_plan_or_a_rehearsal_does_not_read_need_not_be_there() -> 
         ),
         ("eesd", "debug=true", "experiment=eesd/llama2_13b"),
     ):
-        schema = COMMANDS[command][0]
-        register(command, schema)
-        look_for_places(build(schema, compose_defaults(command, overrides), overrides))
+        look_for_places(build(registered(command), compose_defaults(command, overrides), overrides))
 
 
 def test_a_group_that_was_chosen_gives_its_options() -> None:
-    schema, overrides = COMMANDS["eesd"][0], ["target=org/model", "data=responses", "debug=true"]
-    register("eesd", schema)
-    config = build(schema, compose_defaults("eesd", overrides), overrides)
+    overrides = ["target=org/model", "data=responses", "debug=true"]
+    config = build(registered("eesd"), compose_defaults("eesd", overrides), overrides)
     given = ("data", "data.path", "target", "dat", "start", "fit.lr")
     assert [config.gives(key) for key in given] == [True] * 3 + [False] * 3
 
@@ -370,8 +418,10 @@ def test_an_old_preset_is_refused_with_its_new_spelling() -> None:
         ("method=small_lm/beta/opt_tree", "method=small_lm/beta/opt_tree: no such method; There are aded, "),
     ],
 )
-def test_a_method_that_is_none_is_refused_before_torch_is_imported(tmp_path: Path, word: str, said: str) -> None:
-    assert said in refused_without_torch(tmp_path, "evaluate_checkpoint", "small_lm=s", "target=t", word)
+def test_a_method_that_is_none_is_refused_before_torch_is_imported(
+    refused_without_torch: Refuse, word: str, said: str
+) -> None:
+    assert said in refused_without_torch("evaluate_checkpoint", "small_lm=s", "target=t", word)
 
 
 def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:

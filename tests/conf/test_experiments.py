@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conf import CONF_DIR, build, register
+from conf import CONF_DIR, build
 from conf.methods import known_as
 from conf.options import compose_defaults
 from data_prep.text.rehearsal import MODELS
@@ -18,7 +18,7 @@ from draft_models.targets.settings import TARGET, Architecture
 from draft_models.tiny.models import TINY_ARCHITECTURES, save_tiny_model, save_tiny_models
 from outrider.errors import UserError
 from outrider.wandb_config import WandbConfig
-from tests.conf.test_configs import COMMANDS, compose_and_build
+from tests.conf.test_configs import COMMANDS, compose_and_build, registered
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from train.settings.fit import FitConfig
@@ -174,9 +174,7 @@ TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['cont
 
 def commanded(command: str, *overrides: str) -> Any:
     """The config that the command line with these overrides has, which knows what it was given."""
-    schema = COMMANDS[command][0]
-    register(command, schema)
-    return build(schema, compose_defaults(command, [*overrides]), overrides)
+    return build(registered(command), compose_defaults(command, [*overrides]), overrides)
 
 
 @pytest.fixture(scope="module")
