@@ -9,7 +9,7 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -21,10 +21,17 @@ ROOT = Path(__file__).parents[1]
 class Fork:
     """A process that runs `words` from `cwd`, as -c CODE, -m MODULE or a script. It is used as a `subprocess.Popen`.
 
-    env: what differs from the environment here. It has one thread and no GPU.
+    env: what differs from the environment here. anew: packages that it imports anew. It has one thread and no GPU.
     """
 
-    def __init__(self, words: Sequence[object], cwd: Path = ROOT, env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        words: Sequence[object],
+        cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
+        anew: Collection[str] = (),
+    ):
+        self._anew = anew
         self._said = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # stdout, stderr
         self._process = multiprocessing.get_context("fork").Process(
             target=self._run, args=([str(word) for word in words], cwd, dict(env or {}))
@@ -59,6 +66,8 @@ class Fork:
         os.chdir(cwd)
         torch.set_num_threads(1)  # a fork has none of the threads that its parent's OpenMP waits for
         torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0  # a fork has no CUDA
+        for name in [name for name in sys.modules if name.partition(".")[0] in self._anew]:
+            del sys.modules[name]
         match words:
             case ["-c", code, *rest]:
                 sys.argv = ["-c", *rest]

@@ -11,6 +11,7 @@ import pytest
 import setuptools
 
 from outrider.versions import PACKAGES
+from tests.forked import Fork
 from tests.tiny import save_target
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +90,15 @@ def test_a_command_of_it_evaluates(site: Path, tmp_path: Path) -> None:
     target = save_target(tmp_path / "target", "opt")  # whose layers need nothing compiled
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "prompt": "one two three"}\n')
-    done = run(site, tmp_path, "-m", "outrider.cli", "evaluate-checkpoint", f"target={target}", "method=prompt_lookup",
-               f"prompts={prompts}", "max_new_tokens=8", "out_dir=out")  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    code = (
+        "import runpy, sys\n"
+        f"sys.path.insert(0, {str(site)!r})\n"
+        "runpy.run_module('outrider.cli', run_name='__main__')\n"
+        "print(sys.modules['outrider.inference.evaluate.compare'].__file__)"
+    )
+    options = [f"target={target}", "method=prompt_lookup", f"prompts={prompts}", "max_new_tokens=8", "out_dir=out"]
+    done = Fork(["-c", code, "evaluate-checkpoint", *options], tmp_path, anew=PACKAGES)
+    out, err = done.communicate()
+    assert done.returncode == 0, err
+    assert out.splitlines()[-1].startswith(str(site))
     assert (tmp_path / "out" / "report.json").exists()

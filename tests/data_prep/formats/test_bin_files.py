@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import open_target
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
+from tests.forked import Fork
 from tests.pairwise import all_pairs
 from tests.tiny import ARCHITECTURES, random_prompt, reference_generate, save_target
 
@@ -213,15 +212,15 @@ def test_by_its_name_on_the_hub(tmp_path: Path) -> None:
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("0123")
     code = (
-        "import json, torch\n"
+        "import json, os, torch\n"
+        "from huggingface_hub import constants\n"
+        "constants.HF_HUB_CACHE = os.environ['HF_HUB_CACHE']\n"
         "from draft_models.targets.model_files import load_causal_lm\n"
         "from draft_models.targets.open_target import open_target\n"
         "load_causal_lm('me/model', dtype=torch.float32)\n"
         "print(json.dumps(open_target('me/model').fingerprint.tensors))\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
-        env=os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == open_target(str(source)).fingerprint.tensors
+    run = Fork(["-c", code], env={"HF_HUB_CACHE": str(tmp_path / "home" / "hub")})
+    out, err = run.communicate()
+    assert run.returncode == 0, err
+    assert json.loads(out.splitlines()[-1]) == open_target(str(source)).fingerprint.tensors

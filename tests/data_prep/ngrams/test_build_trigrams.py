@@ -2,8 +2,6 @@
 
 import errno
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from outrider import files
 from outrider.errors import UserError
 from tests.conf.test_configs import compose_and_build
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
+from tests.forked import Fork
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.ngram_reading import successors
 
@@ -398,11 +397,12 @@ def test_a_full_disk_leaves_no_table_and_can_be_resumed(
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, model: str) -> None:
     write_jsonl(tmp_path / "chat.jsonl", [{"output": text} for text in sentences(20)])
-    run = subprocess.run(
-        [sys.executable, ROOT / "data_prep/build_trigrams.py", f"tokenizer={model}", "data=local", "workers=2",
+    run = Fork(
+        [ROOT / "data_prep/build_trigrams.py", f"tokenizer={model}", "data=local", "workers=2",
          "data.path=chat.jsonl", "data.layout=text", "data.column=output", "data.heldout_fraction=0"],
-        capture_output=True, text=True, cwd=tmp_path, check=False,
+        tmp_path,
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert " documents=20 ngrams=" in run.stdout
+    out, err = run.communicate()
+    assert run.returncode == 0, err
+    assert " documents=20 ngrams=" in out
     assert TrigramTable.open(tmp_path / "runs/trigrams").facts["documents"] == 20

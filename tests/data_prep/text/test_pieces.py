@@ -1,8 +1,6 @@
 """Long texts: in pieces they have the tokens of the whole, n-grams over the cuts included, in bounded memory."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +20,7 @@ from data_prep.text.chat import encode
 from data_prep.text.pieces import batches, encode_all, spans
 from data_prep.text.settings import DataConfig
 from draft_models.ngrams.table_files import TABLE_FILE
+from tests.forked import Fork
 from tests.tiny import byte_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -225,9 +224,8 @@ for name in ("short", "long"):
     build_table(TrigramConfig(**given, workers=1, memory_gb=0.1))
     print("resident", resident())
 """
-    run = subprocess.run(
-        [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, cwd=ROOT, check=False
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    before, after = (int(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("resident"))
+    run = Fork(["-c", script, tmp_path])
+    out, err = run.communicate()
+    assert run.returncode == 0, err
+    before, after = (int(line.split()[1]) for line in out.splitlines() if line.startswith("resident"))
     assert after - before < 0.2e9  # given all of it at once, the tokenizer alone takes 0.4 GB

@@ -1,7 +1,5 @@
 """Grouped attention against the textbook, and the masks it is given."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,8 @@ from torch import Tensor, nn
 
 from draft_models.targets.attention import KERNELS, grouped_attention, packed_mask, use_kernel
 from draft_models.targets.open_target import open_target
+from outrider.versions import PACKAGES
+from tests.forked import Fork
 from tests.tiny import save_target
 
 
@@ -83,11 +83,10 @@ def test_packed_mask() -> None:
 @pytest.mark.slow
 def test_cudnn_is_left_out_where_a_target_is_opened_and_not_before(tmp_path: Path) -> None:
     """PyTorch would take it first on Hopper; an import changes nothing in the process."""
-    modules = "torch, inference.core.decode, draft_models.targets.open_target"
-    code = f"import {modules}; print(torch.backends.cuda.cudnn_sdp_enabled())"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "True"
-    save_target(tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)
+    modules = "torch, inference.core.decode, draft_models.targets.open_target"
+    run = Fork(["-c", f"import {modules}; print(torch.backends.cuda.cudnn_sdp_enabled())"], anew=PACKAGES)
+    assert run.communicate() == ("True\n", "")
+    save_target(tmp_path)
     open_target(str(tmp_path))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
