@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from accelerate import PartialState
@@ -16,11 +16,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launched(count: int, work: Callable[[PartialState], None]) -> list[int]:
-    """Exit statuses of `count` processes, each of which does `work` with its own state as under a launcher."""
+def launched(count: int, work: Callable[[PartialState], None], env: Mapping[str, str] | None = None) -> list[int]:
+    """Exit statuses of `count` processes, each of which does `work` with its own state as under a launcher.
+
+    env: what it tells them besides.
+    """
     port = free_port()
 
     def run(rank: int) -> None:
+        os.environ |= env or {}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
                        "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                        "MASTER_PORT": str(port)}  # fmt: skip

@@ -156,7 +156,7 @@ def test_a_machine_that_becomes_slow_ends_in_time(folder: Path, tmp_path: Path, 
     monkeypatch.setattr(calibration, "speculative", slow)
     monkeypatch.setattr("train.core.driver.fit", fit)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(calibrating(folder, tmp_path, minutes=1, new_tokens=100))
+        calibrate(calibrating(folder, tmp_path, minutes=1, new_tokens=60))
     assert now <= 1.1 * 60 + 2 * seconds
     assert texts == 26 if seconds == 1 else 2 <= texts < 26
     assert len(list((tmp_path / "captured").glob("*/*.safetensors"))) >= 2

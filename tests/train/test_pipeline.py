@@ -125,7 +125,7 @@ def check_cards(out_dir: Path, method: str) -> None:
 # ------------------------------------------------------------------------------------------ before the first step
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", typical_where({"demo", "smollm2_eagle3"}.__contains__, EXPERIMENTS))
 def test_what_steps_leave_for_others_need_not_be_there(tmp_path: Path, experiment: str) -> None:
     check_steps(compose_and_build("pipeline", [f"experiment={experiment}", f"out_dir={tmp_path / 'run'}"]), config_for)
 

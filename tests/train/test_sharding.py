@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.commands import launch
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
@@ -20,8 +23,9 @@ from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import WEIGHTS_FILE
 from outrider.errors import UserError
 from tests.forked import Fork
-from tests.launched import free_port
+from tests.launched import free_port, launched
 from tests.tiers import typical_where
+from tests.train import sharded_job
 from tests.train.fit_job import TinyModel
 from tests.train.jobs import FIT, distilling, finetuning, heading, options_of
 from train.core import sharding
@@ -91,22 +95,43 @@ def curve(run: Path, name: str) -> dict[int, float]:
     return {line["step"]: line[name] for line in lines if name in line}
 
 
+def forked(config: Path, folder: Path) -> str:
+    """What the same processes say that are told what the launcher would tell them, without their imports."""
+    words = [f"--config_file={config}", "--num_processes=2", "script.py"]
+    asked, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+
+    def work(state: PartialState) -> None:
+        said = (folder / f"said-{state.process_index}.txt").open("w", buffering=1)
+        os.dup2(said.fileno(), 1)
+        sys.stdout = sys.stderr = said
+        AcceleratorState._reset_state()  # of what was trained here before
+        sharded_job.main(str(folder))
+
+    statuses = launched(2, work, launch.prepare_multi_gpu_env(asked))
+    said = "".join(path.read_text() for path in sorted(folder.glob("said-*.txt")))
+    assert statuses == [0, 0], said
+    return said
+
+
 @pytest.mark.parametrize(("processes", "gpus"), [(2, ""), pytest.param(1, "0", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("strategy", typical_where("fsdp".__eq__, ["zero2", "zero3", "fsdp"]))
+@pytest.mark.parametrize("strategy", typical_where("forked fsdp".__eq__, ["zero2", "zero3", "fsdp", "forked fsdp"]))
 @pytest.mark.slow
 def test_processes_that_share_equal_one(
     alone: Callable[[str], Path], tmp_path: Path, target: Path, corpus: DataConfig, strategy: str, processes: int,
     gpus: str,
 ) -> None:  # fmt: skip
     """All in one launch: the tiny model, and where all weights are shared out what the commands train."""
-    if gpus and strategy != "fsdp":
+    if gpus and "fsdp" not in strategy:
         pytest.importorskip("deepspeed")  # which installs without a GPU, but is not in every image that has one
-    config = ROOT / "conf/accelerate" / f"{strategy}.yaml"
+    config = ROOT / "conf/accelerate" / f"{strategy.split()[-1]}.yaml"
     if strategy == "zero3":
         config = share_everything(tmp_path)
     commands = {} if strategy == "zero2" or gpus else reference_runs(tmp_path, target, corpus)
     (tmp_path / "commands.json").write_text(json.dumps([*commands.values()]))
-    out = run_job(launcher(config, processes), tmp_path, gpus=gpus)
+    if strategy == "forked fsdp" and not gpus:
+        out = forked(config, tmp_path)
+    else:
+        out = run_job(launcher(config, processes), tmp_path, gpus=gpus)
     assert f"sharded {{{strategy != 'zero2'}}}" in out
     assert "refused optimizer=muon: works on whole matrices" in out
     check_tiny(tmp_path, alone(gpus))

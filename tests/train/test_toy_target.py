@@ -39,7 +39,7 @@ TEXTS = [
 
 def _config(directory: Path, **changes: object) -> ToyTargetConfig:
     options: dict[str, object] = {
-        "data": DataConfig(layout="code", max_records=30, heldout_fraction=0.3, cache_dir=str(directory / "cache")),
+        "data": DataConfig(layout="code", max_records=8, heldout_fraction=0.3, cache_dir=str(directory / "cache")),
         "fit": FitConfig(
             steps=6,
             batch_rows=4,
@@ -147,8 +147,8 @@ def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
     out_dir = Path(config.out_dir)
     for name in ("toy_target.json", "config.json"):
         (out_dir / name).unlink()  # as if killed between training and export
-    with pytest.raises(UserError, match=r"data\.max_records=29 \(was 30\)"):
-        train_toy_target(replace(config, data=replace(config.data, max_records=29)))
+    with pytest.raises(UserError, match=r"data\.max_records=7 \(was 8\)"):
+        train_toy_target(replace(config, data=replace(config.data, max_records=7)))
     train_toy_target(config)
     assert AutoModelForCausalLM.from_pretrained(out_dir).config.num_hidden_layers == 2
 
