@@ -1,6 +1,6 @@
 """Fewer cases than a product has: every value still meets every value of every other column."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -25,6 +25,19 @@ def all_pairs(*columns: Collection[Any]) -> list[tuple[Any, ...]]:
             missing.pop(pair, None)
         rows.append(tuple(values[column][place] for column, place in sorted(chosen)))
     return rows
+
+
+def each_value(rows: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Some of `rows`, in which every value of every column stands at least once: about as many as its longest column.
+
+    They stand for the pairs in `make test`. The first row is one of them.
+    """
+    missing = {place for row in rows for place in enumerate(row)}
+    chosen = []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(missing.intersection(enumerate(row)))))
+        missing.difference_update(enumerate(chosen[-1]))
+    return chosen
 
 
 def _pair(one: tuple[int, int], other: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -5,7 +5,7 @@ from math import prod
 
 import pytest
 
-from tests.pairwise import all_pairs
+from tests.pairwise import all_pairs, each_value
 
 COLUMNS = [
     [("a", "b", "c"), (0, 1)],
@@ -21,6 +21,16 @@ def test_any_two_values_meet(columns: list) -> None:
     assert all(value in column for row in rows for value, column in zip(row, columns, strict=True))
     for one, other in combinations(range(len(columns)), 2):
         assert {(row[one], row[other]) for row in rows} == set(product(columns[one], columns[other]))
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_some_rows_have_every_value(columns: list) -> None:
+    rows = all_pairs(*columns)
+    some = each_value(rows)
+    assert some[0] == rows[0]
+    assert [set(column) for column in zip(*some, strict=True)] == [set(column) for column in columns]
+    assert set(some) <= set(rows)
+    assert len(some) <= max(map(len, columns)) + 2
 
 
 @pytest.mark.parametrize("columns", COLUMNS)

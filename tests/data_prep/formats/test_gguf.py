@@ -28,6 +28,7 @@ from tests.gguf_files import (
     save_plain_target,
     write_gguf,
 )
+from tests.tiers import as_many
 from tests.tiny import random_prompt, reference_generate
 
 KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", *UNQUANTISABLE)
@@ -66,7 +67,7 @@ def same_model(one: PreTrainedModel, other: PreTrainedModel) -> bool:
     """Whether two models have the same logits, bit for bit, and the same greedy tokens."""
     ids = torch.tensor([random_prompt(40, seed=3)])
     logits = [model(ids).logits for model in (one, other)]
-    texts = [reference_generate(model, random_prompt(9), 24) for model in (one, other)]
+    texts = [reference_generate(model, random_prompt(9), 4) for model in (one, other)]
     return torch.equal(*logits) and texts[0] == texts[1]
 
 
@@ -176,8 +177,8 @@ def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) ->
     """Anywhere before the weights: no traceback, no endless loop, no list that fills the memory."""
     whole = written.read_bytes()
     header = min(place.begin for place in open_gguf(written).tensors.values())
-    path, random, refused = tmp_path / "model.gguf", np.random.default_rng(0), 0
-    for at, value in zip(random.integers(0, header, 200), random.integers(0, 256, 200), strict=True):
+    path, random, refused, count = tmp_path / "model.gguf", np.random.default_rng(0), 0, as_many(200)
+    for at, value in zip(random.integers(0, header, count), random.integers(0, 256, count), strict=True):
         content = bytearray(whole)
         content[at] = value
         path.unlink(missing_ok=True)
@@ -188,7 +189,7 @@ def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) ->
             assert target.tokenizer is not None
         except UserError:
             refused += 1
-    assert refused > 50
+    assert refused > count // 4
 
 
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:

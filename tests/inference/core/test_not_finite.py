@@ -39,8 +39,9 @@ from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.fitted_heads import fitted_head
-from tests.pairwise import all_pairs
+from tests.pairwise import all_pairs, each_value
 from tests.recorded import record_graphs
+from tests.tiers import typical_where
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
 SOURCES = ("early_exit", "small_lm", "plain_lm", "eagle3")
@@ -136,13 +137,16 @@ def draft(
 # --- what is left behind, and what is drafted ------------------------------------------------------------------------
 
 
+LEAVING = all_pairs(
+    [("early_exit", "chain"), ("small_lm", "opt_tree"), ("eagle3", "opt_tree")],
+    [NAN, INFINITY],
+    ["graphed", "recorded"],
+)
+
+
 @pytest.mark.parametrize(
     ("drafted", "poison", "runtime"),
-    all_pairs(
-        [("early_exit", "chain"), ("small_lm", "opt_tree"), ("eagle3", "opt_tree")],
-        [NAN, INFINITY],
-        ["graphed", "recorded"],
-    ),
+    typical_where(each_value(LEAVING).__contains__, LEAVING),
     indirect=["runtime"],
 )
 @pytest.mark.slow
@@ -167,9 +171,14 @@ DRAFTED = [  # a plain LM runs eagerly
     *all_pairs(["early_exit", "small_lm", "eagle3"], SHAPES, [NAN, INFINITY], RUNTIMES),
     *all_pairs(["plain_lm"], SHAPES, [NAN, INFINITY], ["eager"]),
 ]
+WITHOUT = all_pairs(SOURCES, STRUCTURES, [None, Sampler(SamplingConfig(temperature=0.7, top_p=0.9))])
 
 
-@pytest.mark.parametrize(("source", "structure", "poison", "runtime"), DRAFTED, indirect=["runtime"])
+@pytest.mark.parametrize(
+    ("source", "structure", "poison", "runtime"),
+    typical_where(each_value(DRAFTED).__contains__, DRAFTED),
+    indirect=["runtime"],
+)
 @pytest.mark.slow
 def test_a_drafted_token_that_is_no_number_changes_no_other(
     models: Models, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, poison: float
@@ -201,7 +210,7 @@ def test_a_drafted_token_that_is_no_number_changes_no_other(
 
 @pytest.mark.parametrize(
     ("source", "structure", "sampler"),
-    all_pairs(SOURCES, STRUCTURES, [None, Sampler(SamplingConfig(temperature=0.7, top_p=0.9))]),
+    typical_where(each_value(WITHOUT).__contains__, WITHOUT),
 )
 def test_a_drafter_without_numbers_costs_acceptance_only(
     models: Models, source: str, structure: str, sampler: Sampler | None
@@ -235,11 +244,12 @@ SAMPLERS = {
     "sampled": Sampler(SamplingConfig(temperature=0.8)),
     "sampled, cut": Sampler(SamplingConfig(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.2)),
 }
+FAULTY = all_pairs(["plain", "chain", "k_config", "eagle3"], SAMPLERS, RUNTIMES)
 
 
 @pytest.mark.parametrize(
     ("arm", "chosen", "runtime"),
-    all_pairs(["plain", "chain", "k_config", "eagle3"], SAMPLERS, RUNTIMES),
+    typical_where(each_value(FAULTY).__contains__, FAULTY),
     indirect=["runtime"],
 )
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import Structure, make_structure
 from outrider.streams import Streams
 from tests.fitted_heads import fitted_head
-from tests.pairwise import all_pairs
+from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where
 from tests.tiny import (
     ARCHITECTURES,
@@ -223,6 +223,7 @@ def checked(
 
 DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
 SHAPES = [(name, False) for name in STRUCTURES if "replacement" not in name] + [(name, True) for name in DRAWN]
+ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES)
 
 
 def eager_or_early_exit(row: tuple[Any, ...]) -> bool:
@@ -232,7 +233,7 @@ def eager_or_early_exit(row: tuple[Any, ...]) -> bool:
 
 @pytest.mark.parametrize(
     ("source", "shape", "runtime"),
-    typical_where(eager_or_early_exit, all_pairs(SOURCES, SHAPES, RUNTIMES)),
+    typical_where(each_value(ROWS).__contains__, ROWS),
     indirect=["runtime"],
 )
 @pytest.mark.slow
@@ -306,13 +307,12 @@ def test_after_every_round_of_fused_drafts(
 # --- equality with generate -------------------------------------------------------------------------------------------
 
 GREEDY = [name for name in STRUCTURES if "replacement" not in name]
+COMBINED = all_pairs(ARCHITECTURES, SOURCES, GREEDY, RULES, RUNTIMES)
 
 
 @pytest.mark.parametrize(
     ("target", "source", "structure", "rule", "runtime"),
-    typical_where(
-        lambda row: row[0] in ("mistral", "opt", "qwen3"), all_pairs(ARCHITECTURES, SOURCES, GREEDY, RULES, RUNTIMES)
-    ),
+    typical_where(each_value(COMBINED).__contains__, COMBINED),
     indirect=["target", "runtime"],
 )
 def test_float64_greedy_equals_generate(
@@ -376,14 +376,12 @@ FAULTS: dict[str, tuple[Place, int]] = {
     "a layer of the target": (lambda target, _d, _s, _c: (target.stack.layers[-1], "forward"), 3),
     "the verification": (lambda _t, _d, _s, selector: (selector, "verify"), 2),
 }
+BROKEN = all_pairs([("early_exit", "opt_tree"), ("small_lm", "chain"), ("eagle3", "opt_tree")], FAULTS, RUNTIMES)
 
 
 @pytest.mark.parametrize(
     ("shaped", "fault", "runtime"),
-    typical_where(
-        eager_or_early_exit,
-        all_pairs([("early_exit", "opt_tree"), ("small_lm", "chain"), ("eagle3", "opt_tree")], FAULTS, RUNTIMES),
-    ),
+    typical_where(each_value(BROKEN).__contains__, BROKEN),
     indirect=["runtime"],
 )
 def test_after_an_exception_in_a_round_the_next_generation_is_right(
@@ -411,15 +409,22 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
         assert tokens_of(rounds) == expected_of(target, length, count)
 
 
-@pytest.mark.parametrize("end", ["break", "throw", "keep"])
+LEFT = all_pairs(
+    [("early_exit", "token_graph"), ("small_lm", "k_config"), ("prompt_lookup", "its own")],
+    ["break", "throw", "keep"],
+    RUNTIMES,
+)
+
+
 @pytest.mark.parametrize(
-    ("source", "structure"), [("early_exit", "token_graph"), ("small_lm", "k_config"), ("prompt_lookup", "its own")]
+    ("shaped", "end", "runtime"), typical_where(each_value(LEFT).__contains__, LEFT), indirect=["runtime"]
 )
 @pytest.mark.slow
 def test_after_a_consumer_breaks_off_the_next_generation_is_right(
-    target: Target, runtime: Runtime, source: str, structure: str, end: str
+    target: Target, runtime: Runtime, shaped: tuple[str, str], end: str
 ) -> None:
     """The abandoned generation is collected, gets an exception, or still stands while the next one runs."""
+    source, structure = shaped
     if source == "prompt_lookup":
         drafter: Any = PromptLookup(3, 4)
     else:
