@@ -37,6 +37,37 @@ def add_report(path: Path, report: str) -> None:
     write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
 
 
+def serving(drafted: int) -> str:
+    """Instructions for an ordinary causal LM in engines that let it draft, with {path} and {target} to fill in.
+
+    drafted: how many tokens it drafts for each pass of the target.
+    """
+    return _SERVING % {"drafted": drafted, "checked": drafted + 1}
+
+
+_SERVING = """transformers:
+
+```python
+target = AutoModelForCausalLM.from_pretrained("{target}")
+drafter = AutoModelForCausalLM.from_pretrained("{path}")
+target.generate(**inputs, assistant_model=drafter)
+```
+
+vLLM:
+
+```
+vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": \
+%(drafted)d}}'
+```
+
+SGLang (steps + 1 draft tokens, one candidate each):
+
+```
+python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
+  --speculative-draft-model-path {path} --speculative-num-steps %(drafted)d --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens %(checked)d
+```"""
+
 _UPLOAD = """## Sharing it
 
 ```

@@ -1,5 +1,6 @@
 """A finished drafter in a format that serving engines load, with the commands that serve it."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,17 +41,14 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     another = out_dir.resolve() != Path(config.checkpoint).resolve()
     require(another, "out_dir", config.out_dir, f"another place than checkpoint={config.checkpoint}")
     kind = kind_in(config.checkpoint)
-    written = CARD_FILE if kind is not None and kind.name == "ngrams" else CONFIG_FILE
-    if not config.resume and (out_dir / written).exists():
+    name = "eagle3" if kind is None else kind.name
+    if not config.resume and (out_dir / (CARD_FILE if name == "ngrams" else CONFIG_FILE)).exists():
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
-    if kind is not None and kind.name == "early_exit":
-        said = _export_early_exit(config, out_dir)
-    elif kind is None or kind.name == "eagle3":
-        said = _export_head(config, out_dir)
-    elif kind.name == "ngrams":
-        said = _export_table(config, out_dir)
-    else:
-        raise UserError(f"checkpoint={config.checkpoint}: {_AS_IT_IS.get(kind.name, f'nothing loads a {kind.name}')}")
+    if name not in _KINDS:
+        raise UserError(f"checkpoint={config.checkpoint}: {_AS_IT_IS.get(name, f'nothing loads a {name}')}")
+    write, options = _KINDS[name]
+    _require_read(config, name, options)
+    said = write(config, out_dir)
     size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
     print(f"export out_dir={out_dir} {said}" + (f" megabytes={size:.2f}" if size else ""), flush=True)
 
@@ -58,6 +56,18 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
 _AS_IT_IS = {
     "small_lm": "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands",
 }
+
+
+def _require_read(config: ExportConfig, kind: str, options: tuple[str, ...]) -> None:
+    """Raise `UserError` for an option that another kind of drafter reads, and this one does not."""
+    plain, unread = ExportConfig(checkpoint=config.checkpoint), {"reading", "dialect", "dtype"} - {*options}
+    if kind == "ngrams" and config.target is None:
+        unread.add("revision")  # of no target
+    for option in sorted(unread):
+        given = getattr(config, option)
+        if given != getattr(plain, option):
+            said = str(given) if option == "reading" else f"{option}={given}"
+            raise UserError(f"{said}: {config.checkpoint} holds {kind}, which does not read it; leave it out")
 
 
 def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
@@ -102,3 +112,11 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     facts |= {"taps": list(reading.taps), "tokens": f"{reading.draft_vocabulary} of {reading.vocabulary}"}
     write_card(out_dir, use_of(config.dialect, reading.fc_bias), config.target, facts)
     return f"kind=eagle3 dialect={config.dialect} dtype={str(head.dtype).removeprefix('torch.')}"
+
+
+# What writes a drafter of each kind, and the options that it reads of those that not all kinds read.
+_KINDS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...]]] = {
+    "early_exit": (_export_early_exit, ("dtype",)),
+    "eagle3": (_export_head, ("dialect", "dtype", "reading")),
+    "ngrams": (_export_table, ()),
+}

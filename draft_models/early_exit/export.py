@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from draft_models.card import serving
 from draft_models.early_exit.model import EarlyExit, NoLayer
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.empty_models import decoder_layers, empty_model, final_norm
@@ -57,33 +58,13 @@ def _put_head(model: PreTrainedModel, own: nn.Linear, tokens: torch.Tensor | Non
     model.config.tie_word_embeddings = False
 
 
-USE = """An EESD early exit, written as an ordinary Hugging Face causal LM: the target's first layers, the exit's, its
+USE = f"""An EESD early exit, written as an ordinary Hugging Face causal LM: the target's first layers, the exit's, its
 norm and head. Every engine that takes a draft model takes it. It computes the first layers itself; Outrider's runtime
 shares them with the target, and there the drafter is faster.
 
-transformers:
+{serving(drafted=3)}
 
-```python
-target = AutoModelForCausalLM.from_pretrained("{target}")
-drafter = AutoModelForCausalLM.from_pretrained("{path}")
-target.generate(**inputs, assistant_model=drafter)
-```
-
-vLLM:
-
-```
-vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": 3}}'
-```
-
-SGLang (steps + 1 draft tokens, one candidate each):
-
-```
-python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
-  --speculative-draft-model-path {path} --speculative-num-steps 3 --speculative-eagle-topk 1 \\
-  --speculative-num-draft-tokens 4
-```
-
-OpenVINO GenAI, after `optimum-cli export openvino -m {path} drafter_ir`:
+OpenVINO GenAI, after `optimum-cli export openvino -m {{path}} drafter_ir`:
 
 ```python
 openvino_genai.LLMPipeline("target_ir", "CPU", draft_model=openvino_genai.draft_model("drafter_ir", "CPU"))

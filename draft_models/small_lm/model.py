@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from draft_models.card import serving
 from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.targets.architectures import read_config, why_not_by_layers
 from draft_models.targets.empty_models import layer_stack
@@ -98,32 +99,12 @@ Outrider:
 evaluate-checkpoint target={target} small_lm={path} method=vanilla
 ```"""
 
-USE = """An ordinary Hugging Face causal LM with the target's tokenizer.
+USE = f"""An ordinary Hugging Face causal LM with the target's tokenizer.
 
 Outrider:
 
 ```
-evaluate-checkpoint target={target} small_lm={path} method=vanilla
+evaluate-checkpoint target={{target}} small_lm={{path}} method=vanilla
 ```
 
-transformers:
-
-```python
-target = AutoModelForCausalLM.from_pretrained("{target}")
-drafter = AutoModelForCausalLM.from_pretrained("{path}")
-target.generate(**inputs, assistant_model=drafter)
-```
-
-vLLM:
-
-```
-vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": 5}}'
-```
-
-SGLang (steps + 1 draft tokens, one candidate each):
-
-```
-python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
-  --speculative-draft-model-path {path} --speculative-num-steps 4 --speculative-eagle-topk 1 \\
-  --speculative-num-draft-tokens 5
-```"""
+{serving(drafted=5)}"""

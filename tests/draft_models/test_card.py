@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from draft_models.card import add_report, write_card
+from draft_models.early_exit import export
 from draft_models.early_exit import model as early_exit
 from draft_models.small_lm import model as small_lm
 
@@ -24,6 +25,18 @@ def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:
     assert f"--speculative-draft-model-path {tmp_path}" in text
     assert f"evaluate-checkpoint target=org/target small_lm={tmp_path}" in text
     assert text.startswith("---\nlibrary_name: outrider\nbase_model: org/target\n")
+
+
+@pytest.mark.parametrize("use", [small_lm.USE, export.USE])
+def test_every_engine_is_told_the_same_number_of_tokens(tmp_path: Path, use: str) -> None:
+    """And every command is of this drafter and target."""
+    write_card(tmp_path, use, "org/target", {})
+    text = (tmp_path / "README.md").read_text()
+    (config,) = re.findall(r"vllm serve org/target --speculative-config '(.*)'", text)
+    steps, tokens = (int(re.findall(rf"--speculative-num-{name} (\d+)", text)[0]) for name in ("steps", "draft-tokens"))
+    assert json.loads(config)["num_speculative_tokens"] == steps == tokens - 1
+    assert f'from_pretrained("{tmp_path}")' in text
+    assert not re.search(r"[{%]\w", text)
 
 
 def test_an_early_exit_drafter_claims_no_serving_engine(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from draft_models.eagle3.card import use_of
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import open_head
 from draft_models.targets.architectures import load_config
-from draft_models.targets.settings import EAGLE3, TABLE, TARGET
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
@@ -124,6 +125,27 @@ def test_the_page_of_a_table_has_the_line_that_serves_it(
         export_drafter(given)
     export_drafter(replace(given, target=None, resume=True))
     assert "vllm serve MODEL " in Path(given.out_dir, "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "named"),
+    [
+        (EARLY_EXIT, {"dialect": "eagle"}, "dialect=eagle"),
+        (EARLY_EXIT, {"reading": ReadingChanges(taps=(1, 2))}, r"reading\.taps=\[1,2\]"),
+        (TABLE, {"dialect": "eagle"}, "dialect=eagle"),
+        (TABLE, {"reading": ReadingChanges(rope="plain")}, r"reading\.rope=plain"),
+        (TABLE, {"dtype": "float16"}, "dtype=float16"),
+        (TABLE, {"revision": "v1"}, "revision=v1"),
+    ],
+)
+def test_an_option_that_a_kind_does_not_read_is_refused(
+    tiny_models: Path, tmp_path: Path, kind: str, given: dict[str, Any], named: str
+) -> None:
+    where = str(tiny_models / kind)
+    holds = {EARLY_EXIT: "early_exit", TABLE: "ngrams"}[kind]
+    with pytest.raises(UserError, match=f"{named}: .* holds {holds}, which does not read it; leave it out"):
+        export_drafter(ExportConfig(checkpoint=where, out_dir=str(tmp_path / "out"), **given))
+    assert [file.name for file in (tmp_path / "out").iterdir()] == [".lock"]
 
 
 def test_a_table_of_another_tokenizer_is_refused(tiny_models: Path, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ class ExportConfig(RunConfig):
     # any. Of a head's only config.json is read, of a table's the tokenizer too
     target: Model | None = free(None)
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    reading: ReadingChanges = field(default_factory=ReadingChanges)  # where a head's config.json is wrong
+    reading: ReadingChanges = field(default_factory=ReadingChanges)  # of a head: where its config.json is wrong
     dialect: Dialect = "speculators"  # of a head: whose config.json and names of tensors are written
-    # of the weights that are written; null: as a head has them, and for an early exit as its target has them
+    # of the weights that are written, a table has none; null: as a head or the target of an early exit has them
     dtype: FloatDtype | None = None
     out_dir: str = free("runs/export")  # where it goes; resume=true replaces what is there
