@@ -59,7 +59,10 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
                 copy.deepcopy(config), attn_implementation=ATTENTION, trust_remote_code=False
             )
     except Exception as error:
-        raise UserError(f"{config.name_or_path}: its {CONFIG_FILE} describes no model ({reason(error)})") from error
+        why = f"its {CONFIG_FILE} describes no model ({reason(error)})"
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            why = f"architecture {config.model_type!r} cannot be run layer by layer (its attention cannot be replaced)"
+        raise UserError(f"{config.name_or_path}: {why}") from error
     model.tie_weights()
     return model
 

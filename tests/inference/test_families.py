@@ -164,7 +164,7 @@ def test_a_quirk_of_attention_that_is_ignored_is_refused(tmp_path: Path, monkeyp
 def test_state_space_models_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     settings = {"model_type": kind, "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 3}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=rf"{kind!r} cannot be run layer by layer|describes no model"):
+    with pytest.raises(UserError, match=rf"{kind!r} cannot be run layer by layer"):
         open_target(str(tmp_path))
 
 
