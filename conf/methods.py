@@ -39,7 +39,8 @@ RENAMED = {  # presets of earlier versions, and the options that replace them
     ),
     "eesd_tree_cali": (
         f"method=early_exit/opt_tree/calibrated {_SMALLER_TREE.format('_calibrated')} "
-        "methods.early_exit_opt_tree_calibrated.structure.delta=0"
+        "methods.early_exit_opt_tree_calibrated.structure.delta=0 "
+        "methods.early_exit_opt_tree_calibrated.stop.max_draft=null"
     ),
     "fused_eagle3": "method=eagle3/fused",
     "fused_eesd": "method=early_exit/fused",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
 from conf.methods import RENAMED, choices_of, known_as, settings_of
@@ -395,18 +396,22 @@ def test_composed_methods_stand_beside_presets_and_have_their_options() -> None:
 
 
 def test_an_old_preset_is_refused_with_its_new_spelling() -> None:
-    """Which composes; the old name is known to nothing else."""
+    """Which composes to what the old file said; the old name is known to nothing else."""
     for old, given in RENAMED.items():
         with pytest.raises(UserError, match=f"^method={old}: it is given as {re.escape(given)} now$"):
             settings_of(old)
     assert not {*RENAMED} & {*GROUPS["method"]}
-    left = [given.split() for given in RENAMED.values()]
+    files = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("old_methods.yaml")))
+    before = {old: construct(MethodConfig, said) for old, said in construct(dict[str, Any], files).items()}
+    left = {old: given.split() for old, given in RENAMED.items()}
+    assert before.keys() == left.keys()
     while left:  # those of different methods in one command
-        now = {word.removeprefix("method="): options for word, *options in left}
-        words = [f"method=[{','.join(now)}]", *itertools.chain.from_iterable(now.values())]
+        now = {method.removeprefix("method="): (old, words) for old, (method, *words) in left.items()}
+        words = [f"method=[{','.join(now)}]", *itertools.chain.from_iterable(words for _, words in now.values())]
         methods = compose_and_build("evaluate_checkpoint", [*COMMANDS["evaluate_checkpoint"][2], *words]).methods
-        assert list(methods) == [known_as(name) for name in now]
-        left = [given for given in left if given[1:] != now[given[0].removeprefix("method=")]]
+        assert methods == {known_as(name): before[old] for name, (old, _) in now.items()}
+        for old, _ in now.values():
+            del left[old]
 
 
 @pytest.mark.parametrize(
