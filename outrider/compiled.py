@@ -30,6 +30,7 @@ def kept(function: Function, *, inline: Literal["never", "always"] = "never", co
     """
     with _in_our_folder():
         compiled: Function = numba.njit(cache=True, nogil=True, inline=inline, _nrt=counted)(function)  # type: ignore[call-overload]
+    _clock.timed.add(compiled)
     return compiled
 
 
@@ -58,18 +59,21 @@ def _in_our_folder() -> Iterator[None]:
 
 
 class _Clock(event.Listener):
-    """The seconds in which numba compiled, in this process."""
+    """The seconds in which numba compiled the functions in `timed`, in this process; others' are not ours to tell."""
 
     def __init__(self) -> None:
         self.seconds, self._began, self._depth = 0.0, 0.0, 0  # a function may need another
+        self.timed: set[object] = set()
 
-    def on_start(self, event: object) -> None:
-        self._began = self._began if self._depth else time.perf_counter()
-        self._depth += 1
+    def on_start(self, event: event.Event) -> None:
+        if event.data["dispatcher"] in self.timed:
+            self._began = self._began if self._depth else time.perf_counter()
+            self._depth += 1
 
-    def on_end(self, event: object) -> None:
-        self._depth -= 1
-        self.seconds += 0.0 if self._depth else time.perf_counter() - self._began
+    def on_end(self, event: event.Event) -> None:
+        if event.data["dispatcher"] in self.timed:
+            self._depth -= 1
+            self.seconds += 0.0 if self._depth else time.perf_counter() - self._began
 
 
 def _say() -> None:
