@@ -87,6 +87,31 @@ def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
     model.draft_vocabulary = own
 
 
+@torch.no_grad()
+def widen(model: PreTrainedModel, own: DraftVocabulary, target: PreTrainedConfig) -> None:
+    """Undo `narrow`, for engines in which target and drafter have one vocabulary: that of `target`.
+
+    Every other token is read as its row for all others, and its logit is the mean of the draft tokens' logits, so it is
+    never the likeliest.
+    """
+    size, count = target.get_text_config().vocab_size, len(own.tokens)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    assert isinstance(head, nn.Linear)
+
+    def whole(rows: Tensor, others: Tensor) -> nn.Parameter:
+        return nn.Parameter(others.expand(size, *others.shape).clone().index_copy_(0, own.tokens, rows[:count]))
+
+    given = embedding.weight, head.weight
+    embedding.weight, embedding.num_embeddings = whole(given[0], given[0][count]), size
+    head.weight, head.out_features = whole(given[1], given[1][:count].mean(0)), size
+    if head.bias is not None:
+        head.bias = whole(head.bias, head.bias[:count].mean(0))
+    special = {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.config.update({"vocab_size": size, "tie_word_embeddings": False, **special})
+    delattr(model.config, MARK)
+
+
 def save_tokens(folder: Path, own: DraftVocabulary) -> None:
     """Write `TOKENS_FILE` of a narrowed model."""
     write_atomically(folder / TOKENS_FILE, _blob(own))

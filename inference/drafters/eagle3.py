@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -11,7 +12,16 @@ from transformers import PreTrainedConfig
 from draft_models.calibration.checkpoint import drafter_digest
 from draft_models.eagle3.card import TRAINING_FILE
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.eagle3.checkpoint import AS_DECLARED, head_shapes, holds_head, load_head, open_head, stored_tokens
+from draft_models.eagle3.checkpoint import (
+    AS_DECLARED,
+    head_shapes,
+    holds_head,
+    load_head,
+    make_head,
+    open_head,
+    stored_tokens,
+)
+from draft_models.eagle3.export import save_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import OpenTarget
@@ -181,6 +191,12 @@ class Eagle3Plugin(ModelDrafterPlugin[Model]):
             "EAGLE-3 head's weights": weights * place.itemsize,
             "its caches": (cache + passes) * place.itemsize,
         }
+
+    def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
+        stored = open_head(where, target.config, changes=self.changes)
+        head = make_head(stored.reading, stored.weights(dtype), where)
+        made_here = stored.made_here and not self.changes.stated()
+        save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)
 
     def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
         head: Eagle3 = bare(model)

@@ -1,6 +1,7 @@
 """An early exit as the drafter: an exit layer on the hidden states of the target's first layers (EESD)."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_draft_tokens, read_meta
+from draft_models.early_exit.export import as_causal_lm
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.target import Target, require_layers
@@ -130,6 +132,10 @@ class EarlyExitPlugin(ModelDrafterPlugin[Calibrated[EarlyExit]]):
         caches = cache_bytes(target, place) + own + pass_bytes(target, place)
         rows = 0 if meta.own_head or meta.draft_vocabulary is None else count(drafter.output_head)
         return {"early exit's weights": (count(drafter) + rows) * place.itemsize, "caches of decoding with it": caches}
+
+    def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
+        drafter = from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
+        as_causal_lm(drafter, target, dtype).save_pretrained(folder)
 
     def draft_model(self, model: Calibrated[EarlyExit], method: MethodConfig) -> DraftModel:
         return EarlyExitSource(model.drafter)

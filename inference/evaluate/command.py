@@ -1,5 +1,7 @@
 """evaluate-checkpoint: reads the prompts, then compares methods on them or replays recorded answers."""
 
+from dataclasses import replace
+
 from data_prep.text.prompts import read_prompts
 from data_prep.text.rehearsal import rehearsable
 from inference.evaluate.compare import evaluate_checkpoint
@@ -21,6 +23,8 @@ def evaluate(config: EvaluateConfig) -> None:
         prompt_chars=config.prompt_chars,
         heldout_fraction=heldout_fraction(config),
     )
+    if config.engine is not None:
+        config = replace(config, methods=config.all_methods, draft_tokens=())
     if config.target == "replay":
         evaluate_replay(config, prompts)
     else:

@@ -22,6 +22,7 @@ from draft_models.card import add_report
 from inference.core.stopwatch import Clock
 from inference.doctor.table import coloured, refuse, table
 from inference.engines.choose import make_runtime
+from inference.evaluate.served import serve_methods
 from inference.loading.targets import (
     Models,
     TargetSetup,
@@ -51,6 +52,7 @@ from inference.report.lossless_report import is_lossless
 from inference.report.overlap import overlaps
 from inference.report.page.build import make_page
 from inference.report.report import build_report, markdown, relate_to_chain, write_reports
+from inference.report.served import served_faults
 from inference.report.to_wandb import log_reports
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
@@ -95,6 +97,8 @@ def _evaluate(
     """The names of the methods that were not lossless."""
     setup = find_setup(config)
     require_own_device(setup.device, state)
+    alone = config.engine is None or state.num_processes == 1
+    require(alone, "engine", config.engine, f"null with {state.num_processes} processes: an engine has its own")
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
@@ -165,10 +169,16 @@ def _evaluate(
             )
             append_result(out_dir, number + state.process_index, measured)
         finish(models.drafters)
+        del bench
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken]))
+    served: dict[str, dict[str, Any]] = {}
+    if config.engine is not None:
+        models = None  # the engine needs the memory
+        ours = {place: measured.turns[0] for place, measured in read_results(out_dir).items() if measured.turns}
+        served = serve_methods(config, setup, rendered, ours, out_dir)
     with Stage("writing the report"):
-        return from_main(state, lambda: report(config, setup, prepared, prompts, settings, expected, out_dir))
+        return from_main(state, lambda: report(config, setup, prepared, prompts, settings, expected, out_dir, served))
 
 
 def require_own_device(device: torch.device, state: PartialState) -> None:
@@ -204,8 +214,11 @@ def report(
     settings: Mapping[str, Any],
     expected: int,
     out_dir: Path,
+    served: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
     """Write the report of the results in `out_dir`, which must cover `expected` of the `prompts`.
+
+    served: by method, what a serving engine made of it (see `serve_methods`).
 
     Returns the names of the methods that were not lossless.
     """
@@ -249,6 +262,7 @@ def report(
     }
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))
+        | dict(served.get(name, {}))
         for name, method in prepared.methods.items()
     ]
     relate_to_chain(reports)
@@ -266,4 +280,4 @@ def report(
             add_report(Path(where), markdown(reports))
     log_reports(config.wandb, out_dir, reports, settings)
     print(f"report: {out_dir / 'report.html'}", flush=True)
-    return [made["method"] for made in reports if not is_lossless(made)]
+    return [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]

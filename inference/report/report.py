@@ -37,6 +37,7 @@ from inference.measure.statistics import (
 from inference.measure.verdict import verdict
 from inference.report.drafter_facts import drafter_lines
 from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section
+from inference.report.served import served_lines
 from inference.report.tables import methods_table, whole_table
 from inference.report.wording import busy_sentences, conditions, method_sentence, plain_sentence
 from inference.sizing.policy import Tuning
@@ -160,7 +161,7 @@ def markdown(reports: Sequence[Report]) -> str:
         *whole_table(reports).markdown(),
     ]
     lines += ["", *plain_sentence(first), *(method_sentence(report) for report in reports), *judgement_lines(reports)]
-    lines += drafter_lines(first)
+    lines += [*served_lines(reports), *drafter_lines(first)]
     if first.get("skipped"):
         lines += ["", f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}."]
     return "\n".join(lines) + "\n"

@@ -22,8 +22,9 @@ from draft_models.targets.settings import (
 from inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in
 from inference.settings.method import MethodConfig, NgramConfig
 from inference.settings.sampling import SamplingConfig
+from inference.settings.serving import Engine, why_not, with_lengths
 from outrider.errors import require
-from outrider.settings import Count, Named, Place, Positive, free, only
+from outrider.settings import Count, Named, Place, Positive, free, only, require_default
 from outrider.wandb_config import WandbConfig
 
 Runtime = Literal["auto", "eager", "graphed"]
@@ -85,6 +86,14 @@ class EvaluateConfig(RehearsedConfig):
     # texts of so many tokens, joined from the prompts, on which agreement is looked at too
     doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = ()
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
+    # also measure the methods in a serving engine that can run them (docs/engines.md), without a drafter and with each
+    engine: Engine | None = free(None)
+    # directory of the engine's environment, or its Python; null: the one that runs this
+    engine_python: Annotated[str, Place("an environment with the engine")] | None = free(None)
+    engine_options: dict[str, Any] = free(factory=dict)  # of the engine itself, as +engine_options.NAME=VALUE
+    concurrency: tuple[Count, ...] = free((1,))  # requests to the engine at a time, one measurement for each
+    # lengths K of the drafts of all methods that the engine runs, one method for each; empty: their own
+    draft_tokens: tuple[Count, ...] = ()
     # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
     show_prompts: Annotated[int, Ge(0)] = free(4)
     # the table and the page in Weights & Biases too
@@ -149,8 +158,31 @@ class EvaluateConfig(RehearsedConfig):
             require(not replayed or not setting, key, setting, expected)
         read = self.where(KINDS["eagle3"]) is not None or not self.reading.stated()
         require(read, "reading", str(self.reading), "nothing without an EAGLE-3 head, which it is about")
+        self._check_engine(replayed)
         has_target = self.target is not None or self.early_exit is not None
         require(has_target, "target", None, f"the model that is to decode{self._instead()}")
+
+    def _check_engine(self, replayed: bool) -> None:
+        if self.engine is None:
+            for key in ("engine_python", "engine_options", "concurrency", "draft_tokens"):
+                require_default(self, key, "it is read with engine=")
+            return
+        reasons = {name: why_not(self.engine, method) for name, method in self.all_methods.items()}
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        require(None in reasons.values(), "engine", self.engine, f"a method that it can run ({told})")
+        one = self.engine == "vllm" or self.concurrency == (1,)
+        require(one, "concurrency", self.concurrency, f"[1] with engine={self.engine}")
+        for key, value, off in (
+            ("target", self.target, None if replayed else self.target),
+            ("dtype", self.dtype, self.dtype if self.dtype != "int8" else None),
+            ("stop_strings", self.stop_strings, []),
+        ):
+            require(value == off, key, value, "another value with engine=, which cannot do so")
+
+    @property
+    def all_methods(self) -> dict[str, MethodConfig]:
+        """The methods, those for an engine in all lengths of drafts."""
+        return with_lengths(self.engine, self.methods, self.draft_tokens) if self.engine else self.methods
 
     def small(self, models: Path) -> Self:
         """The same methods on tiny random models, with few tokens."""
@@ -163,6 +195,7 @@ class EvaluateConfig(RehearsedConfig):
             name: replace(method, skip=None, ngrams=replace(method.ngrams, keep=None, keep_mb=NgramConfig.keep_mb))
             for name, method in self.methods.items()
         }
+        given |= {"engine": None, "engine_python": None, "engine_options": {}, "concurrency": (1,), "draft_tokens": ()}
         given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig(mode="disabled")}
         small = replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
         return small.cut(prompt_chars=120, max_new_tokens=16)

@@ -120,6 +120,13 @@ class DrafterPlugin(ABC, Generic[Model]):
         """A new `DraftModel` for one generation; called if `Kind.shaped`."""
         raise TypeError(f"{type(self).__name__}: a kind that a structure shapes needs a `draft_model` of its own")
 
+    def serve(self, where: str, target: "OpenTarget", dtype: "torch.dtype", folder: Path) -> None:
+        """Write the model in `where` to `folder` as serving engines load it; called if it is a model of theirs.
+
+        Raises `UserError` for a model that they cannot run.
+        """
+        raise TypeError(f"{type(self).__name__}: a kind that engines load needs a `serve` of its own")
+
     @abstractmethod
     def make(
         self, model: Model, method: "MethodConfig", streams: "Streams", *, drawn: bool, tuning: "Tuning | None"
@@ -163,6 +170,7 @@ class Kind:
     hidden states that a head could read, or no directory. Other engines read every *.safetensors file in a model's
     directory, so a head for a model in their format needs a separate folder.
     card: whether its directory has a README.md.
+    served: the method of vLLM that drafts with it; None: only this runtime does.
     tiny: its name in `save_tiny_models`. layers: it drafts with layers of the target, which must run layer by layer.
     """
 
@@ -176,6 +184,7 @@ class Kind:
     own: tuple[str, ...] = ()
     calibration: str | None = None
     card: bool = False
+    served: str | None = None
     tiny: str | None = None
     layers: bool = False
 
@@ -236,6 +245,7 @@ register(
         preset="eesd_survival",
         calibration="",
         card=True,
+        served="draft_model",
         tiny="early_exit",
         layers=True,
     )
@@ -250,6 +260,7 @@ register(
         preset="vanilla",
         calibration=HEAD_FOLDER,
         card=True,
+        served="draft_model",
         tiny="small_lm",
     )
 )
@@ -263,6 +274,7 @@ register(
         preset="eagle3",
         calibration=HEAD_FOLDER,
         card=True,
+        served="eagle3",
         tiny="eagle3",
         layers=True,
     )
@@ -274,6 +286,7 @@ register(
         "inference.drafters.ngram.lookup:PLUGIN",
         shaped=False,
         own=("max_ngram", "stop.max_draft"),
+        served="ngram",
     )
 )
 register(
@@ -286,6 +299,7 @@ register(
         preset="ngrams",
         shaped=False,
         own=("ngrams",),
+        served="custom_class",
         tiny="table",
     )
 )

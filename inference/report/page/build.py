@@ -10,6 +10,7 @@ from inference.report.page.markup import Markup, as_table, tag
 from inference.report.page.plots import acceptance, legend, speedups, time_split
 from inference.report.page.proof import proof_section
 from inference.report.page.texts import Decode, texts_section
+from inference.report.served import served_table
 from inference.report.tables import methods_table, whole_table
 from inference.report.wording import (
     Report,
@@ -43,6 +44,7 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
         *(tag("p", busy, class_="wrong") for busy in busy_sentences(first)),
         tag("p", conditions(reports)),
         *_section("What each method gains", *_gains(reports), _counted(reports)),
+        *_served(reports),
         *_section("Plots", legend(reports), speedups(reports), acceptance(reports), time_split(reports)),
         *_section("The text itself", texts_section(results, decode)),
         *_section("By category", *_categories(reports)),
@@ -57,6 +59,12 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
 
 def _section(title: str, *content: Markup) -> tuple[Markup, ...]:
     return (tag("h2", title), *content)
+
+
+def _served(reports: Sequence[Report]) -> tuple[Markup, ...]:
+    """The table of the serving engine, if one was measured."""
+    rows = [row for report in reports for row in report.get("served") or ()]
+    return _section(f"In {rows[0]['engine']}", as_table(served_table(reports))) if rows else ()
 
 
 def _gains(reports: Sequence[Report]) -> tuple[Markup, ...]:

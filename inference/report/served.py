@@ -1,0 +1,180 @@
+"""What a serving engine makes of the drafters, beside what this runtime does; and which draft length pays there."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from inference.core.generation import Generation
+from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.measure.speed import speedup
+from inference.measure.statistics import decode_statistics
+from inference.measure.verdict import verdict
+from inference.report.wording import interval_text, number_text
+from outrider.streams import Streams
+from outrider.tables import Table
+
+LARGEST_DIFFERENCE = 0.02  # of the acceptance at a depth, that is not spoken of
+_DRAWS = 2000
+Row = dict[str, Any]
+
+SERVED = {
+    "method": "how drafts were made",
+    "requests": "at a time",
+    "K": "tokens of a draft",
+    "τ": "tokens of a pass of the target, in the engine",
+    "τ here": "by this runtime, or of the table alone",
+    "accepted by depth": "share of rounds whose draft was accepted so far, in the engine",
+    "here": "the same by this runtime; * where the engine differs by more than chance",
+    "identical": "texts that equal the engine's own without a drafter; in brackets, those of it that equal the "
+    "reference's",
+    "tokens/s": "of all requests together, without a drafter and with it",
+    "speed-up [95 %]": "of a request's decoding: the median over prompts",
+    "verdict": "as above",
+}
+
+
+def served_row(
+    method: str,
+    drafted: int,
+    results: Sequence[PromptResult],
+    here: Sequence[Generation],
+    references: Sequence[Sequence[int]] | None,
+    totals: Mapping[str, float],
+    streams: Streams,
+) -> Row:
+    """The figures of a method in an engine at one concurrency, where its drafts have `drafted` tokens.
+
+    results: of the engine; here: our own generations of the same prompts; references: the reference's texts, None if
+    they are drawn. totals: seconds of the arm and of plain decoding for all prompts together.
+    """
+    own, plain = ([r.generations[arm] for r in results] for arm in (method, AUTOREGRESSIVE))
+    gained = speedup(results, method, AUTOREGRESSIVE, streams)
+    return {
+        "draft_tokens": drafted,
+        "requests": len(results),
+        "tau": decode_statistics(map(_whole, own))["tau"],
+        "tau_here": decode_statistics(map(_whole, here))["tau"],
+        "rounds": sum(max(0, len(g.rounds) - 1) for g in own),
+        "acceptance": _compared(own, here, drafted, streams),
+        "identical_to_plain": None if references is None else sum(r.identical(method) for r in results),
+        "plain_identical_to_reference": None if references is None else _equal(plain, references),
+        "tokens_per_second": {arm: sum(len(g.tokens) for g in made) / totals[arm] for arm, made in
+                              (("plain", plain), ("speculative", own))},
+        "speedup": gained,
+        "verdict": verdict(gained),
+    }  # fmt: skip
+
+
+def _equal(generations: Sequence[Generation], references: Sequence[Sequence[int]]) -> int:
+    return sum(g.tokens == tuple(text) for g, text in zip(generations, references, strict=True))
+
+
+def _whole(generation: Generation) -> Generation:
+    """It without its last round, which ends with the text: how much of its draft was right is not known."""
+    rounds = generation.rounds[:-1]
+    return Generation(tuple(token for r in rounds for token in r.tokens), 0.0, 0.0, rounds)
+
+
+def _compared(there: Sequence[Generation], here: Sequence[Generation], depth: int, streams: Streams) -> list[Row]:
+    """By depth: the share of rounds accepted so far there and here, and the interval of the difference over prompts."""
+    counts = np.array([[_accepted(_whole(g), depth) for g in side] for side in (there, here)])  # [2, prompts, 1 + K]
+    picks = streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))
+    drawn = counts[:, picks].sum(2)  # [2, draws, 1 + K]
+    shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
+    low, high = np.quantile(sampled[0] - sampled[1], (0.025, 0.975), axis=0)
+    return [
+        {
+            "depth": place + 1,
+            "served": float(shares[0, place]),
+            "here": float(shares[1, place]),
+            "difference_ci95": [float(low[place]), float(high[place])],
+            "differs": bool(abs(shares[0, place] - shares[1, place]) > LARGEST_DIFFERENCE)
+            and not low[place] <= 0 <= high[place],
+        }
+        for place in range(depth)
+    ]
+
+
+def _accepted(generation: Generation, depth: int) -> list[int]:
+    """The number of rounds, and of those accepted to depth 1, 2, …"""
+    accepted = [r.accepted for r in generation.rounds]
+    return [len(accepted), *(sum(count >= place for count in accepted) for place in range(1, depth + 1))]
+
+
+def served_table(reports: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for every method and concurrency."""
+    return Table(SERVED, [_cells(report["method"], row) for report in reports for row in report.get("served") or ()])
+
+
+def _cells(method: str, row: Row) -> tuple[str, ...]:
+    depths, speeds = row["acceptance"], row["tokens_per_second"]
+    here = (f"{one['here']:.3f}{'*' * one['differs']}" for one in depths)
+    equal = row["identical_to_plain"]
+    return (
+        method,
+        str(row["concurrency"]),
+        str(row["draft_tokens"]),
+        *(f"{row[key]:.2f}" for key in ("tau", "tau_here")),
+        " ".join(f"{one['served']:.3f}" for one in depths),
+        " ".join(here),
+        "" if equal is None else f"{equal}/{row['requests']} ({row['plain_identical_to_reference']})",
+        " → ".join(number_text(speeds[arm]) for arm in ("plain", "speculative")),
+        interval_text(row["speedup"]),
+        row["verdict"],
+    )
+
+
+def served_lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The engine's part of report.md; empty if none was asked for."""
+    served = [report for report in reports if report.get("served")]
+    if not served:
+        return []
+    lines = ["", f"## In {served[0]['served'][0]['engine']}", "", *served_table(served).markdown(), ""]
+    for report in served:
+        for arm, judged in (report.get("served_judgement") or {}).items():
+            lines.append(f"- {report['method']}, {arm} texts that are not the reference's: {judged['verdict']}")
+        odd = {one["depth"] for row in report["served"] for one in row["acceptance"] if one["differs"]}
+        if odd:
+            lines.append(
+                f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd)}. One of "
+                "them reads the drafter in another way; doctor=true says whether it is this one."
+            )
+    return lines + schedule_lines(served)
+
+
+def served_faults(report: Mapping[str, Any]) -> list[str]:
+    """What is not the target's in the texts of a method that an engine drafted."""
+    faults: list[str] = (report.get("served_judgement") or {}).get("drafted", {}).get("faults", [])
+    return faults
+
+
+def schedule_lines(served: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Which draft length pays at which concurrency, by kind of drafter, and the engine's own option for it."""
+    lines: list[str] = []
+    for source in dict.fromkeys(report["settings"]["source"] for report in served):
+        rows = [row for report in served if report["settings"]["source"] == source for row in report["served"]]
+        steps = schedule(rows)
+        said = [f"{count if first == count else f'{first}–{count}'} requests: K = {k or '0, no draft'}"
+                for first, count, k in steps]  # fmt: skip
+        lines += ["", f"Draft lengths that pay for {source}: {'; '.join(said)}."]
+        if rows[0]["engine"].startswith("vllm") and any(k for *_, k in steps):
+            option = {"num_speculative_tokens": max(k for *_, k in steps),
+                      "num_speculative_tokens_per_batch_size": steps}  # fmt: skip
+            lines += ["", "```", json.dumps(option), "```"]
+    return lines
+
+
+def schedule(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
+    """(first, last, K) by ranges of requests at a time: the K of the largest speed-up, 0 where none is faster.
+
+    A range ends with a measured concurrency. Beyond the largest one nothing is known.
+    """
+    steps, first = [], 1
+    for count in sorted({row["concurrency"] for row in rows}):
+        faster = [row for row in rows if row["concurrency"] == count and row["verdict"] == "faster"]
+        best = max(faster, key=lambda row: row["speedup"]["median"], default={"draft_tokens": 0})
+        steps.append((first, count, int(best["draft_tokens"])))
+        first = count + 1
+    return steps

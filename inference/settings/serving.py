@@ -1,0 +1,70 @@
+"""The methods that a serving engine can run, and with what draft length; light, as all settings are."""
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from inference.settings.kinds import KINDS
+from inference.settings.method import AUTO, MethodConfig
+
+Engine = Literal["vllm", "openvino", "transformers"]
+# How each engine can draft, in vLLM's words for its methods (see `Kind.served`).
+DRAFTS: Mapping[Engine, Collection[str]] = {
+    "vllm": ("draft_model", "eagle3", "ngram", "custom_class"),
+    "openvino": ("draft_model", "ngram"),
+    "transformers": ("draft_model", "ngram"),
+}
+_DEFAULT_LENGTH = 8  # where stop.max_draft is null
+
+
+def why_not(engine: Engine, method: MethodConfig) -> str | None:
+    """Why `engine` cannot run `method`; None if it can."""
+    kind = KINDS[method.source]
+    if kind.served not in DRAFTS[engine]:
+        return f"it does not draft by {method.source}"
+    if method.verify != "exact":
+        return "it verifies exactly"
+    if kind.shaped and (method.structure.kind != "chain" or method.stop.rule != "fixed"):
+        return "it drafts chains of fixed length"
+    if method.stop.max_draft == AUTO:
+        return "the length of drafts is auto; draft_tokens says it"
+    if method.source == "ngrams" and method.ngrams.evidence != "mixed":
+        return "n-grams are served with ngrams.evidence=mixed"
+    return None
+
+
+def draft_length(method: MethodConfig) -> int:
+    """The tokens of a draft of a method that an engine can run."""
+    return method.stop.limit(_DEFAULT_LENGTH) if _has_stop(method) else method.ngrams.depth
+
+
+def with_lengths(
+    engine: Engine, methods: Mapping[str, MethodConfig], lengths: Sequence[int]
+) -> dict[str, MethodConfig]:
+    """`methods`, of which those that `engine` can run come once for each of `lengths`, as NAME_kLENGTH."""
+    found: dict[str, MethodConfig] = {}
+    for name, method in methods.items():
+        variants = {f"{name}_k{count}": _with_length(method, count) for count in lengths}
+        runs = {name: one for name, one in variants.items() if why_not(engine, one) is None}
+        found |= runs or {name: method}
+    return found
+
+
+def _with_length(method: MethodConfig, count: int) -> MethodConfig:
+    if _has_stop(method):
+        return replace(method, stop=replace(method.stop, max_draft=count))
+    return replace(method, ngrams=replace(method.ngrams, depth=count))
+
+
+def _has_stop(method: MethodConfig) -> bool:
+    kind = KINDS[method.source]
+    return kind.shaped or "stop.max_draft" in kind.own
+
+
+def python_in(place: str | None) -> str:
+    """The Python of the environment in the directory `place`, or `place` itself; None: the one that is running."""
+    if place is None:
+        return sys.executable
+    return str(Path(place, "bin", "python").absolute()) if Path(place).is_dir() else place
