@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from data_prep.formats.original import CONFIG_FILE
 from draft_models.losses import IGNORE
-from draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed
+from draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, whole_rows
 from draft_models.targets.tensor_files import find_file
 from outrider.errors import UserError
 from outrider.files import write_atomically
@@ -91,8 +91,7 @@ def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
 def widen(model: PreTrainedModel, own: DraftVocabulary, target: PreTrainedConfig) -> None:
     """Undo `narrow`, for engines in which target and drafter have one vocabulary: that of `target`.
 
-    Every other token is read as its row for all others, and its logit is the mean of the draft tokens' logits, so it is
-    never the likeliest.
+    Every other token is read as its row for all others, and never found likeliest (see `whole_rows`).
     """
     size, count = target.get_text_config().vocab_size, len(own.tokens)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -100,11 +99,11 @@ def widen(model: PreTrainedModel, own: DraftVocabulary, target: PreTrainedConfig
     assert isinstance(head, nn.Linear)
 
     def whole(rows: Tensor, others: Tensor) -> nn.Parameter:
-        return nn.Parameter(others.expand(size, *others.shape).clone().index_copy_(0, own.tokens, rows[:count]))
+        return nn.Parameter(whole_rows(rows[:count], others, own.tokens, size))
 
-    given = embedding.weight, head.weight
-    embedding.weight, embedding.num_embeddings = whole(given[0], given[0][count]), size
-    head.weight, head.out_features = whole(given[1], given[1][:count].mean(0)), size
+    read, said = embedding.weight, head.weight  # one tensor where they are tied
+    embedding.weight, embedding.num_embeddings = whole(read, read[count]), size
+    head.weight, head.out_features = whole(said, said[:count].mean(0)), size
     if head.bias is not None:
         head.bias = whole(head.bias, head.bias[:count].mean(0))
     special = {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -8,6 +8,7 @@ from draft_models.card import serving
 from draft_models.early_exit.model import EarlyExit, NoLayer
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.empty_models import decoder_layers, empty_model, final_norm
+from draft_models.targets.narrowed import whole_rows
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.proof import SHORT
 from outrider.errors import UserError
@@ -17,7 +18,7 @@ def as_causal_lm(drafter: EarlyExit, target: OpenTarget, dtype: torch.dtype) -> 
     """A model of the target's family, in `dtype` on the CPU, whose logits are those of `drafter`.
 
     Its layers are the target's first N and the exit's, so it computes itself what the drafter reads of the target. A
-    drafter over some of the tokens gets the rows of the target's head for the others, which it may then draft too.
+    drafter over some of the tokens never finds another one likeliest (see `whole_rows`).
     Raises `UserError` where the target's weights cannot be read, and where a layer's number decides what it computes.
     """
     own = () if isinstance(drafter.layer, NoLayer) else drafter.layers
@@ -26,8 +27,12 @@ def as_causal_lm(drafter: EarlyExit, target: OpenTarget, dtype: torch.dtype) -> 
     for layer, trained in zip(decoder_layers(model)[drafter.exit_layer :], own, strict=True):
         layer.load_state_dict(trained.state_dict(), assign=True)  # what it held may be the next one's too
     final_norm(model).load_state_dict(drafter.norm.state_dict())
-    if drafter.head is not None:
-        _put_head(model, drafter.head, drafter.draft_tokens)
+    if drafter.head is None:
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        drafter.use_head(head)
+    if drafter.head is not None or drafter.draft_tokens is not None:
+        _put_head(model, drafter.output_head, drafter.draft_tokens)
     _require_ordinary(model, target.config.model_type)
     return model
 
@@ -47,14 +52,13 @@ def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
 
 
 def _put_head(model: PreTrainedModel, own: nn.Linear, tokens: torch.Tensor | None) -> None:
-    """Give `model` the head `own`, or its rows for `tokens`; it is then no longer the embedding."""
+    """Give `model` the head `own`, which may be over `tokens` alone; it is then no longer the embedding."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
-    rows = slice(None) if tokens is None else tokens
     for name, parameter in own.named_parameters():
-        whole = getattr(head, name).detach().clone()
-        whole[rows] = parameter.detach().to(whole.dtype)
-        setattr(head, name, nn.Parameter(whole, requires_grad=False))
+        rows, given = parameter.detach(), getattr(head, name)
+        whole = rows if tokens is None else whole_rows(rows, rows.mean(0), tokens, len(given))
+        setattr(head, name, nn.Parameter(whole.to(given.dtype), requires_grad=False))
     model.config.tie_word_embeddings = False
 
 

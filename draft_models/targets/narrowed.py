@@ -16,6 +16,14 @@ def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     return logits.new_full((*logits.shape[:-1], vocabulary), lowest).index_copy_(-1, tokens, logits)
 
 
+def whole_rows(rows: Tensor, others: Tensor, tokens: Tensor, size: int) -> Tensor:
+    """rows [k, …] of `tokens` [k] → [size, …], with `others` […] for every other token.
+
+    In a head the mean of the rows: the logit is then the mean of the draft tokens' logits, and never the largest.
+    """
+    return others.expand(size, *others.shape).clone().index_copy_(0, tokens.to(rows.device), rows)
+
+
 class DraftVocabulary(nn.Module):
     """A draft vocabulary: the part of the target's vocabulary that a model has, and the mapping between the ids.
 

@@ -63,6 +63,7 @@ def require_same(path: Path, drafter: EarlyExit, model: Any) -> None:
     wanted, found = drafted(path, drafter), model(TEXT[None]).logits[0]
     tokens = slice(None) if drafter.draft_tokens is None else drafter.draft_tokens
     torch.testing.assert_close(found[:, tokens], wanted[:, tokens], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))  # no other token is drafted
 
 
 @pytest.mark.parametrize("family", typical_where(TYPICAL.__contains__, quick_where("llama".__eq__, FAMILIES)))
