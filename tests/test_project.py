@@ -47,6 +47,7 @@ FLOORS = (
     "inference/doctor",
     "inference/report",
     "inference/report/page",
+    "inference/audit",
     "inference/evaluate",
     "inference",
     "data_prep/ngrams",
@@ -60,7 +61,6 @@ FLOORS = (
     "train/recipes",
     "train",
     "outrider/api",
-    "inference/audit",
     "inference/chat",
 )
 

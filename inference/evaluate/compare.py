@@ -22,7 +22,6 @@ from draft_models.card import add_report
 from inference.core.stopwatch import Clock
 from inference.doctor.table import coloured, refuse, table
 from inference.engines.choose import make_runtime
-from inference.evaluate.served import serve_methods
 from inference.loading.targets import (
     Models,
     TargetSetup,
@@ -172,8 +171,10 @@ def _evaluate(
         del bench
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken]))
-    served: dict[str, dict[str, Any]] = {}
+    served: Mapping[str, Mapping[str, object]] = {}
     if config.engine is not None:
+        from inference.evaluate.served import serve_methods  # imported only if requested
+
         models = None  # the engine needs the memory
         ours = {place: measured.turns[0] for place, measured in read_results(out_dir).items() if measured.turns}
         served = serve_methods(config, setup, rendered, ours, out_dir)
@@ -214,7 +215,7 @@ def report(
     settings: Mapping[str, Any],
     expected: int,
     out_dir: Path,
-    served: Mapping[str, Mapping[str, Any]],
+    served: Mapping[str, Mapping[str, object]],
 ) -> list[str]:
     """Write the report of the results in `out_dir`, which must cover `expected` of the `prompts`.
 

@@ -5,36 +5,29 @@ stored as they are measured (`served.jsonl`), so a stopped run can be continued.
 """
 
 import json
-import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from data_prep.formats.door import as_safetensors
-from inference.audit.answers import ServedAnswer
-from inference.audit.audit import judged, read
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.drafters.ngram.ngrams import open_table
 from inference.loading.targets import TargetSetup, context_length, load_plain
+from inference.measure.prompt_results import append_line, read_lines
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
-from inference.report.served import served_row
+from inference.report.served import Row, served_row
 from inference.serving.engine_process import Asked, EngineProcess
-from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText
+from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, chain_rounds
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
 from inference.settings.serving import draft_length, python_in, why_not
-from outrider.errors import UserError, require
-from outrider.files import parse_json, sealed, unsealed
+from outrider.errors import require
 from outrider.progress import Stage, counted
-from outrider.settings import construct
 from outrider.streams import Streams
 
 FILE = "served.jsonl"
@@ -84,7 +77,8 @@ def measure_served(
     """The blocks of all methods that the engine runs, on the prompts `positions`. Raises `UserError`."""
     folder = out / FOLDER
     folder.mkdir(exist_ok=True)
-    methods, done = served_methods(config), {block.key: block for block in _stored(out / FILE)}
+    methods, file = served_methods(config), out / FILE
+    done = {block.key: block for block in read_lines(file, Block)} if file.exists() else {}
     asked = _asked(config, setup)
     begin = partial(_begin, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
     found = []
@@ -99,7 +93,7 @@ def measure_served(
                     arms = (plain, 0), (drafted, draft_length(method))
                     for key in counted(missing, f"measuring {name} in {config.engine}", "blocks"):
                         done[key] = _measure(arms, key, rendered, asked)
-                        _append(out / FILE, done[key])
+                        append_line(file, done[key])
             found += [done[key] for key in todo]
     return found
 
@@ -177,25 +171,6 @@ def _exported(config: EvaluateConfig, setup: TargetSetup, source: str, where: st
     return made
 
 
-def _append(file: Path, block: Block) -> None:
-    try:
-        with open(file, "ab") as stream:
-            stream.write(json.dumps(sealed(asdict(block))).encode() + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written ({error.strerror}); free space and resume=true") from None
-
-
-def _stored(file: Path) -> Iterator[Block]:
-    """The whole lines of `file`."""
-    for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else ():
-        try:
-            yield construct(Block, unsealed(parse_json(line)))
-        except UserError as error:
-            raise UserError(f"{file}: {error}; remove it, and resume=true measures the engine again") from None
-
-
 def as_results(blocks: Sequence[Block], rendered: Sequence[Sequence[int]]) -> list[PromptResult]:
     """Blocks of one method as results of its prompts, a repeat as one more turn of a prompt."""
     return [
@@ -208,27 +183,13 @@ def as_results(blocks: Sequence[Block], rendered: Sequence[Sequence[int]]) -> li
     ]  # fmt: skip
 
 
-def ngrams_alone(
-    config: EvaluateConfig, setup: TargetSetup, method: MethodConfig, results: Sequence[PromptResult]
-) -> list[Generation]:
-    """What `NgramProposer` drafts on the engine's plain texts, where nothing but the table and the text decides."""
-    where, limit = config.where(KINDS["ngrams"]), draft_length(method)
+def _by_the_table(config: EvaluateConfig, setup: TargetSetup, method: MethodConfig, result: PromptResult) -> Generation:
+    """The rounds of the engine's plain text by what `NgramProposer` drafts there: table and text alone decide."""
+    where, text = config.where(KINDS[method.source]), result.generations[AUTOREGRESSIVE].tokens
     assert where is not None
     table = open_table(where, setup.target.vocabulary_digest, setup.target.vocabulary_size)
-    made = []
-    for result in results:
-        text, rounds, at = result.generations[AUTOREGRESSIVE].tokens, list[Round](), 1
-        ids = torch.tensor([*result.prompt, *text]).numpy()
-        served = ServedText(table, len(ids) + limit, ids[: len(result.prompt)])
-        while at < len(text):
-            draft = served.draft(ids[: len(result.prompt) + at], limit)
-            same = [a == b for a, b in zip(draft, text[at:], strict=False)]
-            accepted = [*same, False].index(False)
-            said = text[at : at + accepted + 1]
-            rounds.append(Round(said, len(draft), accepted, len(draft), 0.0))
-            at += len(said)
-        made.append(Generation(text, 0.0, 0.0, tuple(rounds)))
-    return made
+    rounds = chain_rounds(table, result.prompt, text, draft_length(method))
+    return Generation(text, 0.0, 0.0, tuple(Round(said, many, len(said) - 1, many, 0.0) for many, said in rounds))
 
 
 def serve_methods(
@@ -237,7 +198,7 @@ def serve_methods(
     rendered: Sequence[Sequence[int]],
     ours: Mapping[int, PromptResult],
     out: Path,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Row]:
     """Measure the methods that the engine of `config` runs: by method, its part of the report.
 
     ours: the results of this runtime for the first turns of prompts, by position. Raises `UserError`.
@@ -245,18 +206,15 @@ def serve_methods(
     methods, blocks = served_methods(config), measure_served(config, setup, rendered, sorted(ours), out)
     drawn, streams = config.sampling.temperature > 0, Streams(config.seed).within("served")
     texts = {position: ours[position].generations[ours[position].reference].tokens for position in ours}
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Row] = {}
     for name, method in methods.items():
         rows = []
         for count in config.concurrency:
             some = [block for block in blocks if (block.key.method, block.key.concurrency) == (name, count)]
             results, places = as_results(some, rendered), [place for block in some for place in block.key.positions]
-            alone = KINDS[method.source].served == "custom_class"
-            here = (
-                ngrams_alone(config, setup, method, results)
-                if alone
-                else [ours[place].generations[name] for place in places]
-            )
+            here = [ours[place].generations[name] for place in places]
+            if KINDS[method.source].served == "custom_class":  # here it drafts trees
+                here = [_by_the_table(config, setup, method, result) for result in results]
             totals = {"plain": sum(block.plain_seconds for block in some),
                       "speculative": sum(block.drafted_seconds for block in some)}  # fmt: skip
             references = None if drawn else [texts[place] for place in places]
@@ -276,9 +234,12 @@ def _judged(
     rendered: Sequence[Sequence[int]],
     blocks: Sequence[Block],
     known: Mapping[int, Sequence[int]],
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Row]:
     """By method and arm, the audit of the engine's texts that are not the `known` ones; nothing where all are."""
-    model, audited = None, dict[str, dict[str, Any]]()
+    from inference.audit.answers import ServedAnswer  # the audit: only if an engine was measured
+    from inference.audit.audit import judged, read
+
+    model, audited = None, dict[str, Row]()
     sampling = replace(config.sampling, repetition_penalty=setup.inherited.taken.get("repetition_penalty"))
     for name in dict.fromkeys(block.key.method for block in blocks):
         for arm in ("plain", "drafted"):

@@ -10,9 +10,10 @@ file, so nothing is written after such a line. Every line, and run.json, contain
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from inference.measure.results import PromptResult, Skipped
 from outrider.errors import UserError
@@ -20,6 +21,10 @@ from outrider.files import parse_json, read_json, sealed, unsealed, write_json
 from outrider.run_dirs import check_identity
 from outrider.settings import Settings, construct
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Record = TypeVar("Record")
 REPORT_FILE = "report.json"
 RUN_FILE = "run.json"
 _FILE = re.compile(r"results-(\d{5,})\.jsonl")
@@ -84,10 +89,14 @@ def next_number(folder: Path) -> int:
 
 def append_result(folder: Path, number: int, measured: Measured) -> None:
     """Add a line to file `number`; it is on the disk when this returns. Raises `UserError`."""
-    path = folder / f"results-{number:05d}.jsonl"
+    append_line(folder / f"results-{number:05d}.jsonl", measured)
+
+
+def append_line(path: Path, record: "DataclassInstance") -> None:
+    """Add `record` as a sealed line of JSON; it is on the disk when this returns. Raises `UserError`."""
     try:
         with open(path, "ab") as file:
-            file.write(json.dumps(sealed(asdict(measured))).encode() + b"\n")
+            file.write(json.dumps(sealed(asdict(record))).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -96,16 +105,18 @@ def append_result(folder: Path, number: int, measured: Measured) -> None:
 
 def read_results(folder: Path) -> dict[int, Measured]:
     """All results in `folder` by position, from all processes. Raises `UserError` for a damaged file."""
-    found: dict[int, Measured] = {}
-    for path in sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name)):
-        *lines, _torn = path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, 1):
-            try:
-                measured = construct(Measured, unsealed(parse_json(line)))
-                found[measured.position] = measured
-            except UserError as error:
-                raise UserError(
-                    f"{path}:{number}: not a result of this version ({error}); remove the file and "
-                    "resume=true measures its prompts again"
-                ) from None
-    return found
+    paths = sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name))
+    return {one.position: one for path in paths for one in read_lines(path, Measured)}
+
+
+def read_lines(path: Path, kind: type[Record]) -> Iterator[Record]:
+    """The whole lines of `append_line`. Raises `UserError` for a damaged one."""
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            yield construct(kind, unsealed(parse_json(line)))
+        except UserError as error:
+            raise UserError(
+                f"{path}:{number}: not a result of this version ({error}); remove the file and "
+                "resume=true measures what was in it again"
+            ) from None

@@ -11,7 +11,7 @@ from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import speedup
 from inference.measure.statistics import decode_statistics
 from inference.measure.verdict import verdict
-from inference.report.wording import interval_text, number_text
+from inference.report.wording import Report, interval_text, number_text
 from outrider.streams import Streams
 from outrider.tables import Table
 
@@ -103,7 +103,7 @@ def _accepted(generation: Generation, depth: int) -> list[int]:
     return [len(accepted), *(sum(count >= place for count in accepted) for place in range(1, depth + 1))]
 
 
-def served_table(reports: Sequence[Mapping[str, Any]]) -> Table:
+def served_table(reports: Sequence[Report]) -> Table:
     """A row for every method and concurrency."""
     return Table(SERVED, [_cells(report["method"], row) for report in reports for row in report.get("served") or ()])
 
@@ -126,7 +126,7 @@ def _cells(method: str, row: Row) -> tuple[str, ...]:
     )
 
 
-def served_lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+def served_lines(reports: Sequence[Report]) -> list[str]:
     """The engine's part of report.md; empty if none was asked for."""
     served = [report for report in reports if report.get("served")]
     if not served:
@@ -144,13 +144,13 @@ def served_lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines + schedule_lines(served)
 
 
-def served_faults(report: Mapping[str, Any]) -> list[str]:
+def served_faults(report: Report) -> list[str]:
     """What is not the target's in the texts of a method that an engine drafted."""
     faults: list[str] = (report.get("served_judgement") or {}).get("drafted", {}).get("faults", [])
     return faults
 
 
-def schedule_lines(served: Sequence[Mapping[str, Any]]) -> list[str]:
+def schedule_lines(served: Sequence[Report]) -> list[str]:
     """Which draft length pays at which concurrency, by kind of drafter, and the engine's own option for it."""
     lines: list[str] = []
     for source in dict.fromkeys(report["settings"]["source"] for report in served):

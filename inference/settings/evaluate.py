@@ -24,7 +24,7 @@ from inference.settings.method import MethodConfig, NgramConfig
 from inference.settings.sampling import SamplingConfig
 from inference.settings.serving import Engine, why_not, with_lengths
 from outrider.errors import require
-from outrider.settings import Count, Named, Place, Positive, free, only, require_default
+from outrider.settings import Count, Named, Place, Positive, free, only
 from outrider.wandb_config import WandbConfig
 
 Runtime = Literal["auto", "eager", "graphed"]
@@ -164,20 +164,25 @@ class EvaluateConfig(RehearsedConfig):
 
     def _check_engine(self, replayed: bool) -> None:
         if self.engine is None:
-            for key in ("engine_python", "engine_options", "concurrency", "draft_tokens"):
-                require_default(self, key, "it is read with engine=")
+            for key, off in (
+                ("engine_python", None),
+                ("engine_options", {}),
+                ("concurrency", (1,)),
+                ("draft_tokens", ()),
+            ):
+                require(getattr(self, key) == off, key, getattr(self, key), f"{off}: it is read with engine=")
             return
         reasons = {name: why_not(self.engine, method) for name, method in self.all_methods.items()}
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         require(None in reasons.values(), "engine", self.engine, f"a method that it can run ({told})")
         one = self.engine == "vllm" or self.concurrency == (1,)
         require(one, "concurrency", self.concurrency, f"[1] with engine={self.engine}")
-        for key, value, off in (
-            ("target", self.target, None if replayed else self.target),
-            ("dtype", self.dtype, self.dtype if self.dtype != "int8" else None),
-            ("stop_strings", self.stop_strings, []),
+        for key, value, unfit in (
+            ("target", self.target, replayed),
+            ("dtype", self.dtype, self.dtype == "int8"),
+            ("stop_strings", self.stop_strings, self.stop_strings != []),
         ):
-            require(value == off, key, value, "another value with engine=, which cannot do so")
+            require(not unfit, key, value, "another value with engine=, which cannot do so")
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:

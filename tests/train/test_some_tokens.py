@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draft_models.draft_vocabulary import TOKENS_FILE, narrow, places
+from draft_models.draft_vocabulary import TOKENS_FILE, narrow, places, widen
 from draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
 from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.narrowed import DraftVocabulary
+from draft_models.targets.narrowed import DraftVocabulary, is_narrowed
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.stack import LayerStack
 from inference.drafters.small_lm import PLUGIN
@@ -65,6 +65,23 @@ def test_of_texts_of_its_tokens_it_says_what_the_whole_one_does(tmp_path: Path, 
     logits = small.logits(hidden)
     torch.testing.assert_close(logits[..., TOKENS], whole.logits(hidden)[..., TOKENS])
     assert logits.softmax(-1)[..., TOKENS].sum(-1).allclose(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.inference_mode()
+def test_widened_it_drafts_the_same_for_engines_with_one_vocabulary(tmp_path: Path, tied: bool) -> None:
+    """It reads other tokens as before, and never finds one likeliest, loaded again from its directory too."""
+    whole, small = models(save_target(tmp_path, tied=tied))
+    text = torch.cat([batch()["input_ids"][0], torch.tensor([5, 6, 200, 3])])
+    own = DraftVocabulary(TOKENS, VOCABULARY)
+    drafted = small(own.inward(text)[None]).logits
+    widen(small, own, whole.config)
+    small.save_pretrained(tmp_path / "wide")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")(text[None]).logits
+    assert served.shape[-1] == whole.config.vocab_size
+    torch.testing.assert_close(served[..., TOKENS], drafted[..., : len(TOKENS)])
+    assert torch.equal(served.argmax(-1), own.outward(drafted).argmax(-1))
+    assert not is_narrowed(AutoConfig.from_pretrained(tmp_path / "wide"))
 
 
 @pytest.mark.parametrize("objective", ["cross_entropy", *DIVERGENCES])

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from inference.drafters.ngram.mixture import Mixture
 from inference.drafters.ngram.ngram_search import Nodes
 from inference.drafters.ngram.ngrams import MixedDrafter
 from inference.serving import proposer as module
-from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText
+from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText, chain_rounds
 from inference.settings.method import NgramConfig
 from outrider.errors import UserError
 from tests.inference.ngram_cases import FakeSession, make_table
@@ -88,6 +89,19 @@ def test_it_proposes_what_our_own_drafter_would_as_a_chain(
     Runner(opened(places[name]), requests, slots, LONGEST, pad=pad).run()
     for request in requests:
         assert request.drafts == own_chains(TABLES[name], request)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.sampled_from(sorted(TABLES)), REQUESTS)
+def test_the_rounds_of_a_known_text(places: dict[str, Path], name: str, request: Request) -> None:
+    """Are those of an engine that says it."""
+    rounds = chain_rounds(TABLES[name], request.prompt, request.answer, MOST)
+    Runner(opened(places[name]), [request], 1, LONGEST).run()
+    said = [count for count, _ in request.drafts if count < len(request.answer)]
+    drafted = [len(draft) for count, draft in request.drafts if count < len(request.answer)]
+    assert [many for many, _ in rounds] == drafted
+    assert [len(tokens) for _, tokens in rounds] == [b - a for a, b in pairwise([*said, len(request.answer)])]
+    assert [token for _, tokens in rounds for token in tokens] == [*request.answer[1:]]
 
 
 def _may_go_on(later: Request, earlier: Request) -> bool:
