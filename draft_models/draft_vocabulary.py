@@ -88,12 +88,12 @@ def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
 
 
 @torch.no_grad()
-def widen(model: PreTrainedModel, own: DraftVocabulary, target: PreTrainedConfig) -> None:
-    """Undo `narrow`, for engines in which target and drafter have one vocabulary: that of `target`.
+def widen(model: PreTrainedModel, own: DraftVocabulary, special: Mapping[str, object]) -> None:
+    """Undo `narrow`, for engines in which target and drafter have one vocabulary. special: its ids in a config.
 
     Every other token is read as its row for all others, and never found likeliest (see `whole_rows`).
     """
-    size, count = target.get_text_config().vocab_size, len(own.tokens)
+    size, count = own.vocabulary, len(own.tokens)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     assert isinstance(head, nn.Linear)
@@ -106,7 +106,6 @@ def widen(model: PreTrainedModel, own: DraftVocabulary, target: PreTrainedConfig
     head.weight, head.out_features = whole(said, said[:count].mean(0)), size
     if head.bias is not None:
         head.bias = whole(head.bias, head.bias[:count].mean(0))
-    special = {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.config.update({"vocab_size": size, "tie_word_embeddings": False, **special})
     delattr(model.config, MARK)
 

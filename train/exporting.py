@@ -7,14 +7,17 @@ import torch
 
 from data_prep.formats.original import CONFIG_FILE
 from draft_models.card import CARD_FILE, write_card
+from draft_models.draft_vocabulary import read_draft_vocabulary, widen
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.checkpoint import make_head, open_head
 from draft_models.eagle3.export import save_head
 from draft_models.early_exit.checkpoint import from_pretrained, open_target_of
 from draft_models.early_exit.export import USE, as_causal_lm
 from draft_models.ngrams.table import TrigramTable
+from draft_models.small_lm.model import USE as USE_OF_SMALL_LM
 from draft_models.targets.architectures import read_config
-from draft_models.targets.open_target import open_target, stored_dtype
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import load_tokenizer, open_target, special_tokens, stored_dtype
 from inference.drafters.ngram.ngrams import open_table
 from inference.serving.page import serving_page
 from inference.serving.proposer import TABLE_VARIABLE, NgramProposer
@@ -45,17 +48,12 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     if not config.resume and (out_dir / (CARD_FILE if name == "ngrams" else CONFIG_FILE)).exists():
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     if name not in _KINDS:
-        raise UserError(f"checkpoint={config.checkpoint}: {_AS_IT_IS.get(name, f'nothing loads a {name}')}")
+        raise UserError(f"checkpoint={config.checkpoint}: nothing loads a {name}")
     write, options = _KINDS[name]
     _require_read(config, name, options)
     said = write(config, out_dir)
     size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
     print(f"export out_dir={out_dir} {said}" + (f" megabytes={size:.2f}" if size else ""), flush=True)
-
-
-_AS_IT_IS = {
-    "small_lm": "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands",
-}
 
 
 def _require_read(config: ExportConfig, kind: str, options: tuple[str, ...]) -> None:
@@ -79,6 +77,22 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     layers = f"{model.config.num_hidden_layers} of {target.config.num_hidden_layers}"
     write_card(out_dir, USE, target.source, {"early exit": config.checkpoint, "layers": layers})
     return f"kind=early_exit layers={model.config.num_hidden_layers} dtype={str(dtype).removeprefix('torch.')}"
+
+
+def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
+    """One over some of the tokens, as one over all; every other is what engines load already."""
+    own = read_draft_vocabulary(config.checkpoint, None, read_config(config.checkpoint, role="small_lm"))
+    if own is None:
+        said = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
+        raise UserError(f"checkpoint={config.checkpoint}: {said}")
+    tokenizer = load_tokenizer(config.checkpoint, None, role="small_lm")
+    dtype = "auto" if config.dtype is None else getattr(torch, config.dtype)
+    model = load_causal_lm(config.checkpoint, None, role="small_lm", dtype=dtype)
+    widen(model, own, special_tokens(tokenizer))
+    export(model, tokenizer, out_dir)
+    facts = {"small LM": config.checkpoint, "drafts": f"{len(own.tokens)} of {own.vocabulary} tokens"}
+    write_card(out_dir, USE_OF_SMALL_LM, config.target or "MODEL", facts)
+    return f"kind=small_lm tokens={len(own.tokens)} dtype={str(model.dtype).removeprefix('torch.')}"
 
 
 def _export_table(config: ExportConfig, out_dir: Path) -> str:
@@ -119,4 +133,5 @@ _KINDS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...]]] =
     "early_exit": (_export_early_exit, ("dtype",)),
     "eagle3": (_export_head, ("dialect", "dtype", "reading")),
     "ngrams": (_export_table, ()),
+    "small_lm": (_export_small_lm, ("dtype",)),
 }

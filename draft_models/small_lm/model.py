@@ -90,8 +90,8 @@ def require_same_vocabulary(drafter: PreTrainedTokenizerBase, target: PreTrained
 USE_OF_SOME = """A causal LM over some of the target's tokens, in an ordinary Hugging Face directory but for
 `draft_tokens.safetensors`, which says what its ids stand for. Its tokenizer is the target's.
 
-**transformers, vLLM and SGLang cannot draft with it**: they would take its ids for the target's. For them, train one
-with `draft_vocabulary=null`.
+**transformers, vLLM and SGLang cannot draft with it**: they would take its ids for the target's. For them,
+`outrider export checkpoint={path} out_dir=DIR` writes it over all tokens.
 
 Outrider:
 

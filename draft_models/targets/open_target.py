@@ -108,6 +108,11 @@ class OpenTarget:
         return layer_stack(self.layers(layers, dtype=dtype, device=device, int8=int8))
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """The tokenizer's special token ids, under their names in model configs."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+
+
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:
     """The target in `source`. Raises `UserError` unless the runtime can be exact with its config.
 

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from inference.doctor.table import table
 from inference.measure.results import PromptResult
 from inference.measure.statistics import coverage
+from inference.report.wording import Report
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from outrider.words import in_words
@@ -31,7 +32,7 @@ def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
-def digests(settings: Mapping[str, Any]) -> dict[str, str]:
+def digests(settings: Report) -> dict[str, str]:
     """Digests of the target and the drafters, from the settings that identify a run (see `run_settings`)."""
     target = settings["target"]
     found = {"target": target["weights"], "tokenizer": target["tokenizer"], "chat template": target["chat_template"]}
@@ -51,7 +52,7 @@ def drafter_folders(config: EvaluateConfig) -> dict[str, str]:
     return {kind.name: where for kind in KINDS.values() if (where := config.where(kind)) is not None}
 
 
-def drafter_lines(report: Mapping[str, Any]) -> list[str]:
+def drafter_lines(report: Report) -> list[str]:
     """These facts as Markdown."""
     lines = [vocabulary_sentence(kind, known) for kind, known in report.get("draft_vocabularies", {}).items()]
     if trained := report.get("trained_seconds"):
@@ -62,7 +63,7 @@ def drafter_lines(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def vocabulary_sentence(kind: str, known: Mapping[str, Any]) -> str:
+def vocabulary_sentence(kind: str, known: Report) -> str:
     """The size of a draft vocabulary and its coverage of the target's text, as a sentence."""
     shares = dict(known["coverage"])
     every = shares.pop("all")

@@ -1,17 +1,18 @@
 """A report's section on losslessness, and whether it holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from inference.measure.lossless import BULK, GAP, PEAK, Judgement, judge
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.report.wording import Report
 from outrider.tables import Table
 
 HALF_NAMES = ("bfloat16", "float16")
 
 
-def resolution(report: Mapping[str, Any]) -> str:
+def resolution(report: Report) -> str:
     """The size of faults that a judgement in this report's dtype cannot detect, and the check that can."""
     computes = report.get("computes_in", report["dtype"])
     said = f"What is below the rounding of {computes} is not seen"
@@ -52,7 +53,7 @@ def judge_arm(results: Sequence[PromptResult], arm: str) -> Judgement | None:
     return judge(deviations) if deviations else None
 
 
-def is_lossless(report: Mapping[str, Any]) -> bool:
+def is_lossless(report: Report) -> bool:
     """Whether every compared text was identical to the reference's or a rounding tie, and no fault was found."""
     lossless = report["lossless"]
     judged = lossless["judged"][report["method"]]
@@ -60,7 +61,7 @@ def is_lossless(report: Mapping[str, Any]) -> bool:
     return same and not (judged and judged["faults"])
 
 
-def judgements(reports: Sequence[Mapping[str, Any]]) -> Table | None:
+def judgements(reports: Sequence[Report]) -> Table | None:
     """The judgement of every arm by rounding errors over the reference's text, in units of transformers' own.
 
     None without judgements.
@@ -88,7 +89,7 @@ def judgements(reports: Sequence[Mapping[str, Any]]) -> Table | None:
     return Table(columns, rows) if rows else None
 
 
-def judgement_lines(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+def judgement_lines(reports: Sequence[Report]) -> list[str]:
     """The judgement of every arm as Markdown; empty without judgements."""
     table = judgements(reports)
     if table is None:

@@ -10,17 +10,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from draft_models.draft_vocabulary import narrow, save_tokens
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import open_head
+from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.architectures import load_config
+from draft_models.targets.narrowed import DraftVocabulary
+from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
 from tests.inference.serving.vllm_stand_in import vllm_config
-from tests.tiny import byte_tokenizer
+from tests.tiny import VOCABULARY as TINY
+from tests.tiny import byte_tokenizer, random_prompt, save_target
 from train.exporting import export_drafter
 from train.settings.export import ExportConfig
 
@@ -157,3 +163,24 @@ def test_a_table_of_another_tokenizer_is_refused(tiny_models: Path, tmp_path: Pa
     with pytest.raises(UserError, match="the n-gram table was built with another tokenizer"):
         export_drafter(replace(given, out_dir=str(tmp_path / "out")))
     assert not (tmp_path / "out/README.md").exists()
+
+
+def test_a_small_lm_over_some_tokens_is_written_over_all(tmp_path: Path) -> None:
+    """What it drafts stays; one over all of them is refused, as engines load it already."""
+    target = open_target(str(save_target(tmp_path / "target")))
+    small, own = target.layers(dtype=torch.float32), DraftVocabulary(torch.arange(3, TINY, 2), TINY)
+    narrow(small, own)
+    small.save_pretrained(tmp_path / "small")
+    save_tokens(tmp_path / "small", own)
+    target.tokenizer.save_pretrained(tmp_path / "small")
+    given = ExportConfig(checkpoint=str(tmp_path / "small"), out_dir=str(tmp_path / "out"))
+    export_drafter(given)
+    text = torch.tensor([random_prompt(30)])
+    served = AutoModelForCausalLM.from_pretrained(given.out_dir)
+    drafted = own.outward(small(own.inward(text)).logits)
+    torch.testing.assert_close(served(text).logits[..., own.tokens], drafted[..., own.tokens])
+    assert torch.equal(served(text).logits.argmax(-1), drafted.argmax(-1))
+    assert load_small_lm(given.out_dir, target.tokenizer, dtype=torch.float32).predicted is None
+    assert "vllm serve" in (Path(given.out_dir) / "README.md").read_text()
+    with pytest.raises(UserError, match="load as it is"):
+        export_drafter(replace(given, checkpoint=given.out_dir, out_dir=str(tmp_path / "again")))

@@ -13,11 +13,6 @@ from outrider.errors import UserError
 from train.core import run_dir
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The tokenizer's special token ids, under their names in model configs."""
-    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-
-
 def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
     """Write the Hugging Face directory; config.json is moved last, so an incomplete directory does not load."""
     staged = run_dir.own_staging(out_dir)

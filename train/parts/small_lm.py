@@ -27,7 +27,7 @@ from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.model_spec import LogitRule, context_limit
 from draft_models.targets.narrowed import DraftVocabulary, draft_vocabulary_of, is_narrowed
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_tokenizer, special_tokens
 from draft_models.targets.proof import prove_layers
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
@@ -35,7 +35,6 @@ from inference.core.sampling import invert
 from outrider.errors import UserError
 from outrider.streams import Streams
 from train.core.sharding import is_shared_out
-from train.parts.export import special_tokens
 from train.parts.heldout import packed_hidden
 from train.settings.drafters import DrafterConfig, FinetuneConfig
 

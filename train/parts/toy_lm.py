@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draft_models.targets.open_target import special_tokens
 from outrider.streams import Streams
 from train.core.optimizers import layer_matrices
-from train.parts.export import special_tokens
 from train.settings.toy import ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
