@@ -8,9 +8,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
-from tests.tiers import COLLECTED, beyond_one_case, choose_tier
+from tests.tiers import COLLECTED, as_many, beyond_one_case, choose_tier
 
 # torch is imported where it is used: what hands the tests out to workers reads this file and runs none of them.
 
@@ -23,12 +24,18 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     choose_tier(config.option.markexpr)
+    hypothesis.settings.register_profile("tier", max_examples=as_many(100))
+    hypothesis.settings.load_profile("tier")
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays until the end, so no collection of garbage need look through it again."""
+    """What was imported stays until the end, so no collection of garbage need look through it again.
+
+    What tests leave is little, and collected after more allocations than usual.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

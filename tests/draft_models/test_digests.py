@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from draft_models.early_exit.checkpoint import parts_below
 from draft_models.targets.architectures import load_config
 from draft_models.targets.tensor_files import open_tensors
+from tests.tiers import as_many
 from tests.tiny import save_target
 
 SAMPLE = 2**14  # bytes read of a tensor that is larger
@@ -25,7 +26,7 @@ def digests(folder: Path, tensors: dict[str, torch.Tensor], whole: bool = False)
     return found, files.bytes_hashed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=as_many(60), deadline=None)
 @given(rows=st.integers(1, 400), columns=st.integers(1, 400), begin=st.floats(0, 1), share=st.floats(0, 1))
 def test_a_sample_sees_what_is_not_small_and_in_one_place(
     tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, begin: float, share: float

@@ -1,5 +1,7 @@
 """What tests of n-gram drafters share: a table of random text, a text to draft after, and the paths of a draft."""
 
+from functools import cache
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -24,6 +26,7 @@ class FakeSession:
         return list(self.rows), top_tokens(torch.tensor(list(self.rows.values())).log(), 4)
 
 
+@cache
 def make_documents(vocabulary: int = VOCABULARY) -> list[list[int]]:
     generator = np.random.default_rng(3)
     steps = generator.dirichlet(np.full(vocabulary, 0.3), vocabulary)

@@ -34,9 +34,11 @@ from inference.sizing.policy import Tuning
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_documents
 from tests.table_target import TableHead, TableModel, TableRuntime
-from tests.tiers import quick_where, typical_where
+from tests.tiers import as_many, quick_where, typical_where
 
-DRAWS, LEVEL = 3_000, 1e-4  # as many as the faults below need
+LEVEL = 1e-4
+DRAWS = as_many(4_500)  # more than most faults below need
+MORE = 3_000  # as many as those of draws need
 SHARED = 8_000  # those of coins that a rule of success rates shares
 ORDER = 3  # tokens before a token that its distribution is tested apart after
 PLAIN = SamplingConfig(temperature=1.0)
@@ -121,8 +123,10 @@ CASES = {
     # generations of five tokens: with four, the budget cuts most drafts before a rule has a say
     "chain, beta": Case(chain("beta"), 5, CERTAIN, SHARED),
     "chain, calibrated": Case(chain("calibrated", "early_exit"), 5, MARKOV),
-    "k_config, with_replacement": Case(tree("k_config", source="eagle3", widths=(2, 2), draw="with_replacement")),
-    "k_config, without_replacement": Case(tree("k_config", widths=(2, 2))),
+    "k_config, with_replacement": Case(
+        tree("k_config", source="eagle3", widths=(2, 2), draw="with_replacement"), draws=MORE
+    ),
+    "k_config, without_replacement": Case(tree("k_config", widths=(2, 2)), draws=MORE),
     "k_config, top_k": Case(tree("k_config", widths=(2, 2), draw="top_k")),
     "k_config, naive": Case(tree("k_config", "naive", widths=(2, 2))),
     "k_config, beta": Case(
@@ -434,8 +438,8 @@ FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that
     "residual forgotten, in a tree": (CASES["k_config, without_replacement"], forgetting_the_residual, 1_500),
     "residual mirrored": (CASES["chain, fixed"], mirroring_the_residual, 500),
     "accepted too easily": (CASES["chain, fixed"], accepting_more, 1_500),
-    "drawn from another q": (CASES["k_config, with_replacement"], drawing_from_another_q, DRAWS),
-    "draws taken for independent": (WIDE, taking_draws_for_independent, DRAWS),
+    "drawn from another q": (CASES["k_config, with_replacement"], drawing_from_another_q, MORE),
+    "draws taken for independent": (WIDE, taking_draws_for_independent, MORE),
     "matching forgets": (CASES["opt_tree"], matching_what_was_rejected, 1_000),
     "row above": (CASES["chain, fixed"], reading_the_row_above, 500),
     "fused, rows mixed up": (CASES["fused, early_exit"], planted_draft(rows_mixed_up), 800),

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, render_prompt
 from data_prep.text.records import FileLayout, SkipRecordError, find_layout, to_record
 from outrider.errors import UserError
+from tests.tiers import as_many
 
 QUESTION, ANSWER = (
     {"role": "user", "content": "Hello there"},
@@ -192,7 +193,7 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), min_size
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=as_many(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=st.lists(st.tuples(words, words), min_size=1, max_size=3), trim=st.booleans())
 @pytest.mark.slow
 def test_the_supervised_tokens_spell_the_answers(make_tokenizer, turns, trim):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from draft_models.ngrams.kept import contexts_of, fault_of_contexts, from_arrays, map_of, most_used
 from draft_models.ngrams.overlay import TextIndex
 from tests.ngram_reading import successors
+from tests.tiers import as_many
 
 TEXTS = st.lists(st.integers(0, 7), min_size=2, max_size=60)
 LONGEST = 3
@@ -28,7 +29,7 @@ def contexts_in(text: list[int]) -> Counter[tuple[int, ...]]:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=as_many(40))
 @given(text=TEXTS, more=TEXTS)
 def test_a_map_that_was_kept_goes_on_as_if_it_never_had_been(text: list[int], more: list[int]) -> None:
     """Both what it finds and what it learns next, in the same order among equals."""
@@ -41,7 +42,7 @@ def test_a_map_that_was_kept_goes_on_as_if_it_never_had_been(text: list[int], mo
     assert again.known.used.tolist() == index.known.used.tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=as_many(40))
 @given(text=TEXTS, share=st.floats(0.1, 0.9))
 def test_what_is_used_most_stays_within_the_limit(text: list[int], share: float) -> None:
     contexts, seen = contexts_of(index_of(text).known), contexts_in(text)

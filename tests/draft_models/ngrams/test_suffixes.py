@@ -26,6 +26,7 @@ from draft_models.ngrams.table_files import suffix_file
 from outrider.errors import UserError
 from tests.draft_models.ngrams.in_memory import merge
 from tests.inference.ngram_cases import VOCABULARY, make_documents
+from tests.tiers import as_many
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=6)
 
@@ -59,7 +60,7 @@ def test_places_are_sorted_by_what_begins_there(vocabulary: int, documents: list
         assert sorted(inside.tolist()) == np.flatnonzero(tokens == token).tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=as_many(40))
 @given(documents=DOCUMENTS, text=st.lists(st.integers(0, 4), min_size=1, max_size=20), seed=st.integers(0, 9))
 def test_contexts_are_found_with_what_followed_them(documents: list[list[int]], text: list[int], seed: int) -> None:
     """Of every length, within documents only; a text that is in the corpus, or has an id beyond the table."""

@@ -31,6 +31,7 @@ from inference.core.tree import ROOT
 from inference.loading.generation_config import generate_options
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
+from tests.tiers import as_many
 from tests.tiny import open_stack, random_prompt, save_target
 
 VOCABULARY = 40
@@ -81,7 +82,7 @@ def test_branches_are_the_texts_before_each_row() -> None:
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
     penalty=st.sampled_from([1.0, 1.5, 0.5]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=as_many(60))
 def test_equals_transformers_token_by_token(
     seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float
 ) -> None:

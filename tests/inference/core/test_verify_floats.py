@@ -16,6 +16,7 @@ from inference.core.tree import ROOT
 from inference.core.verify import NodeRule, RandomChance, Rows, verify_sampled
 from tests.exact_distributions import Branch, emitted, paths, plain, random_model, sampled, ships
 from tests.inference.core.test_verify_distributions import NAIVE, SAMPLED, WITH, WITHOUT
+from tests.tiers import as_many
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Scripted:
 
 @given(seed=st.integers(0, 10**6), rule=st.sampled_from([WITH, WITHOUT, NAIVE]), at_once=st.booleans())
 @example(seed=10496, rule=WITHOUT, at_once=False)  # the second of four candidates is certain to be accepted
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=as_many(60))
 def test_tensors_decide_as_fractions_do(seed: int, rule: NodeRule, at_once: bool) -> None:
     p, q = random_model(seed, 6), random_model(seed + 1, 6)
     config = random.Random(seed).choice([(4, 2, 2), (1, 1, 1, 1), (3, 3), (6,)])

@@ -28,6 +28,7 @@ from tests.inference.ngram_cases import (
     paths_of,
 )
 from tests.ngram_reading import successors
+from tests.tiers import as_many
 from tests.tiny import ARCHITECTURES, open_stack, random_prompt, reference_generate, save_target
 
 
@@ -45,7 +46,7 @@ def state_after(text: list[int], path: tuple[int, ...], order: int) -> tuple[int
     return tuple([*text, *path][-(order - 1) :])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=as_many(60))
 @given(text=TEXTS, order=st.integers(2, 4), nodes=st.integers(1, 30), depth=st.integers(1, 4))
 def test_best_first_finds_the_largest_path_probabilities(text: list[int], order: int, nodes: int, depth: int) -> None:
     drafter = TrigramDrafter(TABLE, NgramConfig(order=order, nodes=nodes, depth=depth, increment=0.3), 0)

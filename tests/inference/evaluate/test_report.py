@@ -48,6 +48,7 @@ from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.machine import describe_machine
 from outrider.streams import Streams
+from tests.tiers import as_many
 
 
 def generation(outcomes: Sequence[tuple[int, int]], seconds: float) -> Generation:
@@ -132,7 +133,7 @@ def test_bootstrap_interval() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.floats(0.1, 9)), min_size=1, max_size=12), st.integers(0, 3))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=as_many(50))
 def test_units_are_drawn_whole(observed: list[tuple[int, float]], seed: int) -> None:
     """The interval over conversations, as the obvious program has it: draw conversations, pool their turns."""
     units, values = [str(unit) for unit, _ in observed], [value for _, value in observed]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from inference.shapes.opt_tree import opt_tree
 from tests.known_source import KnownSource, Path_, Q, check, dyadic_q, random_q, root, sources, weight
+from tests.tiers import as_many
 
 
 def brute_force(q: Q, vocabulary: int, nodes: int, depth: int) -> float:
@@ -40,7 +41,7 @@ def algorithm_1(q: Q, vocabulary: int, nodes: int, delta: float, depth: int) -> 
         expected = now
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=as_many(200))
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 5), depth=st.integers(1, 4), ties=st.booleans())
 def test_opt_tree_is_the_best_tree(seed: int, nodes: int, depth: int, ties: bool) -> None:
     q = dyadic_q(seed) if ties else random_q(seed, vocabulary=3)
@@ -96,7 +97,7 @@ def eagle_2(q: Q, vocabulary: int, nodes: int, width: int, depth: int) -> list[f
     return sorted((weight(q, path) for path in every), reverse=True)[:nodes]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=as_many(50))
 @given(seed=st.integers(0, 10**6), nodes=st.integers(1, 12), width=st.integers(1, 4), depth=st.integers(1, 5))
 def test_opt_tree_of_some_width_is_the_tree_of_eagle_2(seed: int, nodes: int, width: int, depth: int) -> None:
     q = random_q(seed)  # without ties, of which either could be extended

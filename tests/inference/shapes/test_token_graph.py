@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from inference.core.tree import ROOT, DraftTree
 from inference.shapes.token_graph import draft_graph, token_graph
 from tests.known_source import ROOT_TOKEN, KnownSource, Path_, Q, check, paths_of, root, sources, untied, weight
+from tests.tiers import as_many
 
 graphs = st.fixed_dictionaries(
     {
@@ -40,7 +41,7 @@ def pruned_tree(q: Q, limit: int, out_degree: int, theta_prob: float, theta_sibl
         level = extended
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=as_many(200))
 @given(q=untied, config=graphs)
 @pytest.mark.slow
 def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> None:
@@ -54,7 +55,7 @@ def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> Non
     assert set(source.paths) == {path[:-1] for path in expected}  # only what has children was fed
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=as_many(300))
 @given(q=sources, config=graphs, tau=st.integers(1, 3), budget=st.sampled_from([7, 30, 300]))
 def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) -> None:
     source = KnownSource(q)

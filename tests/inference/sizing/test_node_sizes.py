@@ -13,6 +13,7 @@ from inference.settings.limits import MOST_NODES
 from inference.sizing.costs import Costs
 from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
 from inference.sizing.policy import BANDS, Tuning, band, best_count, trials_by_band
+from tests.tiers import as_many
 
 FLAT = Costs((0.1,) * 65, (1.0,) * 65, 0.2, 0.9)
 
@@ -35,7 +36,7 @@ def drafts(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[float]]:
     return np.array(parents, np.int64), np.array([found[i][0] for i in order]), [found[i][2] for i in order]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=as_many(60))
 @given(draft=drafts(), row=st.floats(0.0, 0.5), seed=st.integers(0, 99))
 def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: int) -> None:
     """But for 0 nodes, which it may choose where none pays."""
@@ -60,7 +61,7 @@ def test_a_path_too_deep_for_a_float_is_worth_nothing() -> None:
     BestNodes(tuning).observe(parents, probs, [0, 1, 2, 3])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=as_many(60))
 @given(draft=drafts(), data=st.data())
 def test_trials_are_those_of_an_opt_tree(draft: tuple, data: st.DataObject) -> None:
     parents, probs, steps = draft

@@ -38,6 +38,7 @@ from inference.sizing.policy import (
 from inference.stopping.best_length import BestLength
 from tests.exact_distributions import Chance, Law, Text, distribution, law, paths, random_model, sampled
 from tests.known_source import KnownSource, Path_, check, random_q, root, weight
+from tests.tiers import as_many
 
 
 def costs(step: float = 0.1, row: float = 0.0, verify: float = 1.0, node: float = 0.02, rest: float = 0.05) -> Costs:
@@ -157,7 +158,7 @@ def test_best_count_is_the_best(worths: list[float], spent: float, seconds: Cost
 
 
 @given(seed=st.integers(0, 10**6), seconds=some_costs, nodes=st.sampled_from([None, 1, 6]), depth=st.integers(1, 4))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=as_many(60))
 def test_the_tree_is_the_most_rewarding_prefix(seed: int, seconds: Costs, nodes: int | None, depth: int) -> None:
     """Among the prefixes of the drafted nodes by p̂: nothing nodes=auto could submit has more tokens a second."""
     q = random_q(seed)
@@ -311,7 +312,7 @@ def accepted_nodes(widths: Sequence[int], chances: Sequence[float]) -> float:
     seconds=some_costs,
     limit=st.integers(1, 20),
 )
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=as_many(40))
 def test_best_widths_are_the_best(right: list[int], seconds: Costs, limit: int) -> None:
     tuning = Tuning(seconds, (30.0,) * 8, tuple(map(float, right)))
     chances = Evidence(8, tuning, fade=0.5, own=TREE_OWN, neighbour=TREE_NEIGHBOUR).shares()

@@ -28,6 +28,7 @@ from inference.stopping.survival import PRIOR_ROUNDS, Survival
 from inference.stopping.trust import DRIFT, Belief, Trust
 from outrider.streams import Streams
 from tests.inference.test_tree_stops import Transfers
+from tests.tiers import as_many
 
 AT_ITS_WORD = Belief((0.0, 0.0), (1.0, 0.0))
 
@@ -126,7 +127,7 @@ def costs(step_seconds: float = 0.2, row: float = 0.02) -> Costs:
     return Costs((step_seconds,) * (WIDEST + 1), curve, 0.1, 1.1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=as_many(60))
 @given(
     scores=st.lists(st.floats(-3, 5), min_size=4, max_size=4),
     history=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=8),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inference.core.rows import RoundRows, unpack
 from inference.engines.cpu.choices import MOST_COLUMNS, ancestor_mask, likeliest_children
+from tests.tiers import as_many
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -19,7 +20,7 @@ def expected(logits: Tensor, weights: list[float], sharpness: float) -> Tensor:
     return (logits.float() * sharpness).softmax(-1) * torch.tensor(weights)[:, None]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=as_many(60))
 @given(
     seed=st.integers(0, 10**6),
     dtype=st.sampled_from(DTYPES),
