@@ -1,5 +1,6 @@
 """Every command holds its out_dir: a second one is refused by the first one's name, and changes nothing."""
 
+import itertools
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
 from outrider.cli import COMMANDS
 from outrider.errors import UserError
 from outrider.run_dirs import only_run
+from tests.tiers import typical_where
 
 ENTRIES = {name: command.module for name, command in COMMANDS.items() if name != "chat"}  # which has no out_dir
 # What each needs to be able to run, beside where its out_dir is.
@@ -72,8 +74,11 @@ def test_no_command_is_forgotten() -> None:
     assert ENTRIES.keys() == OPTIONS.keys()
 
 
-@pytest.mark.parametrize("resume", ["true", "false"])
-@pytest.mark.parametrize("command", OPTIONS)
+RESUMED = list(itertools.product(OPTIONS, ["true", "false"]))
+ONCE = list(zip(OPTIONS, itertools.cycle(["true", "false"]), strict=False))  # every command, and both in turn
+
+
+@pytest.mark.parametrize(("command", "resume"), typical_where(ONCE.__contains__, RESUMED))
 def test_a_second_run_is_refused_by_the_first_ones_name(
     out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str, resume: str
 ) -> None:

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import re
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -73,13 +74,20 @@ def name_of(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All there is in a file of the source."""
+    return [*ast.walk(ast.parse((ROOT / path).read_text()))]
+
+
+@cache
 def imports_of(path: Path, *, typing: bool = True) -> set[str]:
     """All that a file imports, also in functions; with typing=False not what it imports for a type checker only."""
-    tree = ast.parse((ROOT / path).read_text())
-    unread = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    nodes = nodes_of(path)
+    unread = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     skipped = {id(inner) for node in unread for inner in ast.walk(node)} if not typing else set[int]()
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -165,7 +173,7 @@ def test_code_of_a_model_is_never_run() -> None:
     found = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes_of(path.relative_to(ROOT)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
                     owner = ast.unparse(node.func.value)
                     trusts = {word.arg: ast.unparse(word.value) for word in node.keywords}.get("trust_remote_code")

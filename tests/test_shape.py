@@ -79,6 +79,7 @@ def lines_with(pattern: str) -> int:
     return sum(re.search(pattern, line) is not None for line in every)
 
 
+@cache
 def measured() -> dict[str, int]:
     loop, interface = below("inference.core.decode"), below("inference.core.drafter")
     return {

@@ -1,14 +1,11 @@
 """The chat: the target's own answers, whoever drafts, in colours that say who said what, and never in its way."""
 
-import fcntl
 import io
 import os
 import pty
 import re
 import select
-import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +26,7 @@ from inference.core.stopwatch import Round
 from inference.drafters.ngram import ngram_memory
 from inference.settings.chat import ChatConfig
 from outrider.errors import UserError
+from tests.forked import Fork
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
 ROOT = Path(__file__).parents[3]
@@ -203,12 +201,7 @@ def test_a_chat_through_a_terminal(folder: Path) -> None:
         "method=eesd_fixed",
         "max_new_tokens=40",
     ]
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, start_new_session=True,
-        env={key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"},
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
+    process = Fork(command, env={"TERM": "xterm", "NO_COLOR": ""}, terminal=theirs)
     os.close(theirs)
     shown = ""
 
@@ -230,7 +223,8 @@ def test_a_chat_through_a_terminal(folder: Path) -> None:
         os.write(ours, typed.encode())
         wait_for(expected)
     os.write(ours, b"/quit\n")
-    assert process.wait(timeout=60) == 0
+    process.communicate(timeout=60)
+    assert process.returncode == 0, shown
     while select.select([ours], [], [], 0.2)[0]:
         try:
             shown += os.read(ours, 65536).decode(errors="replace")

@@ -64,9 +64,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize(
     "family",
-    typical_where(
-        lambda name: name in ("gemma2", "gpt2", "granite", "mixtral"), quick_where(lambda name: name == "gpt2", FAULTS)
-    ),
+    typical_where(lambda name: name in ("gemma2", "gpt2", "mixtral"), quick_where(lambda name: name == "gpt2", FAULTS)),
 )
 def test_a_family_is_judged_in_half_precision(tmp_path: Path, family: str) -> None:
     """An early exit in chains and trees, and prompt lookup."""
