@@ -1,11 +1,9 @@
 """Memory across prompts: what it gains, that no text ever finds its own answer in it, and what is refused."""
 
 import gc
-import hashlib
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import weakref
@@ -31,6 +29,7 @@ from inference.settings.method import MethodConfig, NgramConfig, StructureConfig
 from outrider.errors import UserError
 from outrider.files import parse_json, sealed, unsealed
 from tests.inference.ngram_cases import TABLE, FakeSession, draft
+from tests.kept_code import kept_folder
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
 ROOT = Path(__file__).parents[3]
@@ -215,24 +214,12 @@ def test_a_file_is_not_trusted_for_its_digests(
         open_memory(config, TABLE, TARGET)
 
 
-def compiled_from(root: Path) -> Path:
-    """Where code that checks bounds is kept from one run to the next: it takes a minute to compile.
-
-    Its name says the sources, as numba looks only at the file that a function stands in, not at what that calls.
-    """
-    sources = [*root.glob("draft_models/ngrams/*.py"), *root.glob("inference/drafters/**/*.py")]
-    said = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()[:16]
-    kept = Path(__file__).parent / "__pycache__" / f"bounds_checked-{said}"
-    for other in set(kept.parent.glob("bounds_checked-*")) - {kept}:
-        shutil.rmtree(other, ignore_errors=True)
-    return kept
-
-
 @pytest.mark.slow
 def test_compiled_code_stays_within_its_arrays_whatever_a_file_says(tmp_path: Path) -> None:
     """Kept files and tables with altered numbers and right digests, in a process whose compiled code checks bounds."""
     command = [sys.executable, "-m", "tests.inference.drafters.altered_files", str(tmp_path)]
-    checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(compiled_from(ROOT))}
+    kept = kept_folder("bounds_checked", "draft_models/ngrams/*.py", "inference/drafters/**/*.py")
+    checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(kept)}  # it takes a minute to compile
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | checked, check=False)
     assert run.returncode == 0, run.stderr
     bounds, counts = run.stdout.splitlines()

@@ -95,7 +95,7 @@ class WorkClock:
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafters, list[int]]:
     """A target, drafters that are right now and then, and what the target says after a prompt of 20."""
     folder = tmp_path_factory.mktemp("tuning")
-    path = save_target(folder / "target", kv_heads=2, peak=6.0, num_hidden_layers=3)
+    path = save_target(folder / "target", kv_heads=2, peak=6.0)
     model, stack = open_stack(path)
     small = AutoModelForCausalLM.from_pretrained(path)
     generator = torch.Generator().manual_seed(5)
@@ -105,7 +105,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Drafte
     small.save_pretrained(folder / "small")
     load_tokenizer(str(path)).save_pretrained(folder / "small")
     drafters = {
-        "early_exit": Calibrated(make_drafter(path, 2, noise=0.15)),
+        "early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.15)),
         "small_lm": load_small_lm(str(folder / "small"), load_tokenizer(str(path)), dtype=torch.float32),
     }
     return stack, drafters, reference_generate(model, random_prompt(20), 40)

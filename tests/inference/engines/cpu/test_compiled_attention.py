@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from numba import njit
 from torch import Tensor
 
 from inference.engines.cpu.attention import NEAR, attend
@@ -13,11 +12,12 @@ from inference.engines.cpu.linear import Linear
 from inference.engines.cpu.products import product
 from inference.engines.cpu.task import AttentionTask, softmax
 from inference.engines.cpu.vectors import LANES
+from tests.kept_code import kernel_of_a_test
 
 POSITIONS, ROWS, HEADS, KEY_HEADS, WIDTH = NEAR + 41, 3, 6, 2, 4 * LANES
 
 
-@njit
+@kernel_of_a_test
 def attended(queries, keys, values, seen, mask, scale, first, last, out):  # type: ignore[no-untyped-def]
     rows, width = queries.shape[0], keys.shape[2]
     scores = np.empty((queries.shape[1] // width * rows, -(-seen // LANES) * LANES), np.float32)
@@ -26,9 +26,14 @@ def attended(queries, keys, values, seen, mask, scale, first, last, out):  # typ
     attend(task, first, last, False, out)
 
 
-@njit
+@kernel_of_a_test
 def weighted(scores, count, size, mask):  # type: ignore[no-untyped-def]
     softmax(scores, 0, count, size, mask, np.float32(0.2))
+
+
+@kernel_of_a_test
+def multiplied(linear, x, rows, first, last, halves, out):  # type: ignore[no-untyped-def]
+    product(linear, x, rows, first, last, halves, out)
 
 
 def numbers(tensor: Tensor) -> np.ndarray:
@@ -134,11 +139,11 @@ def test_vectors_are_rounded_to_bfloat16_as_pytorch_does(kind: type) -> None:
     out = np.empty((1, len(x)), kind)
     nothing = Linear(np.zeros(len(x), np.float32), 1, np.ones(len(x), np.float32), x)
     expected = torch.from_numpy(x).bfloat16().float()
-    product(nothing, np.zeros((1, 1), np.float32), 1, 0, len(x), True, out)
+    multiplied(nothing, np.zeros((1, 1), np.float32), 1, 0, len(x), True, out)
     found = torch.from_numpy(out).view(torch.bfloat16) if kind is np.uint16 else torch.from_numpy(out)
     torch.testing.assert_close(found[0].float(), expected, rtol=0, atol=0, equal_nan=True)
     if kind is np.float32:
-        product(nothing, np.zeros((1, 1), np.float32), 1, 0, len(x), False, out)
+        multiplied(nothing, np.zeros((1, 1), np.float32), 1, 0, len(x), False, out)
         np.testing.assert_array_equal(out[0], x)
 
 
