@@ -1,5 +1,6 @@
 """A drafter over some tokens of the vocabulary: chosen by frequency, stored, decoded with, and still lossless."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
+from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, random_prompt, save_target
 from tests.train import jobs
 from train.recipes.early_exit import train_early_exit
@@ -159,8 +161,13 @@ def test_the_rest_of_the_head_costs_a_step_nothing(tmp_path: Path) -> None:
     assert work(None) - work(TOKENS) == 4 * 24 * rows * target.config.hidden_size
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sampled", "shared"),
+    typical_where(
+        lambda row: row[0] == row[1],
+        quick_where(lambda row: not row[0], list(itertools.product([False, True], repeat=2))),
+    ),
+)
 def test_it_trains_decodes_losslessly_and_says_what_it_covers(tmp_path: Path, sampled: bool, shared: bool) -> None:
     """With a head of its own by the whole target, or with the target's by cached distributions."""
     target = save_target(tmp_path / "target", kv_heads=2)

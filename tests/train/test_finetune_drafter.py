@@ -28,7 +28,7 @@ from outrider.errors import UserError
 from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE
 from tests.families import save_family
-from tests.tiers import quick_where
+from tests.tiers import quick_where, typical_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, finetuning, log, same, weights
 from train.core.driver import Best
@@ -41,7 +41,12 @@ from train.settings.fit import FitConfig
 # ------------------------------------------------------------------------------------------------ the command
 
 
-@pytest.mark.parametrize("start", quick_where(lambda start: start == "lora", ["new", "finished", "lora"]))
+@pytest.mark.parametrize(
+    "start",
+    typical_where(
+        {"new", "lora"}.__contains__, quick_where(lambda start: start == "lora", ["new", "finished", "lora"])
+    ),
+)
 @pytest.mark.slow
 def test_the_drafter_is_an_ordinary_directory_that_helps(
     tmp_path: Path, target: Path, small: Path, corpus: DataConfig, start: str, capsys: pytest.CaptureFixture
@@ -106,7 +111,12 @@ def test_only_adapters_are_trained_and_stored(tmp_path: Path, target: Path, smal
     assert all(name.endswith("_proj.weight") for name in changed)  # not embedding, head or norms
 
 
-@pytest.mark.parametrize("objective", quick_where(lambda objective: objective == "forward_kl", DIVERGENCES))
+@pytest.mark.parametrize(
+    "objective",  # their values: test_distillation.py
+    typical_where(
+        {"forward_kl", "acceptance"}.__contains__, quick_where(lambda objective: objective == "forward_kl", DIVERGENCES)
+    ),
+)
 def test_distillation_makes_the_drafter_like_the_target(tmp_path: Path, corpus: DataConfig, objective: str) -> None:
     """The target predicts its text badly; a drafter that learns from it is accepted more than one that does not."""
     target = save_target(tmp_path / "target", kv_heads=2, num_hidden_layers=2, seed=1)

@@ -20,9 +20,12 @@ from draft_models.targets.open_target import pick_device, pick_dtype
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.errors import UserError
+from tests.pairwise import each_value
+from tests.tiers import typical_where
 from tests.tiny import ARCHITECTURES, LAYERS, open_stack, random_prompt, save_target
 
 VARIANTS = list(itertools.product(ARCHITECTURES, (False, True), (4, 2)))
+TYPICAL = each_value(VARIANTS)
 LAYER_NAMES = {"opt": ("model.decoder.layers.", "fc1.weight")}
 
 
@@ -33,7 +36,7 @@ def window_masks(stack: LayerStack, length: int) -> dict:
     return {w: causal if w is None else causal & (distance < w) for w in {*stack.windows, None}}
 
 
-@pytest.mark.parametrize(("architecture", "tied", "kv_heads"), VARIANTS)
+@pytest.mark.parametrize(("architecture", "tied", "kv_heads"), typical_where(TYPICAL.__contains__, VARIANTS))
 def test_layer_split_equals_the_full_forward(tmp_path: Path, architecture: str, tied: bool, kv_heads: int) -> None:
     model, stack = open_stack(save_target(tmp_path, architecture, tied=tied, kv_heads=kv_heads))
     ids = torch.tensor([random_prompt(30)])
@@ -50,7 +53,7 @@ def test_layer_split_equals_the_full_forward(tmp_path: Path, architecture: str, 
             torch.testing.assert_close(stack.logits(hidden), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("architecture", "tied", "kv_heads"), VARIANTS)
+@pytest.mark.parametrize(("architecture", "tied", "kv_heads"), typical_where(TYPICAL.__contains__, VARIANTS))
 @pytest.mark.parametrize("shard", ["5GB", "40KB"])
 def test_bytes_read_are_those_of_the_named_tensors(
     tmp_path: Path, architecture: str, tied: bool, kv_heads: int, shard: str
