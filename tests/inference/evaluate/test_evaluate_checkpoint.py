@@ -40,7 +40,9 @@ def command(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """evaluate-checkpoint in this process: (exit status, stdout, stderr)."""
     monkeypatch.chdir(checkpoint)
 
-    def run(*overrides: str) -> tuple[int, str, str]:
+    def run(*overrides: str, plots: bool = False) -> tuple[int, str, str]:
+        if not plots:  # which take longer to draw than these models to decode
+            monkeypatch.setattr("inference.report.report._save", lambda *_: None)
         monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", "max_new_tokens=12", "threads=1", *overrides])
         status = 0
         try:
@@ -80,7 +82,12 @@ def test_command_from_checkpoint_to_report(checkpoint: Path, command: Callable) 
     ]
     (checkpoint / "mt.jsonl").write_text("\n".join(map(json.dumps, questions)))
     status, printed, errors = command(
-        "checkpoint=drafter", "prompts=mt.jsonl", "method=[eesd_beta,eesd_fixed]", "out_dir=out", "card=true"
+        "checkpoint=drafter",
+        "prompts=mt.jsonl",
+        "method=[eesd_beta,eesd_fixed]",
+        "out_dir=out",
+        "card=true",
+        plots=True,
     )
     assert status == 0, errors
     out = checkpoint / "out"

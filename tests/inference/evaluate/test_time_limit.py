@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from inference.evaluate import compare
 from inference.measure.prompt_results import read_results
 from inference.measure.time_limit import TimeLimit, spread_order
 from inference.measure.verdict import MIN_PROMPTS
+from inference.report import report
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from tests.inference.evaluate.evaluating import QUESTIONS
@@ -63,7 +65,8 @@ def timed(
     made = config(name, methods={"lookup": MethodConfig(source="prompt_lookup")}, compare_transformers=False)
     made = replace(made, minutes=minutes, resume=resume)
     questions = [replace(QUESTIONS[0], id=str(number)) for number in range(8)]
-    compare.evaluate_checkpoint(made, questions, clock or Ticking(seconds))
+    with patch.object(report, "_save"):  # plots take longer to draw than these models to decode
+        compare.evaluate_checkpoint(made, questions, clock or Ticking(seconds))
     return list(read_results(Path(made.out_dir))), json.loads((Path(made.out_dir) / "report.json").read_text())
 
 
