@@ -28,7 +28,8 @@ from inference.settings.method import MethodConfig, StopConfig
 from outrider import cli
 from outrider.errors import UserError
 from outrider.settings import construct
-from tests.tiers import quick_where
+from tests.pairwise import each_value
+from tests.tiers import quick_where, typical_where
 from train.settings.drafters import EesdConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -88,7 +89,10 @@ def choices() -> list[tuple[str, str]]:
     return listed
 
 
-@pytest.mark.parametrize(("command", "choice"), choices())
+CHOICES = choices()
+
+
+@pytest.mark.parametrize(("command", "choice"), typical_where(each_value(CHOICES).__contains__, CHOICES))
 def test_every_choice_composes_and_validates(command: str, choice: str) -> None:
     config = compose_and_build(command, [*COMMANDS[command][2], choice, *REQUIRED.get(choice, [])])
     assert isinstance(config, COMMANDS[command][0])
