@@ -15,7 +15,7 @@ import numpy as np
 from inference.core.tree import ROOT
 from inference.core.verify import Chance, NodeRule, Rows, verify_sampled
 
-Law = dict[Hashable, Fraction]
+Distribution = dict[Hashable, Fraction]
 Text = tuple[int, ...]
 Model = Callable[[Text], Rows]  # the distribution of the next token
 Draft = tuple[list[int], list[int], dict[int, Rows]]  # tokens, parents, q
@@ -57,7 +57,7 @@ class Branch:
         return branch
 
 
-def law(run: Callable[[Chance], Hashable]) -> Law:
+def distribution_of(run: Callable[[Chance], Hashable]) -> Distribution:
     """The probability of every outcome of `run`."""
     found: Counter = Counter()
     waiting: list[tuple[int, ...]] = [()]
@@ -146,7 +146,7 @@ def ships(rule: NodeRule, *, at_once: bool = False) -> Verify:
     return lambda tokens, parents, q, p, chance: verify_sampled(tokens, parents, q, p, rule, chance, at_once=at_once)
 
 
-def emitted(p: Model, draft: Drafter, verify: Verify, length: int) -> Law:
+def emitted(p: Model, draft: Drafter, verify: Verify, length: int) -> Distribution:
     """The distribution of the first `length` tokens of a round, completed by sampling from p where the round was
     shorter."""
 
@@ -160,12 +160,12 @@ def emitted(p: Model, draft: Drafter, verify: Verify, length: int) -> Law:
             text = (*text, chance.choose(p(text)))
         return text[:length]
 
-    return law(run)
+    return distribution_of(run)
 
 
-def plain(p: Model, length: int) -> Law:
+def plain(p: Model, length: int) -> Distribution:
     """The distribution of `length` tokens sampled from p one by one."""
-    found: Law = {(): Fraction(1)}
+    found: Distribution = {(): Fraction(1)}
     for _ in range(length):
         found = {(*t, x): w * m for t, w in found.items() for x, m in enumerate(p(t)) if m}
     return found

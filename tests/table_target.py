@@ -30,9 +30,9 @@ class TableModel:
     draft_vocabulary: Any = None
 
     def __init__(self, rows: Sequence[Sequence[float]]):
-        self.law = torch.tensor(rows, dtype=torch.float64)
-        self.table = self.law.log().float()
-        self.config = SimpleNamespace(vocab_size=len(self.law), max_position_embeddings=10**9)
+        self.distributions = torch.tensor(rows, dtype=torch.float64)
+        self.table = self.distributions.log().float()
+        self.config = SimpleNamespace(vocab_size=len(self.distributions), max_position_embeddings=10**9)
 
     @property
     def predicted(self) -> Tensor | None:

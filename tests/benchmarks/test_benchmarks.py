@@ -208,7 +208,7 @@ def test_losses_are_timed_by_rows_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         assert min(by_rows.values()) > 0
 
 
-def test_timed_losses_are_of_a_law_and_of_tokens() -> None:
+def test_timed_losses_are_of_a_distribution_and_of_tokens() -> None:
     """Cached distributions of different tokens that add up to 1; every loss is positive and has gradients for both
     sides."""
     import bench_losses

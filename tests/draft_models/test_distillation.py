@@ -202,12 +202,12 @@ def test_top_k_over_some_tokens_bucket_by_bucket(kind: str, own: Tensor, k: int)
     cached = top_k(given, k)
     keep = given["labels"] != IGNORE
     known = zip(*(cached[name][keep] for name in ("top_ids", "top_logprobs", "tail")), strict=True)
-    laws = [(ids.tolist(), logprobs.exp(), tail) for ids, logprobs, tail in known]
-    assert {sum(token in own for token in ids) for ids, *_ in laws} >= ({2} if k > K else {0, 1, 2})
+    targets = [(ids.tolist(), logprobs.exp(), tail) for ids, logprobs, tail in known]
+    assert {sum(token in own for token in ids) for ids, *_ in targets} >= ({2} if k > K else {0, 1, 2})
 
     def twin(hidden: Tensor, weight: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        for (ids, ps, tail), row in zip(laws, (hidden @ weight.T)[labels != IGNORE].softmax(-1), strict=True):
+        for (ids, ps, tail), row in zip(targets, (hidden @ weight.T)[labels != IGNORE].softmax(-1), strict=True):
             q_of = dict(zip(own.tolist(), row, strict=True))
             p = [one for token, one in zip(ids, ps, strict=True) if token in q_of]
             q = [q_of.pop(token) for token in ids if token in q_of]

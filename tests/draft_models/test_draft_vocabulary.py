@@ -59,9 +59,9 @@ def test_other_tokens_have_no_probability_at_any_temperature(dtype: torch.dtype)
     assert whole.isfinite().all()
     assert torch.equal(whole[..., TOKENS], logits)
     for temperature in (0.1, 1.0, 2.0):
-        law = (whole.float() / temperature).softmax(-1)
-        assert law[..., TOKENS].sum(-1).allclose(torch.ones(2, 3))
-        assert (law > 0).sum() <= 2 * 3 * 5
+        distribution = (whole.float() / temperature).softmax(-1)
+        assert distribution[..., TOKENS].sum(-1).allclose(torch.ones(2, 3))
+        assert (distribution > 0).sum() <= 2 * 3 * 5
 
 
 def test_labels_by_their_place() -> None:
@@ -145,16 +145,16 @@ def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path)
 
 
 def test_the_rest_of_the_head_costs_a_step_nothing(tmp_path: Path) -> None:
-    """From cached laws: a step differs by the rows that are left out, forward and by its hidden states."""
+    """From cached distributions: a step differs by the rows that are left out, forward and by its hidden states."""
     target = open_target(str(save_target(tmp_path / "target")))
-    law = {"top_ids": torch.tensor([3, 4, 100]).expand(1, 24, 3), "top_logprobs": torch.full((1, 24, 3), -1.5)}
-    law["tail"] = torch.full((1, 24), 0.3)
+    cached = {"top_ids": torch.tensor([3, 4, 100]).expand(1, 24, 3), "top_logprobs": torch.full((1, 24, 3), -1.5)}
+    cached["tail"] = torch.full((1, 24), 0.3)
 
     def work(tokens: torch.Tensor | None) -> int:
         model = target.layers(exit_layers(target.config, 2), dtype=torch.float32)
         student = EarlyExitStudent(model, 2, train_head=False, objective="kl_tv", cached=True, draft_tokens=tokens)
         with FlopCounterMode(display=False) as counted:
-            student(**batch(), **law)["loss_sum"].backward()
+            student(**batch(), **cached)["loss_sum"].backward()
         return counted.get_total_flops()
 
     rows = target.config.vocab_size - len(TOKENS)

@@ -92,22 +92,22 @@ def likeliest(logits: Tensor, step: int) -> Tensor:
 
 def every_token(coin: float) -> tuple[Tensor, Draws]:
     """Every token after every token of the table that can follow it: its probability, and it as a draw."""
-    last, token = (TABLE.law > 0).nonzero(as_tuple=True)
-    log_p = TABLE.law.log()[last]
+    last, token = (TABLE.distributions > 0).nonzero(as_tuple=True)
+    log_p = TABLE.distributions.log()[last]
 
     def rand(*shape: Any, **_: object) -> Tensor:
         return torch.full(shape[0] if len(shape) == 1 else shape, coin, dtype=torch.float64)
 
     with patch("torch.rand", rand):
-        return TABLE.law[last, token], draws_of(log_p, log_p, token, torch.Generator())[0]
+        return TABLE.distributions[last, token], draws_of(log_p, log_p, token, torch.Generator())[0]
 
 
-def test_under_the_targets_law_every_step_is_what_the_tests_take_it_for() -> None:
+def test_under_the_targets_distribution_every_step_is_what_the_tests_take_it_for() -> None:
     """By enumeration: u is uniform, the martingale's steps have the mean 0, this variance and these cumulants."""
-    last = (TABLE.law > 0).nonzero()[:, 0]
+    last = (TABLE.distributions > 0).nonzero()[:, 0]
     weights, low = every_token(0.0)
     _, high = every_token(1.0)
-    for state, order in product(range(len(TABLE.law)), range(ORDERS)):
+    for state, order in product(range(len(TABLE.distributions)), range(ORDERS)):
         rows = last == state
         begins, ends, p = low.u[rows, order], high.u[rows, order], weights[rows]
         turn = begins.argsort()
@@ -137,7 +137,7 @@ def drawn_from(log_p: Tensor, coins: torch.Generator) -> tuple[Draws, dict[str, 
 def test_draws_of_the_target_are_refused_as_seldom_as_the_level_says() -> None:
     """At a level of 0.2, so that it shows: 200 audits of 150 tokens each."""
     coins = torch.Generator().manual_seed(0)
-    log_p = TABLE.law.log()[torch.randint(len(TABLE.law), (150,), generator=coins)]
+    log_p = TABLE.distributions.log()[torch.randint(len(TABLE.distributions), (150,), generator=coins)]
     assert sum(bool(refused(p_values(drawn_from(log_p, coins)[0]), 0.2)) for _ in range(200)) <= 40
 
 
@@ -150,14 +150,14 @@ def test_what_servers_with_a_fault_draw_from_is_what_a_simulation_of_them_draws(
     for row, of_row in enumerate(p.tolist()):
         bound = min(0.09, 0.3 * math.exp(sum(x * math.log(x) for x in of_row if x)))
         rejected = sum(x for x in of_row if x <= bound)
-        laws = {typical: [x * (x > bound) + rejected * x for x in of_row]}
-        laws[forgotten] = [of_row[0] * (i == 0) + (1 - of_row[0]) * x for i, x in enumerate(of_row)]
-        for fault, law in laws.items():
+        distributions = {typical: [x * (x > bound) + rejected * x for x in of_row]}
+        distributions[forgotten] = [of_row[0] * (i == 0) + (1 - of_row[0]) * x for i, x in enumerate(of_row)]
+        for fault, distribution in distributions.items():
             with patch("inference.audit.draws.COPIES", 20000):
                 _, many = draws_of(p.log(), p.log(), torch.zeros(2, dtype=torch.long), coins)
             tails = many[fault].tail[row]
             found = [float((tails - sum(of_row[i:])).abs().lt(1e-9).double().mean()) for i in range(len(of_row))]
-            assert found == pytest.approx(law, abs=0.015)
+            assert found == pytest.approx(distribution, abs=0.015)
 
 
 def test_the_simulation_needs_more_tokens_for_what_is_less_wrong() -> None:

@@ -113,7 +113,7 @@ class TableWithLayers(TableModel):
     """A target whose layers do nothing, so that the tables say what it predicts: p, and q without some of them."""
 
     def __init__(self, p: TableModel, q: TableModel):
-        super().__init__(p.law.tolist())
+        super().__init__(p.distributions.tolist())
         self.layers, self.logits = range(3), q.logits  # type: ignore[method-assign]
 
 
@@ -138,7 +138,7 @@ CASES = {
         tree("opt_tree", source="eagle3", stop="calibrated", nodes=6, max_depth=4, delta=0.0), 11
     ),
     "k_config, some tokens": Case(
-        tree("k_config", widths=(4, 1)), tables=Tables(MARKOV.p, OfSome(MARKOV.q.law.tolist()))
+        tree("k_config", widths=(4, 1)), tables=Tables(MARKOV.p, OfSome(MARKOV.q.distributions.tolist()))
     ),
     "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0)),
     "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1)),
@@ -162,8 +162,8 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
         head.draft -= 0.5
         head.bias += 0.8
     q: Any = case.tables.q
-    size = len(case.tables.p.law)
-    models = {"early_exit": q, "small_lm": q, "eagle3": TableHead(q.law.tolist())}
+    size = len(case.tables.p.distributions)
+    models = {"early_exit": q, "small_lm": q, "eagle3": TableHead(q.distributions.tolist())}
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
     drafters = {name: Calibrated(model, head) for name, model in models.items()} | {"ngrams": table}
     options = {"max_new_tokens": case.tokens, "eos": (), "sampling": sampling, "runtime": TableRuntime()}
@@ -180,8 +180,8 @@ def draw(arm: Arm, tokens: int, draws: int) -> list[Text]:
 # ------------------------------------------------------------------------------------------------------------- χ² test
 
 
-def p_values(texts: Sequence[Text], law: Callable[[Text], Sequence[float]]) -> list[float]:
-    """How likely tokens deviate from `law` of the text before them as much as here, or more, if it is their
+def p_values(texts: Sequence[Text], distribution: Callable[[Text], Sequence[float]]) -> list[float]:
+    """How likely tokens deviate from `distribution` of the text before them as much as here, or more, if it is their
     distribution.
 
     By context of ORDER tokens, where there are as many; by context of one; and by that and the place, since what is
@@ -193,24 +193,24 @@ def p_values(texts: Sequence[Text], law: Callable[[Text], Sequence[float]]) -> l
         lambda text: text[-1],
         lambda text: (text[-1], min(len(text), ORDER + 2)),
     ]
-    return [p_value(texts, law, context) for context in contexts]
+    return [p_value(texts, distribution, context) for context in contexts]
 
 
 def p_value(
-    texts: Sequence[Text], law: Callable[[Text], Sequence[float]], context: Callable[[Text], Hashable]
+    texts: Sequence[Text], distribution: Callable[[Text], Sequence[float]], context: Callable[[Text], Hashable]
 ) -> float:
     """As above, by any context that decides the distribution. Contexts too rare for an approximation are left out."""
     counts: dict[Hashable, Counter[int]] = {}
-    laws: dict[Hashable, Sequence[float]] = {}
+    distributions: dict[Hashable, Sequence[float]] = {}
     for text in texts:
         for place in range(1, len(text)):
             key = context(text[:place])
             if key not in counts:
-                counts[key], laws[key] = Counter(), law(text[:place])
+                counts[key], distributions[key] = Counter(), distribution(text[:place])
             counts[key][text[place]] += 1
     statistic, freedom = 0.0, 0
     for key, seen in counts.items():
-        expected = {token: share * seen.total() for token, share in enumerate(laws[key]) if share > 0}
+        expected = {token: share * seen.total() for token, share in enumerate(distributions[key]) if share > 0}
         if not set(seen) <= set(expected):
             return 0.0
         if min(expected.values()) >= 5:
@@ -225,8 +225,8 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def table_law(tables: Tables) -> Callable[[Text], Sequence[float]]:
-    rows = tables.p.law.tolist()
+def table_distribution(tables: Tables) -> Callable[[Text], Sequence[float]]:
+    rows = tables.p.distributions.tolist()
     return lambda text: rows[text[-1]]
 
 
@@ -249,28 +249,28 @@ REPEATED = {
 
 @pytest.mark.parametrize("name", typical_where(lambda name: name not in REPEATED, CASES))
 @pytest.mark.slow
-def test_law(name: str) -> None:
+def test_distribution(name: str) -> None:
     case = CASES[name]
     texts = draw(make_arm(case), case.tokens, case.draws)
     assert sum(len(text) - 1 - ORDER for text in texts) >= case.draws
-    assert min(p_values(texts, table_law(case.tables))) > LEVEL
+    assert min(p_values(texts, table_distribution(case.tables))) > LEVEL
 
 
 @pytest.mark.slow
-def test_law_of_plain_sampling() -> None:
+def test_distribution_of_plain_sampling() -> None:
     case = CASES["chain, fixed"]
     texts = draw(make_arm(case, name=AUTOREGRESSIVE), case.tokens, DRAWS)
-    assert min(p_values(texts, table_law(case.tables))) > LEVEL
+    assert min(p_values(texts, table_distribution(case.tables))) > LEVEL
 
 
 def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
     """The distribution after a whole text, with processors that read it."""
     sampler = Sampler(sampling)
 
-    def law(text: Text) -> Sequence[float]:
+    def distribution(text: Text) -> Sequence[float]:
         return sampler.probabilities(MARKOV.p.table[[text[-1]]], [torch.tensor(text)])[0].double().tolist()
 
-    return law
+    return distribution
 
 
 PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree")
@@ -278,7 +278,7 @@ PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree")
 
 @pytest.mark.parametrize("name", typical_where(lambda name: name.startswith("k_config"), PROCESSED))
 @pytest.mark.slow
-def test_law_behind_processors_that_read_the_text(name: str) -> None:
+def test_distribution_after_processors_that_read_the_text(name: str) -> None:
     """Temperature, top-k and a repetition penalty, by which the distribution depends on all tokens that the text has
     had."""
     sampling = SamplingConfig(temperature=0.8, top_k=3, repetition_penalty=1.5)
@@ -286,7 +286,7 @@ def test_law_behind_processors_that_read_the_text(name: str) -> None:
     texts = draw(make_arm(case, sampling), case.tokens, DRAWS)
     seen = p_value(texts, penalised(sampling), lambda text: (text[-1], frozenset(text)))
     assert seen > LEVEL
-    assert p_value(texts, table_law(MARKOV), lambda text: text[-1]) < LEVEL  # which is another distribution
+    assert p_value(texts, table_distribution(MARKOV), lambda text: text[-1]) < LEVEL  # which is another distribution
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -457,4 +457,4 @@ DEAR_FAULTS = {"stop and verification share, as they did", "stop and verificatio
 def test_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, plant, draws = FAULTS[name]
     plant(monkeypatch)
-    assert min(p_values(draw(make_arm(case), case.tokens, draws), table_law(case.tables))) < LEVEL
+    assert min(p_values(draw(make_arm(case), case.tokens, draws), table_distribution(case.tables))) < LEVEL

@@ -339,7 +339,7 @@ VOCABULARY = 6
 @pytest.fixture(scope="module")
 def tiny_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, LayerStack, list[int]]:
     """Target, another model as drafter, and a prompt."""
-    folder = tmp_path_factory.mktemp("law")
+    folder = tmp_path_factory.mktemp("sampled")
     stacks = []
     for seed in (0, 1):
         path = save_target(folder / str(seed), vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, seed=seed,

@@ -69,8 +69,8 @@ def test_the_loss_is_the_divergence_of_what_the_models_say(
     found = {}
     for objective in DIVERGENCES:
         if cached:
-            law = (given["top_ids"], given["top_logprobs"], given["tail"])
-            expected = linear_topk_divergence(q, torch.eye(VOCABULARY), *law, row["labels"], objective)
+            known = (given["top_ids"], given["top_logprobs"], given["tail"])
+            expected = linear_topk_divergence(q, torch.eye(VOCABULARY), *known, row["labels"], objective)
         else:
             expected = linear_divergence(q, torch.eye(VOCABULARY), p, torch.eye(VOCABULARY), row["labels"], objective)
         found[objective] = make_student(opened, objective, cached)(**batch)["loss_sum"]
@@ -101,7 +101,9 @@ def test_every_objective_makes_the_drafter_like_the_target(tmp_path: Path, objec
     assert 1 < taus[0] < taus[1] <= 5
 
 
-def test_from_cached_laws_only_the_first_layers_are_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_from_cached_distributions_only_the_first_layers_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """It trains with the shards of every other layer deleted."""
     path = save_target(tmp_path / "target", shard="40KB")
     data = save_responses(path, tmp_path / "responses")
@@ -134,7 +136,9 @@ def windows_mean(rows: list[dict[str, Tensor]], accepted: list[Tensor]) -> float
     return sum(found) / len(found)
 
 
-def test_the_analytic_tau_is_of_the_best_law_at_hand(tmp_path: Path, opened: OpenTarget, corpus: DataConfig) -> None:
+def test_the_analytic_tau_is_of_the_best_distribution_at_hand(
+    tmp_path: Path, opened: OpenTarget, corpus: DataConfig
+) -> None:
     data = save_responses(Path(opened.source), tmp_path / "responses")
     text = load_rows(corpus, opened.tokenizer, 64, "heldout", max_rows=4)
     known = load_top_k_rows(data, byte_tokenizer(), 64, "heldout", max_rows=4)
@@ -170,7 +174,7 @@ def test_the_analytic_tau_is_of_the_best_law_at_hand(tmp_path: Path, opened: Ope
         assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
 
 
-def test_heldout_laws_are_not_trained_on(tmp_path: Path, target: Path) -> None:
+def test_heldout_distributions_are_not_trained_on(tmp_path: Path, target: Path) -> None:
     data = replace(save_responses(target, tmp_path / "responses"), heldout_fraction=0.5)
     texts = []
     for split in ("train", "heldout"):

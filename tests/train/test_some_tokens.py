@@ -101,10 +101,10 @@ def test_its_losses_are_those_over_its_tokens(tmp_path: Path, objective: str) ->
     expected = linear_divergence(q, identity[: len(TOKENS), : len(TOKENS)], p, identity, *given, tokens=TOKENS)
     torch.testing.assert_close(SmallLMStudent(small, objective, teacher)(**rows)["loss_sum"], expected)
     top = p.log_softmax(-1).topk(40)
-    law = {"top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
-    known = (places(law["top_ids"], TOKENS, VOCABULARY), law["top_logprobs"], law["tail"])
+    cached = {"top_ids": top.indices, "top_logprobs": top.values, "tail": 1 - top.values.exp().sum(-1)}
+    known = (places(cached["top_ids"], TOKENS, VOCABULARY), cached["top_logprobs"], cached["tail"])
     expected = linear_topk_divergence(q, identity[: len(TOKENS), : len(TOKENS)], *known, *given)
-    torch.testing.assert_close(SmallLMStudent(small, objective)(**rows, **law)["loss_sum"], expected)
+    torch.testing.assert_close(SmallLMStudent(small, objective)(**rows, **cached)["loss_sum"], expected)
 
 
 @torch.no_grad()
@@ -124,8 +124,8 @@ def test_it_samples_the_targets_ids(tmp_path: Path) -> None:
     for prefix, row, coins in zip(prefixes, drawn, numbers, strict=True):
         text = prefix.tolist()
         for token, coin in zip(row.tolist(), coins, strict=True):
-            law = whole(torch.tensor([text])).logits[0, -1, TOKENS].softmax(-1).cumsum(-1)
-            assert token == TOKENS[int((law <= coin).sum())]
+            cumulative = whole(torch.tensor([text])).logits[0, -1, TOKENS].softmax(-1).cumsum(-1)
+            assert token == TOKENS[int((cumulative <= coin).sum())]
             text.append(token)
     student = SmallLMStudent(small.requires_grad_(True), "kl_tv", layer_stack(whole), OnPolicy(1.0, 6, 0, None)).train()
     loss = student(**batch())["loss_sum"]

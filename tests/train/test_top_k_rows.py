@@ -96,14 +96,14 @@ def save_top_k(folder: Path, k: int, logprob: float = -1.0) -> DataConfig:
     for i in range(3):
         record = {"id": f"r{i}", "text": f"{i}: {TEXT}", "prompt_tokens": 0}
         tokens = torch.tensor(encode([record], byte_tokenizer(), "tokenizer")[0].ids)
-        law = torch.full((len(tokens), k), logprob)
-        responses.append(Response(record, TopK(tokens, law.long(), law, torch.zeros(len(tokens)))))
+        logprobs = torch.full((len(tokens), k), logprob)
+        responses.append(Response(record, TopK(tokens, logprobs.long(), logprobs, torch.zeros(len(tokens)))))
     folder.mkdir(exist_ok=True)
     Shard(responses).save(folder, k)
     return DataConfig(source="local", path=f"{folder}/responses-*.jsonl", heldout_fraction=0.0)
 
 
-def test_a_law_is_at_the_token_before_its_own_and_in_its_document(tmp_path: Path) -> None:
+def test_a_distribution_is_at_the_token_before_its_own_and_in_its_document(tmp_path: Path) -> None:
     rows = load_top_k_rows(save_top_k(tmp_path / "one", 2), byte_tokenizer(), 300)
     for row in (rows[i] for i in range(len(rows))):
         for document in set(row["documents"].tolist()) - {-1}:

@@ -95,7 +95,7 @@ def test_uniforms_are_a_function_of_seed_prompt_and_turn():
         assert not torch.equal(other, numbers)
 
 
-def test_the_kept_law_is_the_targets_own(model):
+def test_the_kept_distribution_is_the_targets_own(model):
     prompts = [random_prompt(5, seed=1), random_prompt(17, seed=2)]
     hot = Sampler(SamplingConfig(temperature=2.0, top_k=3))  # decides what is emitted, not what is kept
     generator = Generator(model, hot, ENDS, greedy_tokens=1, top_k_logits=6)
@@ -111,7 +111,7 @@ def test_the_kept_law_is_the_targets_own(model):
         torch.testing.assert_close(top.tail, 1 - expected.values.exp().sum(-1), atol=1e-5, rtol=0)
 
 
-def test_a_law_is_float32_and_whole_whatever_the_model_and_k(target):
+def test_a_distribution_is_float32_and_whole_whatever_the_model_and_k(target):
     half = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
     generator = Generator(half, Sampler(SamplingConfig(temperature=1.0)), ENDS, greedy_tokens=1, top_k_logits=5)
     (answer,) = generator.answer([random_prompt(5)], [uniforms(0, "", 0, 6)])

@@ -18,7 +18,7 @@ from tests.data_prep.responding import TALKS, letter_tokenizer, read_responses, 
 
 
 @torch.inference_mode()
-def test_kept_laws_are_the_targets_at_their_places(make, model):
+def test_kept_distributions_are_the_targets_at_their_places(make, model):
     """Of every response, also of several turns: what the target says after exactly the tokens before each place."""
     config = make(max_new_tokens=9, top_k_logits=4)
     generate_responses(config)
@@ -37,7 +37,7 @@ def test_kept_laws_are_the_targets_at_their_places(make, model):
     assert set(turns) == {1, 2}
 
 
-def test_an_earlier_answer_keeps_its_law_as_far_as_the_next_prompt_repeats_it():
+def test_an_earlier_answer_keeps_its_distribution_as_far_as_the_next_prompt_repeats_it():
     def answer(*tokens):
         return Answer(tokens, True, TopK(torch.tensor(tokens), *(torch.tensor(tokens)[:, None] for _ in range(3))))
 
@@ -52,7 +52,7 @@ def test_an_earlier_answer_keeps_its_law_as_far_as_the_next_prompt_repeats_it():
     assert task.top.ids[:, 0].tolist() == [3, 4]
 
 
-def test_laws_from_elsewhere_are_found_where_the_record_has_their_tokens():
+def test_distributions_from_elsewhere_are_found_where_the_record_has_their_tokens():
     tokenizer = letter_tokenizer()
 
     def find(record, tokens):
@@ -77,7 +77,7 @@ def test_laws_from_elsewhere_are_found_where_the_record_has_their_tokens():
     assert find(text, [*document.ids[6:], 1]) is None
 
 
-def test_a_damaged_law_is_named(make):
+def test_a_damaged_distribution_is_named(make):
     config = make(TALKS[:2], top_k_logits=2)
     generate_responses(config)
     (file,) = Path(config.out_dir).glob("*.safetensors")

@@ -35,7 +35,7 @@ def boundaries(weights: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_drawn_law_is_q(temperature: float) -> None:
+def test_the_drawn_distribution_is_q(temperature: float) -> None:
     """The boundaries between tokens lie where they belong, to a few units in the last place of the uniform numbers.
 
     A token's share is off by no more than its two boundaries are, so the total variation is at most their sum.
@@ -106,7 +106,7 @@ def test_no_token_without_weight_whatever_the_sums(monkeypatch: pytest.MonkeyPat
     assert (weights[rest].gather(-1, tokens[rest]) > 0).all()
 
 
-def test_sums_taken_in_parallel_leave_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_taken_in_parallel_leave_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """With errors as large as rounding makes them the distribution is the same as without, far closer than to 1e-6."""
     weights = torch.rand(1, 500, generator=torch.Generator().manual_seed(1))
     weights[0, ::3] = 0

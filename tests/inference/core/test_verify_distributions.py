@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from inference.core.tree import ROOT
 from inference.core.verify import Chance, Matching, NodeRule, Rejection, Rows, verify_sampled
 from tests.exact_distributions import (
+    Distribution,
     Drafter,
-    Law,
     distribution,
+    distribution_of,
     emitted,
     everywhere,
-    law,
     likeliest,
     paths,
     plain,
@@ -54,7 +54,9 @@ CASES = {
 }
 
 
-def node_law(rule: NodeRule, p: Rows, q: Rows, k: int, *, replace: bool | None = None, **options: bool) -> Law:
+def node_distribution(
+    rule: NodeRule, p: Rows, q: Rows, k: int, *, replace: bool | None = None, **options: bool
+) -> Distribution:
     if replace is None:
         replace = rule != WITHOUT
     draft = sampled(everywhere(q), (k,), replace=replace, **options)
@@ -64,17 +66,17 @@ def node_law(rule: NodeRule, p: Rows, q: Rows, k: int, *, replace: bool | None =
 @pytest.mark.parametrize("rule", SAMPLED)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_law_of_a_node(rule: NodeRule, k: int, case: str) -> None:
+def test_distribution_of_a_node(rule: NodeRule, k: int, case: str) -> None:
     p, q = map(distribution, CASES[case])
-    assert node_law(rule, p, q, k) == plain(everywhere(p), 1)
+    assert node_distribution(rule, p, q, k) == plain(everywhere(p), 1)
 
 
 @given(p=weights, q=weights, k=st.integers(1, 3), rule=st.sampled_from([WITH, WITHOUT, NAIVE]))
 @settings(deadline=None, max_examples=as_many(60))
 @pytest.mark.slow
-def test_law_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> None:
+def test_distribution_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> None:
     target = everywhere(distribution(p))
-    assert node_law(rule, distribution(p), distribution(q), k) == plain(target, 1)
+    assert node_distribution(rule, distribution(p), distribution(q), k) == plain(target, 1)
 
 
 @given(p=weights, q=weights, rule=st.sampled_from([WITHOUT, NAIVE]))
@@ -82,7 +84,7 @@ def test_law_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> 
 @pytest.mark.slow
 def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int], rule: NodeRule) -> None:
     """A draft padded to four children has q_i = 0 at the padding, and token 0 twice: neither crashes nor biases."""
-    padded = node_law(rule, distribution(p), distribution(q), 4, replace=False, pad=True)
+    padded = node_distribution(rule, distribution(p), distribution(q), 4, replace=False, pad=True)
     assert padded == plain(everywhere(distribution(p)), 1)
 
 
@@ -91,7 +93,7 @@ def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int]
 @pytest.mark.slow
 def test_independent_draws_may_drop_their_repeats(p: list[int], q: list[int], k: int) -> None:
     """The without-replacement rule passes over repeats, and the draws that are left are draws without replacement."""
-    found = node_law(WITHOUT, distribution(p), distribution(q), k, replace=True)
+    found = node_distribution(WITHOUT, distribution(p), distribution(q), k, replace=True)
     assert found == plain(everywhere(distribution(p)), 1)
 
 
@@ -110,7 +112,7 @@ def test_naive_is_sampling_from_p_and_looking(p: list[int], candidates: list[int
     expected: Counter = Counter()
     for token, mass in enumerate(row):
         expected[(candidates.index(token), None) if token in candidates else (None, token)] += mass
-    assert law(run) == {outcome: mass for outcome, mass in expected.items() if mass}
+    assert distribution_of(run) == {outcome: mass for outcome, mass in expected.items() if mass}
 
 
 # ---------------------------------------------------------------------------------------------------- trees and chains
@@ -123,7 +125,7 @@ def test_naive_is_sampling_from_p_and_looking(p: list[int], candidates: list[int
     ids=str,
 )
 @pytest.mark.slow
-def test_joint_law_of_a_sampled_tree(rule: NodeRule, config: tuple[int, ...], at_once: bool) -> None:
+def test_joint_distribution_of_a_sampled_tree(rule: NodeRule, config: tuple[int, ...], at_once: bool) -> None:
     """Every prefix of a round and the token after it: p(x_1) p(x_2 | x_1) … A chain is Leviathan's method."""
     size = (
         3 if (rule == WITHOUT and config != (2, 1, 1)) or len(config) == sum(config) else 2
@@ -165,7 +167,7 @@ def verify_shared(
 
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("config", [(2,), (3,), (2, 1)], ids=str)
-def test_law_of_draws_that_share_a_node(config: tuple[int, ...], at_once: bool) -> None:
+def test_distribution_of_draws_that_share_a_node(config: tuple[int, ...], at_once: bool) -> None:
     p, q = everywhere(distribution([1, 5, 4])), everywhere(distribution([8, 1, 1]))
     verify = functools.partial(verify_shared, at_once=at_once)
     length = len(config) + 1
@@ -173,7 +175,7 @@ def test_law_of_draws_that_share_a_node(config: tuple[int, ...], at_once: bool) 
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_law_of_families_of_different_sizes(at_once: bool) -> None:
+def test_distribution_of_families_of_different_sizes(at_once: bool) -> None:
     """A node that has one child only, for q has one token only, before and after nodes with two."""
     p = everywhere(distribution([1, 4, 3]))
 
@@ -196,8 +198,8 @@ def test_sample_and_match_is_exact_for_any_tree(seed: int, nodes: list[tuple[int
     length = max(map(len, paths(tokens, parents))) + 1
     assume(length <= 5)
     p = random_model(seed, 3)
-    law_of_tree = emitted(p, lambda _: (tokens, parents, {}), ships(NAIVE, at_once=at_once), length)
-    assert law_of_tree == plain(p, length)
+    distribution_of_tree = emitted(p, lambda _: (tokens, parents, {}), ships(NAIVE, at_once=at_once), length)
+    assert distribution_of_tree == plain(p, length)
 
 
 def test_everything_is_accepted_when_draft_and_target_agree() -> None:
@@ -211,7 +213,7 @@ def test_everything_is_accepted_when_draft_and_target_agree() -> None:
             rows = np.stack([p(context) for context in paths(tokens, parents)])
             return len(verify_sampled(tokens, parents, q, rows, rule, chance)[0])
 
-        assert law(run) == {3: 1}
+        assert distribution_of(run) == {3: 1}
 
 
 # -------------------------------------------------------------------------------------- the harness can tell the wrong
@@ -283,7 +285,7 @@ def acceptance(rule: NodeRule, p: Rows, q: Rows, k: int) -> Fraction:
         tokens, parents, rows = draft(chance)
         return bool(verify_sampled(tokens, parents, rows, np.stack([p] * (len(tokens) + 1)), rule, chance)[0])
 
-    return law(run).get(True, Fraction(0))
+    return distribution_of(run).get(True, Fraction(0))
 
 
 @given(p=weights, q=weights, k=st.integers(1, 3))

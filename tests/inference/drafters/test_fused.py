@@ -77,18 +77,20 @@ def test_the_tree_is_the_best_of_the_joined_probabilities(seed: int, shape: dict
         assert row == -1 or source.paths[row] == path
         assert (row != -1) == (path in source.paths)
     assert all(parent < node for node, parent in enumerate(tree.parents))
-    laws = {path: joined(drafter, q, path) if path in source.paths else ngrams_after(drafter, path)
+    distributions = {path: joined(drafter, q, path) if path in source.paths else ngrams_after(drafter, path)
             for path in [(), *paths]}  # fmt: skip
     found = dict(zip(paths, tree.path_probs.tolist(), strict=True))
-    whole = {path: math.prod(laws[path[:i]][path[i]] for i in range(len(path))) for path in paths}
+    whole = {path: math.prod(distributions[path[:i]][path[i]] for i in range(len(path))) for path in paths}
     assert found == pytest.approx(whole, rel=1e-5)
     full = len(tree) == shape["nodes"]
     worst = min(found.values()) if full else 1e-4
-    left = [(*path, t) for path in [(), *paths] if len(path) < 8 for t in laws[path] if (*path, t) not in found]
+    left = [
+        (*path, t) for path in [(), *paths] if len(path) < 8 for t in distributions[path] if (*path, t) not in found
+    ]
     whole[()] = 1.0
     missed = {path for path in whole if full and path not in source.paths and whole[path] * SUREST <= worst}
     looked_at = [path for path in left if path[:-1] not in missed]
-    assert all(whole[path[:-1]] * laws[path[:-1]][path[-1]] <= worst * 1.0001 for path in looked_at)
+    assert all(whole[path[:-1]] * distributions[path[:-1]][path[-1]] <= worst * 1.0001 for path in looked_at)
     assert len(source.calls) <= shape["max_depth"]
     assert max(source.calls) <= shape.get("width", 99)
 

@@ -50,8 +50,8 @@ def slow_sources(
             found.append((2 + size, class_of(seen, share), {t: c / total for t, c in counts.items()}))
     for size in (2, 1):
         if tuple(text[-size:]) in rows:
-            seen, law = rows[tuple(text[-size:])]
-            found.append((2 + drafter.config.longest + size, class_of(seen, max(law.values())), law))
+            seen, distribution = rows[tuple(text[-size:])]
+            found.append((2 + drafter.config.longest + size, class_of(seen, max(distribution.values())), distribution))
     sizes = range(min(REACH, len(text)), LEAST - 1, -1) if drafter.table.suffixes is not None else ()
     for size in sizes:
         after = slow_successors(make_documents(), text[-size:])
@@ -131,12 +131,12 @@ LAWS = np.random.default_rng(5).dirichlet(np.full(VOCABULARY, 0.4), VOCABULARY).
 WIDEST = 4
 
 
-def note(rows: Rows, text: list[int], law: list[float]) -> None:
+def note(rows: Rows, text: list[int], distribution: list[float]) -> None:
     """As `recycle` does with the row after `text`."""
-    best = sorted(range(VOCABULARY), key=lambda token: -law[token])[:WIDEST]
+    best = sorted(range(VOCABULARY), key=lambda token: -distribution[token])[:WIDEST]
     for size in (1, 2):
         context = tuple(text[-size:])
-        rows[context] = (rows.get(context, (0, {}))[0] + 1, {token: law[token] for token in best})
+        rows[context] = (rows.get(context, (0, {}))[0] + 1, {token: distribution[token] for token in best})
 
 
 def test_recycled_rows_are_evidence_of_the_mixture() -> None:

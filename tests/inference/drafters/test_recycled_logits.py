@@ -103,7 +103,7 @@ def test_rows_are_those_of_the_verified_tree(tmp_path: Path, monkeypatch: pytest
     ]
     assert len(tokens) == 10 < len(read)
     for text, row in zip(texts, read, strict=True):
-        law = model.double()(torch.tensor([text])).logits[0, -1].softmax(-1)
-        probs, likeliest = law.topk(WIDTH)
+        distribution = model.double()(torch.tensor([text])).logits[0, -1].softmax(-1)
+        probs, likeliest = distribution.topk(WIDTH)
         assert row[:WIDTH].long().tolist() == likeliest.tolist()
         torch.testing.assert_close(row[WIDTH:].double(), probs, rtol=1e-4, atol=1e-6)

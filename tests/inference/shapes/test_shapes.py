@@ -158,58 +158,58 @@ def test_k_config_levels(q: Q, widths: list[int], mode: str, limit: int, seed: i
     assert mode == "top_k" or set(tree.draws) == (expanded if mode == "with_replacement" else set())
 
 
-def chi_square(counts: Counter, law: dict, total: int) -> float:
+def chi_square(counts: Counter, distribution: dict, total: int) -> float:
     """The statistic in standard deviations above its mean; impossible outcomes count as infinite."""
-    if set(counts) - {outcome for outcome, probability in law.items() if probability}:
+    if set(counts) - {outcome for outcome, probability in distribution.items() if probability}:
         return math.inf
-    statistic = sum((counts[o] - total * float(p)) ** 2 / (total * float(p)) for o, p in law.items() if p)
-    freedom = sum(p > 0 for p in law.values()) - 1
+    statistic = sum((counts[o] - total * float(p)) ** 2 / (total * float(p)) for o, p in distribution.items() if p)
+    freedom = sum(p > 0 for p in distribution.values()) - 1
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
 WEIGHTS = [Fraction(w, 20) for w in (9, 6, 0, 4, 1)]
 
 
-def sequential_law(k: int) -> dict[Path_, Fraction]:
+def sequential_distribution(k: int) -> dict[Path_, Fraction]:
     """x_i ~ q_i, q_{i+1} = norm(q_i without x_i), by enumeration."""
-    law: dict[Path_, Fraction] = {(): Fraction(1)}
+    distribution: dict[Path_, Fraction] = {(): Fraction(1)}
     for _ in range(k):
-        law = {
+        distribution = {
             (*drawn, token): probability * q / (1 - sum(WEIGHTS[other] for other in drawn))
-            for drawn, probability in law.items()
+            for drawn, probability in distribution.items()
             for token, q in enumerate(WEIGHTS)
             if q and token not in drawn
         }
-    assert sum(law.values()) == 1
-    return law
+    assert sum(distribution.values()) == 1
+    return distribution
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.slow
-def test_draws_without_replacement_follow_the_sequential_law(k: int) -> None:
+def test_draws_without_replacement_follow_the_sequential_distribution(k: int) -> None:
     total, generator = 100_000, random.Random(k)
     probs = torch.tensor([float(w) for w in WEIGHTS]).expand(total, 5)
     before = probs.clone()
     right = Counter(map(tuple, _draw(probs, k, generator, replacement=False).tolist()))
     assert torch.equal(probs, before)
-    assert chi_square(right, sequential_law(k), total) < 5
+    assert chi_square(right, sequential_distribution(k), total) < 5
     if k > 1:  # power: the same pairs in index order, and draws that forget the renormalisation, must fail
         unordered = Counter(
             {o: sum(right[p] for p in itertools.permutations(o)) for o in right if list(o) == sorted(o)}
         )
-        assert chi_square(unordered, sequential_law(k), total) > 50
+        assert chi_square(unordered, sequential_distribution(k), total) > 50
         scores = (
             torch.rand(total, 5, generator=torch.Generator().manual_seed(k)) * probs
         )  # "top-k of u · q" is not sampling
         wrong = Counter(map(tuple, scores.topk(k).indices.tolist()))
-        assert chi_square(wrong, sequential_law(k), total) > 50
+        assert chi_square(wrong, sequential_distribution(k), total) > 50
     exhausted = _draw(probs[:100], 5, generator, replacement=False)
     assert (exhausted == -1).sum(-1).eq(1).all()  # q > 0 for four tokens only
     assert (exhausted[:, -1] == -1).all()
 
 
 @pytest.mark.slow
-def test_k_config_draws_have_their_laws() -> None:
+def test_k_config_draws_have_their_distributions() -> None:
     """Through the tree, both sampled modes: sequences of two draws at the root."""
     total = 4000
     generator = random.Random(0)
@@ -222,8 +222,8 @@ def test_k_config_draws_have_their_laws() -> None:
             tokens = tree.tokens.tolist()
             counter[tuple(tokens[i] for i in tree.draws.get(ROOT, range(len(tree))))] += 1
     assert chi_square(counts["with_replacement"], iid, total) < 5
-    assert chi_square(counts["without_replacement"], sequential_law(2), total) < 5
-    assert chi_square(counts["with_replacement"], sequential_law(2), total) == math.inf
+    assert chi_square(counts["without_replacement"], sequential_distribution(2), total) < 5
+    assert chi_square(counts["with_replacement"], sequential_distribution(2), total) == math.inf
 
 
 def test_draws_see_tiny_and_huge_vocabularies() -> None:

@@ -36,7 +36,16 @@ from inference.sizing.policy import (
     trials_in_chain,
 )
 from inference.stopping.best_length import BestLength
-from tests.exact_distributions import Chance, Law, Text, distribution, law, paths, random_model, sampled
+from tests.exact_distributions import (
+    Chance,
+    Distribution,
+    Text,
+    distribution,
+    distribution_of,
+    paths,
+    random_model,
+    sampled,
+)
 from tests.known_source import KnownSource, Path_, check, random_q, root, weight
 from tests.tiers import as_many
 
@@ -329,7 +338,7 @@ def test_best_widths_are_the_best(right: list[int], seconds: Costs, limit: int) 
     assert rates[found] == pytest.approx(max(rates.values()))
 
 
-def text_under_auto(p: Callable, q: Callable, length: int, tuning: Tuning, chosen: set, *, peek: bool) -> Law:
+def text_under_auto(p: Callable, q: Callable, length: int, tuning: Tuning, chosen: set, *, peek: bool) -> Distribution:
     """The distribution of the first `length` tokens when every round's tree is chosen from what earlier ones accepted.
 
     peek: the wrong way, where a second candidate is withdrawn once one has seen it.
@@ -350,11 +359,11 @@ def text_under_auto(p: Callable, q: Callable, length: int, tuning: Tuning, chose
             text = (*text, *(tokens[node] for node in nodes), bonus)
         return text[:length]
 
-    return law(run)
+    return distribution_of(run)
 
 
-def plain_law(p: Callable, length: int) -> Law:
-    found: Law = {}
+def plain_distribution(p: Callable, length: int) -> Distribution:
+    found: Distribution = {}
     for text in itertools.product(range(len(p(()))), repeat=length):
         mass = math.prod(p(text[:i])[token] for i, token in enumerate(text))
         if mass:
@@ -363,14 +372,14 @@ def plain_law(p: Callable, length: int) -> Law:
 
 
 @pytest.mark.slow
-def test_the_law_is_exact_under_chosen_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_is_exact_under_chosen_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every branch of three tokens' rounds, with rational weights; sizes that peek at this round's draws fail."""
     monkeypatch.setattr("inference.sizing.policy.all_widths", lambda: ((1,), (2,), (1, 1), (2, 1)))
     tuning = Tuning(costs(step=0.02, verify=0.5, node=0.04, rest=0.0))
     for seed in range(3):
         p, q = random_model(seed, 3), random_model(seed + 100, 3)
         chosen: set = set()
-        assert text_under_auto(p, q, 3, tuning, chosen, peek=False) == plain_law(p, 3)
+        assert text_under_auto(p, q, 3, tuning, chosen, peek=False) == plain_distribution(p, 3)
         assert len(chosen) > 1
     everywhere = [functools.partial(lambda row, _: row, distribution(row)) for row in ([1, 5, 2], [4, 1, 1])]
-    assert text_under_auto(*everywhere, 2, tuning, set(), peek=True) != plain_law(everywhere[0], 2)
+    assert text_under_auto(*everywhere, 2, tuning, set(), peek=True) != plain_distribution(everywhere[0], 2)

@@ -100,7 +100,9 @@ def drafted_by(
 @pytest.mark.parametrize("decision", DECISIONS)
 @pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
 @pytest.mark.slow
-def test_the_law_is_the_targets_whatever_a_rule_looks_at(widths: tuple[int, ...] | None, decision: str) -> None:
+def test_the_distribution_is_the_targets_whatever_a_rule_looks_at(
+    widths: tuple[int, ...] | None, decision: str
+) -> None:
     for seed in range(2):
         p, q = random_model(seed, 2 + seed), random_model(seed + 10, 2 + seed)
         drafter = drafted_by(q, widths, DECISIONS[decision])
@@ -108,7 +110,7 @@ def test_the_law_is_the_targets_whatever_a_rule_looks_at(widths: tuple[int, ...]
 
 
 @pytest.mark.parametrize("rule", LOOKING)
-def test_the_law_is_the_targets_under_shipped_rules(rule: str) -> None:
+def test_the_distribution_is_the_targets_under_shipped_rules(rule: str) -> None:
     p, q = random_model(0, 2), random_model(10, 2)
     drafter = drafted_by(q, None, shipped(rule))
     assert emitted(p, drafter, ships(Rejection(replace=False)), 3) == plain(p, 3)

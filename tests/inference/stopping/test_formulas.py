@@ -59,14 +59,14 @@ def test_fixed_length(k: int) -> None:
 
 @settings(deadline=None)
 @given(weights=st.lists(st.integers(0, 9), min_size=2, max_size=6), token=st.integers(0, 1), cut=st.floats(0.05, 0.95))
-def test_rules_of_the_drafts_own_law(weights: list[int], token: int, cut: float) -> None:
+def test_rules_of_the_drafts_own_distribution(weights: list[int], token: int, cut: float) -> None:
     """Confidence: q(x) < h; AdaEDL: 1 − √(γ H) < λ; SVIP: √H > h."""
     total = sum(weights) or 1
-    law = [weight / total for weight in weights] if sum(weights) else [1.0, *[0.0] * (len(weights) - 1)]
-    entropy = -sum(q * math.log(q) for q in law if q)
-    at = step(1, law, token)
+    distribution = [weight / total for weight in weights] if sum(weights) else [1.0, *[0.0] * (len(weights) - 1)]
+    entropy = -sum(q * math.log(q) for q in distribution if q)
+    at = step(1, distribution, token)
     expected = {
-        "confidence": (law[token], cut, True),
+        "confidence": (distribution[token], cut, True),
         "adaedl": (1 - math.sqrt(0.2 * entropy), cut, True),
         "svip": (math.sqrt(entropy), cut, False),
     }
