@@ -1,9 +1,9 @@
-"""What a round of speculative decoding costs besides the models' passes.
+"""The overhead of a round of speculative decoding: its seconds outside the models' passes.
 
     python benchmarks/bench_decode.py [--target runs/demo/target --checkpoint runs/demo/eesd --drafter DIR]
 
-The seconds of each part of a round (see round_parts.py), of a random target (Llama, 8 layers × 1024) and, where given,
-of a trained one with its drafters. For the whole against transformers' own, see bench_peers.py.
+Prints the seconds of each part of a round (see round_parts.py) for a random target (Llama, 8 layers × 1024) and, if
+given, for a trained one with its drafters. bench_peers.py compares whole generations with those of transformers.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MAX_NGRAM = 3
 
 
 def methods_for(draft_tokens: int) -> dict[str, MethodConfig]:
-    """The methods whose rounds are taken apart; chains and prompt lookup draft `draft_tokens`."""
+    """The methods whose rounds are measured by part; chains and prompt lookup draft `draft_tokens`."""
     fixed = StopConfig(rule="fixed", max_draft=draft_tokens)
     return {
         "chain_early_exit": MethodConfig(stop=fixed),

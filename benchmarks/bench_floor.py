@@ -1,4 +1,4 @@
-"""How near decoding comes to the floor of a device: the time it takes to read the weights once.
+"""Decoding against the floor of a device: the time to read the weights once.
 
     python benchmarks/bench_floor.py [--device cuda] [--shapes 7b 68m toy] [--contexts 192 960] [--runtime auto]
 
@@ -9,7 +9,7 @@ with random weights, in bf16 on CUDA and float32 on a CPU, through the runtime's
   fit its caches can be read faster than that floor;
 - a verify pass by width, as a multiple of width 1;
 - a draft step of an early-exit drafter on 8 % of the layers, against the floor of its share of the bytes;
-- a whole round (a chain of 4, a tree of 32, none) and what of it lies outside of the models' passes.
+- a whole round (a chain of 4, a tree of 32, none) and its part outside of the models' passes.
 
 Everything is repeated in turn; medians and quartiles. Prints tables, writes results/floor_DEVICE.json and a plot.
 """
@@ -77,7 +77,7 @@ class Steps:
         self.drafting.commit(range(self.context))
 
     def target_pass(self, width: int) -> None:
-        """A pass over `width` rows with the choice of their tokens; leaves the session as it was."""
+        """A pass over `width` rows, and the choice of their tokens; the session is unchanged after it."""
         session = self.session
         session.feed(self.tokens[:width], chain_parents(0, width))
         session.finish().argmax(-1).tolist()
@@ -87,7 +87,7 @@ class Steps:
         session.base = self.context
 
     def draft(self, clock: Clock) -> float:
-        """Seconds of one of the draft steps of a chain; commits its root, so that the text grows by a token."""
+        """Seconds of one draft step of a chain. It commits the root, so that the text grows by a token."""
         root = token = self.tokens[:1]
         started = clock()
         for parent in range(ROOT, DRAFT + ROOT):
@@ -109,7 +109,7 @@ def prefill(session: Session, prompt: Tensor) -> None:
 
 @dataclass
 class Watched:
-    """A runtime whose sessions note how long their passes take: on CUDA the device's time, between events."""
+    """A runtime whose sessions record the time of their passes; on CUDA the device's time between events."""
 
     runtime: Runtime
     device: torch.device
@@ -131,7 +131,7 @@ class Watched:
         return session
 
     def _watch(self, run: Callable[..., Any], owner: weakref.ref[Any]) -> Callable[..., Any]:
-        """`run` of a session, noted; by a weak reference, as a session that held itself would be seen as in use."""
+        """`run` of a session, recorded. The reference is weak: a session that held itself would count as in use."""
 
         def watched(*args: Any) -> Any:
             begin = self._now()
@@ -160,7 +160,7 @@ class Watched:
 def time_rounds(target: Target, runtime: Runtime, prompt: Sequence[int], method: MethodConfig | None) -> list[Any]:
     """(seconds, seconds in passes, drafted tokens) of the rounds of a generation.
 
-    Without prefill, last round, and those in which graphs were captured.
+    Prefill, the last round, and rounds in which graphs were captured are left out.
     """
     device = target.stack.device
     clock, watched = make_clock(device), Watched(runtime, device)
@@ -238,14 +238,14 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def against_floor(values: Sequence[float], size: int, bandwidth: float) -> dict[str, Any]:
-    """`spread` of seconds, next to those it takes to read `size` bytes; share_of_floor: 1 is as fast as reading."""
+    """`spread` of seconds, and the seconds to read `size` bytes; share_of_floor: 1 is as fast as reading."""
     floor = size / bandwidth
     share = floor / statistics.median(values)
     return {**spread(values), "bytes": size, "floor_seconds": floor, "share_of_floor": share}
 
 
 def summarise_rounds(found: Sequence[Any]) -> dict[str, Any]:
-    """Median seconds of a round and of what lies outside of its passes; the share is of these two."""
+    """Median seconds of a round and of its part outside of passes; the share is the ratio of these two."""
     whole = spread([seconds for seconds, *_ in found])
     outside = spread([seconds - passes for seconds, passes, _ in found])
     return {

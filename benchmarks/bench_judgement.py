@@ -2,8 +2,8 @@
 
 python benchmarks/bench_judgement.py --target runs/demo/target --checkpoint runs/demo/eesd --out judgement_demo.json
 
-Every seed takes other prompts. On each the runtime as it is, and with one fault of `planted_faults` after the other,
-decodes by itself and is then judged, as evaluate-checkpoint judges it.
+Every seed selects other prompts. On each prompt the runtime decodes once without a fault and once with each fault of
+`planted_faults`. Every answer is then judged as evaluate-checkpoint judges it.
 """
 
 import argparse
@@ -137,7 +137,7 @@ class Subject:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One row a fault and arm: how many seeds were refused, and how far bulk and peak lie apart."""
+    """One row for each fault and arm: the number of seeds that were refused, and the distance of bulk and peak."""
     lines = ["| fault | arm | refused | identical | bulk | peak | gap |", "|---|---|---|---|---|---|---|"]
     for fault in dict.fromkeys(row["fault"] for row in rows):
         for arm in dict.fromkeys(row["arm"] for row in rows if row["fault"] == fault):

@@ -1,16 +1,16 @@
-"""What the layout of a target's weights is worth on a CPU: passes by rows, in every layout and in the chosen ones.
+"""The effect of weight layouts on a CPU: seconds of a pass by rows, in every layout and in the chosen ones.
 
     python benchmarks/bench_layouts.py --target runs/smollm2/fetch [--threads 1 2] [--dtype float32]
 
-Loads the target once for each of `inference.engines.packing.LAYOUTS` and once as evaluate-checkpoint does. There all
-layers of a pass of few tokens run in one call, which is left out once: "layer by layer". Times passes over 1 to 32
-tokens after a text of `--context` tokens, all in turn. Beside them stand a token of transformers' `generate` and the
-floor: the time that reading the weights takes at the measured bandwidth, as they are stored in `--dtype`. A pass in
-one call may take less, as it reads float32 weights that were bfloat16 once as such.
+Loads the target once for each of `inference.engines.packing.LAYOUTS` and once as evaluate-checkpoint does, where all
+layers of a pass of few tokens run in one call. One more arm, "layer by layer", does not use that call. Times passes
+over 1 to 32 tokens after a text of `--context` tokens, all in turn. For comparison it also times a token of
+transformers' `generate` and computes the floor: the time to read the weights, as stored in `--dtype`, at the measured
+bandwidth. A pass in one call can be below the floor: it reads float32 weights that equal bfloat16 ones as bfloat16.
 
-Beside them stand the passes of the int8 model that `dtype=int8` decodes (another model), laid out as there, and the
-floor of its own bytes: a byte a weight. The products of a pass are timed alone as well: in every layout, and those of
-the int8 model in every layout that its layers have. Writes results/layouts_cpu.json.
+It also times the passes of the int8 model that `dtype=int8` decodes (another model), in the layout used there, against
+the floor of its own bytes: one byte for each weight. The matrix products of a pass are also timed alone: in every
+layout, and those of the int8 model in every layout that its layers have. Writes results/layouts_cpu.json.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Passes:
         self.session.commit(range(len(text)))
 
     def run(self, width: int) -> None:
-        """A pass over `width` rows with the choice of their tokens; leaves the session as it was."""
+        """A pass over `width` rows, and the choice of their tokens; the session is unchanged after it."""
         session, context = self.session, len(self.text)
         session.feed(self.text[:width], chain_parents(0, width))
         largest(session.finish())[1].tolist()
@@ -118,20 +118,20 @@ def measure(target: OpenTarget, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def kinds_of(stack: LayerStack) -> dict[str, int]:
-    """How many linear layers of a stack are laid out in which way; of a way around another the inner one counts."""
+    """The number of linear layers of a stack by layout; where one layout wraps another, the inner one counts."""
     kinds = (type(module).__name__ for module in stack.modules() if type(module) is not WidenedLinear)
     return dict(Counter(kind for kind in kinds if "Linear" in kind))
 
 
 def int8_linears(target: OpenTarget, dtype: torch.dtype) -> list[Int8Linear]:
-    """The linear layers of the int8 model as a pass runs them: some of them joined."""
+    """The linear layers of the int8 model as a pass runs them; some are joined."""
     stack = target.stack(dtype=dtype, device=CPU, int8=True)
     fuse_layers(stack)
     return [module for module in stack.modules() if isinstance(module, Int8Linear)]
 
 
 def time_products(target: OpenTarget, dtype: torch.dtype, repeats: int) -> dict[str, dict[str, float]]:
-    """Milliseconds that all linear layers of a pass take by themselves, by layout and width, one after the other."""
+    """Milliseconds of all linear layers of a pass, run alone and in sequence, by layout and width."""
     stack = target.stack(dtype=dtype, device=CPU)
     fuse_layers(stack)
     linears = [module for module in stack.modules() if isinstance(module, nn.Linear)]
@@ -151,7 +151,7 @@ def time_products(target: OpenTarget, dtype: torch.dtype, repeats: int) -> dict[
 
 
 def seconds_a_token(plain: nn.Module, text: Tensor, tokens: int = 8) -> float:
-    """Of transformers' `generate` after `text`: the difference of two lengths, so without the prompt's pass."""
+    """Seconds a token of transformers' `generate` after `text`; the difference of two lengths, so without prefill."""
     clock, ends = make_clock(CPU), []
     for count in (1, 1 + tokens):
         started = clock()
@@ -196,7 +196,7 @@ def main() -> None:
     earlier = read_json(options.out, "timings", "give another --out")["entries"] if options.out.exists() else {}
     device = f"{machine['device']} with AMX" if has_amx() else machine["device"]
     entry = {f"{options.dtype} on {device}": {**facts, "results": results}}
-    write_json(options.out, {"entries": {**earlier, **entry}})  # those of other dtypes and machines stay
+    write_json(options.out, {"entries": {**earlier, **entry}})  # entries of other dtypes and machines are kept
 
 
 if __name__ == "__main__":

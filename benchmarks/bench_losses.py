@@ -1,10 +1,10 @@
-"""What a drafter's loss takes in a training step, by how many rows of logits exist at a time.
+"""Seconds of a drafter's loss in a training step, by the number of rows of logits that exist at a time.
 
     python benchmarks/bench_losses.py [--rows 1300] [--repeats 7] [--out results/losses_cpu.json]
 
-Forward and backward of hidden · weightᵀ and a loss of it, in bfloat16 over float32 weights as in training. Two heads:
-a small LM's over a draft vocabulary (256 → 8,192) and one over a whole one (576 → 49,152). Every number of rows takes
-its turn in one process; medians. A loss that learns from cached distributions has 16 tokens of them.
+Times forward and backward of a loss of hidden · weightᵀ, in bfloat16 with float32 weights as in training. There are two
+heads: a small LM's over a draft vocabulary (256 → 8,192), and one over a whole vocabulary (576 → 49,152). The numbers
+of rows take turns in one process; medians are reported. A loss on cached distributions has the 16 most probable tokens.
 """
 
 import argparse
@@ -24,11 +24,11 @@ RESULTS = Path(__file__).parent / "results" / "losses_cpu.json"
 HEADS = ((256, 8192), (576, 49152))
 CHUNKS = (64, 128, 256, 512, 1024)
 KNOWN = 16
-Loss = Callable[[Tensor, Tensor, int], Tensor]  # of hidden states, a head's weight and rows at once
+Loss = Callable[[Tensor, Tensor, int], Tensor]  # of hidden states, the weight of a head, and rows at a time
 
 
 def losses(rows: int, width: int, tokens: int) -> dict[str, Loss]:
-    """By name, on targets that are drawn."""
+    """The losses by name, on random targets."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(tokens, (rows,), generator=generator)
     taught = torch.randn(rows, width, generator=generator).bfloat16()
@@ -55,7 +55,7 @@ def seconds_of(loss: Loss, hidden: Tensor, weight: Tensor, chunk: int) -> float:
 
 
 def measure(rows: int, width: int, tokens: int, repeats: int) -> dict[str, dict[int, float]]:
-    """Seconds of a step's loss, by loss and rows at once."""
+    """Seconds of a step's loss, by loss and by rows at a time."""
     hidden = torch.randn(rows, width).requires_grad_()
     weight = (torch.randn(tokens, width) / width**0.5).requires_grad_()
     found: dict[str, dict[int, float]] = {}

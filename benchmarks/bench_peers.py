@@ -12,13 +12,13 @@ Arms, prompt by prompt in turn, of a random target (Llama, 8 layers × 1024) and
 - the small LM in chains of K against assisted generation;
 - prompt lookup against prompt lookup.
 
-Where transformers drafts with a model it does so twice: with K tokens, all of them submitted, and as it would without
-being told (up to 20 tokens, stopped by the draft's confidence). It runs its models as they are with its stock
-attention; ours are laid out for the device as evaluate-checkpoint does it. Rates leave out everything before the first
-tokens arrive, which with transformers' assisted generation come from prefill and first draft together.
+Where transformers drafts with a model it runs twice: with K tokens, all of them submitted, and with its defaults (up to
+20 tokens, stopped by the draft's confidence). It runs its models unchanged with its stock attention. The runtime packs
+weights for the device as evaluate-checkpoint does. Rates exclude the time to the first tokens. With transformers'
+assisted generation these come from prefill and the first draft together.
 
-`--temperature 1` samples instead; texts differ then, and only the rates are compared. In 16 bits ties may be decided
-otherwise, and `equal_to_generate` counts what is equal without excusing any.
+`--temperature 1` samples; then texts differ, and only the rates are compared. In 16 bits ties may be resolved
+differently; `equal_to_generate` counts equal texts and excuses no tie.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def contest(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tokens_per_second(generation: Generation) -> float:
-    """Of what came after the first tokens."""
+    """Tokens per second after the first tokens."""
     return sum(len(r.tokens) for r in generation.rounds) / generation.decode_seconds
 
 

@@ -7,11 +7,11 @@
 
 Methods are named as for evaluate-checkpoint, whose options these are. Peers with the same weights: transformers'
 `generate`, its prompt lookup, and its assisted generation by the same small LM and by the same early exit, put
-together as a model; each of those with K tokens and as it would without being told. With --llama-python, llama.cpp as
-well, in a process of its own (see peer_llamacpp.py).
+together as a model; each of those with K tokens and with its defaults. With --llama-python also llama.cpp, in a
+separate process (see peer_llamacpp.py).
 
-The result of every prompt is kept. A run that is cut, or whose --minutes are over, goes on with the same command. A
-run replaces the entry of its dtype in --out and leaves the others.
+The result of every prompt is saved. The same command resumes a run that was stopped, or whose --minutes are over. A run
+replaces the entry of its dtype in --out and keeps the others.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from outrider.machine import describe_machine
 from train.core.time_budget import STEPS_FILE
 
 HERE = Path(__file__).parent
-PEERS = (  # what they do decides what is measured
+PEERS = (  # modules whose code decides what is measured
     "transformers_arms.py", "peer_llamacpp.py", "llamacpp_server.py", "subjects.py", "interleaved.py",
 )  # fmt: skip
 
@@ -73,19 +73,19 @@ def transformers_peers(config: EvaluateConfig, draft_tokens: int, setup: TargetS
 
 
 def left_of(arms: Mapping[str, Arm], without: Sequence[str]) -> dict[str, Arm]:
-    """`arms` but for those named. Raises `UserError` for a name that none has."""
+    """`arms` without those named. Raises `UserError` for a name that no arm has."""
     for name in without:
         require(name in arms, "without", name, f"peers, among {sorted(arms)}")
     return {name: arm for name, arm in arms.items() if name not in without}
 
 
 def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
-    """Those that the small LM is made of, where they are not all."""
+    """The tokens that the small LM knows, if it does not know all."""
     return None if config.small_lm is None else KINDS["small_lm"].load_plugin().known_tokens(config.small_lm)
 
 
 def trained(config: EvaluateConfig) -> dict[str, Any]:
-    """Of every drafter where it lies, the digests that know it, and how long its training was to take, if it says."""
+    """For every drafter its path, the digests that identify it, and the time limit of its training, if recorded."""
     found = {}
     for kind in KINDS.values():
         where = config.where(kind)
@@ -97,7 +97,7 @@ def trained(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespace, peers: Any) -> dict[str, Any]:
-    """What was measured and on what, JSON-able."""
+    """The measurements and their conditions, JSON-able."""
     return {
         "target": contest.setup.target.source,
         "target_digest": asdict(contest.setup.target.fingerprint),
@@ -121,14 +121,14 @@ def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespa
 
 
 def write_entry(path: Path, entry: Mapping[str, Any]) -> None:
-    """Put `entry` into the JSON file `path` in the place of an earlier one of its dtype."""
+    """Write `entry` to the JSON file `path`, replacing an earlier entry of its dtype."""
     earlier = read_json(path, "record", "remove it, or choose another --out")["entries"] if path.exists() else {}
     require_writable(path.parent)
     write_json(path, {"entries": {**earlier, entry["dtype"]: entry}})
 
 
 def record(options: argparse.Namespace) -> None:
-    """Measure what is left to measure, write the entry and show the tables. Raises `UserError`."""
+    """Measure the remaining prompts, write the entry and print the tables. Raises `UserError`."""
     config = evaluation(options.options)
     prompts = read_categories(options.prompts, options.per_category)
     code = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PEERS)).hexdigest()[:12]
@@ -147,7 +147,7 @@ def record(options: argparse.Namespace) -> None:
             require(not setup.int8, "dtype", config.dtype, "floats with --llama-python: it would decode another model")
             asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
             where, dtype = setup.target, setup.dtype
-            target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be laid out anew
+            target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be repacked
             small = config.small_lm and load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
             started = llama_server(options.llama_python, folder, target, small, known_tokens(config), **asked)
             server = held.enter_context(started)

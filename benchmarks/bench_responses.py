@@ -1,12 +1,12 @@
-"""Answering many prompts at once: the fast way of this device against a cache that grows, in turn on the same prompts.
+"""Answering prompts in batches: the fast path of this device against a growing cache, in turn on the same prompts.
 
     python benchmarks/bench_responses.py --target runs/smollm2/fetch --prompts runs/smollm2/prompts/train.jsonl
     python benchmarks/bench_responses.py --device cpu --batch 40 --target … --prompts …
 
 On a GPU a step is a graph, on a CPU with AMX a compiled call, see data_prep/responses/batch_state.py.
 
-Prompts are answered in batches of like lengths, as data_prep/generate_responses.py does. Both ways emit the same number
-of tokens but for the last bits of logits. Writes benchmarks/results/responses_DEVICE.json.
+Prompts are answered in batches of similar lengths, as data_prep/generate_responses.py does. Both paths emit the same
+number of tokens, up to rounding of the logits. Writes benchmarks/results/responses_DEVICE.json.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Which layers of a target a draft may leave out (`methods.NAME.skip`), measured on answers of the target.
+"""Choose the layers of a target that a draft skips (`methods.NAME.skip`), by answers of the target.
 
     python benchmarks/choose_skip.py --target T --prompts questions.jsonl --out skip.json
 
-How often a draft's first token is right is counted at every place of the target's greedy answers. First each layer is
-left out alone. Then one layer after the other is, always the one whose absence shows least beside those before it, of
-the four that look most dispensable alone. Of these sets the one is chosen whose rounds promise the most tokens for
-their cost, with the draft length that is best for it. A pass costs what the weights are that it reads.
+The measure is how often the first token of a draft is right, over all positions of the target's greedy answers. First
+each layer is skipped alone. Then layers are added to the skipped set one by one: of the four layers that cost least
+alone, the one that costs least together with those skipped already. The chosen set, with its best draft length, has the
+most expected tokens of a round for its cost. The cost of a pass is the number of weights that it reads.
 
-Zhang et al. (arXiv 2309.08168) search over attention and feed-forward parts, by Bayesian optimisation of the speed.
+Zhang et al. (arXiv 2309.08168) search over attention and feed-forward parts by Bayesian optimisation of the speed.
 """
 
 import argparse
@@ -32,9 +32,9 @@ WIDTH = 4  # layers that are tried before the next one is left out
 
 
 class Answer:
-    """A text of the target, and what its layers remember of it.
+    """A text of the target, and the keys and values of its layers.
 
-    prompt, answer: token ids, both not empty. The answer is the target's own, greedily decoded.
+    prompt, answer: token ids, both not empty. The answer is the target's greedy one.
     """
 
     @torch.inference_mode()
@@ -50,12 +50,12 @@ class Answer:
         self.remembered = session.rest.content()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """As of a cache: the keys and values of the whole target, after them the rows' own."""
+        """The interface of a cache: the keys and values of the whole target, followed by those of the rows."""
         keys, values = self.remembered[layer_idx]
         return torch.cat([keys, key], dim=-2), torch.cat([values, value], dim=-2)
 
     def _mask(self, window: int | None) -> Tensor:
-        """[1, 1, rows, text + rows]: a row sees the text before it, and itself."""
+        """[1, 1, rows, text + rows]: a row attends to the text before it and to itself."""
         before = self.positions[:, None] - torch.arange(int(self.positions[-1]) + 1, device=self.positions.device)
         seen = (before > 0) & (before < (window or len(before[0]) + 1))
         own = torch.eye(len(self.positions), dtype=torch.bool, device=seen.device)
@@ -64,7 +64,7 @@ class Answer:
 
     @torch.inference_mode()
     def right_without(self, skip: Iterable[int]) -> int:
-        """Places at which a draft without the layers `skip` begins with the target's own token."""
+        """The positions at which a draft without the layers `skip` begins with the target's token."""
         stack, skipped = self.stack, set(skip)
         hidden = stack.embed(self.tokens[None], self.positions[None])
         rotary, masks = (
@@ -78,7 +78,7 @@ class Answer:
 
 
 def tokens_per_cost(share: float, cost: float) -> tuple[float, int]:
-    """The most expected tokens a round for what it costs, in passes of the target, and the draft length for that.
+    """The most expected tokens of a round divided by its cost in passes of the target, and the draft length of it.
 
     share: of drafted tokens that are right. cost: of a draft's pass (Leviathan et al., arXiv 2211.17192, theorem 3.8).
     """
@@ -87,7 +87,7 @@ def tokens_per_cost(share: float, cost: float) -> tuple[float, int]:
 
 
 def choose(stack: LayerStack, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The layers to leave out, and what was measured. Needs a target of at least two layers."""
+    """The layers to skip, and the measurements. The target needs at least two layers."""
     places = sum(len(answer.answer) for answer in answers)
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in stack.layers]
     head = sum(weight.numel() for weight in stack.head.parameters())
@@ -112,9 +112,9 @@ def choose(stack: LayerStack, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def choose_for(target: str, prompts: str, beside: int, count: int, tokens: int) -> dict[str, Any]:
-    """`choose` on answers of `tokens` tokens to `count` prompts, others than an evaluation of `beside` prompts takes.
+    """`choose` on answers of `tokens` tokens to `count` prompts that an evaluation of `beside` prompts does not use.
 
-    Where there are no others it takes those, and says so by "own_prompts": false. Raises `UserError`.
+    If there are no others it uses the same ones and sets "own_prompts" to false. Raises `UserError`.
     """
     opened = open_target(target)
     device = pick_device("auto")

@@ -13,8 +13,8 @@ Figures = dict[str, Any]
 
 
 def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Figures:
-    """What `results` say of one arm: speeds are of decoding, prefill apart; ratios are medians over prompts with their
-    95 % intervals. τ is None for an arm that does not tell its passes."""
+    """The figures of one arm by `results`: speeds of decoding without prefill; ratios as medians over prompts with 95 %
+    intervals. τ is None for an arm that does not report its passes."""
     mine = [result.generations[arm] for result in results]
     streams = Streams(seed).within(arm, "bootstrap")
     rounds = [each for generation in mine for each in generation.rounds]
@@ -33,7 +33,7 @@ def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Figures:
 
 
 def all_figures(results: Sequence[PromptResult], seed: int) -> dict[str, Figures]:
-    """`figures` of every arm by name, in all and `by_category`; and what judging it came to, where it was judged."""
+    """`figures` of every arm by name, over all prompts and `by_category`, and its judgement, if it was judged."""
     categories = sorted({result.category for result in results})
     groups = {name: [result for result in results if result.category == name] for name in categories}
     found = {}

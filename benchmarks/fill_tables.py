@@ -1,20 +1,20 @@
-"""The figures of a report in the tables of README.md and docs/: written, or compared.
+"""Write the figures of a report into the tables of README.md and docs/, or compare them.
 
     python benchmarks/fill_tables.py benchmarks/results/demo_cpu.json README.md docs/results.md
 
-A page marks its table with two comments, and the table's own header says which columns it has:
+A page marks its table with two comments. The header of the table names its columns:
 
     <!-- demo table: begin -->
     | method | identical | τ |
     …
     <!-- demo table: end -->
 
-Every row under the header is written anew, baselines first. So is every figure of the form "`eesd_beta` τ 3.64"
-elsewhere on the page. The tables of the record (bench_real.py) stand between "float32 table: begin" and "float32 table:
-end", and so for each entry's dtype; between those of "float32 summary" without categories. Those of bench_layouts.py
-stand between "NAME layouts: begin" and "NAME layouts: end". What became of a paper's claims (paper.py) stands between
-"gsd tables: begin" and "gsd tables: end", and so for each paper. --check writes nothing, and ends with status 1 where a
-page differs from the report.
+Every row under the header is replaced, baselines first, and so is every figure of the form "`eesd_beta` τ 3.64"
+elsewhere on the page. The tables of the record (bench_real.py) are between "float32 table: begin" and "float32 table:
+end", likewise for each dtype; between the marks of "float32 summary" they have no categories. The tables of
+bench_layouts.py are between "NAME layouts: begin" and "NAME layouts: end". The verdicts on a paper's claims (paper.py)
+are between "gsd tables: begin" and "gsd tables: end", likewise for each paper. --check writes nothing, and ends with
+status 1 if a page differs from the report.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def fill_paper(page: str, record: Mapping[str, Any]) -> str:
 
 
 def row(columns: Sequence[str], cells: Mapping[str, str]) -> str:
-    """One line of a table, its cells in the order of the header."""
+    """One line of a table, with its cells in the order of the header."""
     known = ("method", "identical", "τ", "v_d", "r_d", "HM", "drafted/round", "tokens/s", "speed-up [95 %]")
     unknown = set(columns) - {*known, "vs transformers"}
     if unknown:
@@ -81,7 +81,7 @@ def row(columns: Sequence[str], cells: Mapping[str, str]) -> str:
 
 
 def rows(reports: Sequence[Report]) -> list[dict[str, str]]:
-    """All cells of all rows, by the names of the columns: both baselines, then the methods."""
+    """The cells of all rows by column name: both baselines, then the methods."""
     first = reports[0]
     speeds, checked = first["tokens_per_second"], first["lossless"]["checked"]
     autoregressive = {

@@ -1,4 +1,4 @@
-"""What a device can do at best: bytes per second of memory far larger than its caches, and steps per second."""
+"""The limits of a device: bytes per second of memory far larger than its caches, and steps per second."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 @torch.inference_mode()
 def measure_device(device: torch.device, dtype: torch.dtype, gigabytes: float) -> dict[str, float]:
-    """Bytes per second at best, and seconds to launch a step that computes next to nothing."""
+    """The highest bytes per second, and the seconds to launch a step that computes almost nothing."""
     clock = make_clock(device)
     found = measure_bandwidth(device, dtype, gigabytes, clock)
     one = torch.zeros(1, device=device)
@@ -31,7 +31,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, gigabytes: float) -
 
 
 def measure_bandwidth(device: torch.device, dtype: torch.dtype, gigabytes: float, clock: Clock) -> dict[str, float]:
-    """Bytes per second at best of reductions and a matrix-vector product, and of a copy, which reads and writes."""
+    """The highest bytes per second of reductions and a matrix-vector product, and of a copy, which reads and writes."""
     matrix = torch.ones(int(gigabytes * 1e9 / dtype.itemsize) // 8192, 8192, dtype=dtype, device=device)
     other, vector = torch.empty_like(matrix), matrix[0].clone()
     reads: list[Callable[[], Any]] = [matrix.sum, matrix.max, lambda: matrix @ vector]
@@ -56,7 +56,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 def make_clock(device: torch.device) -> Clock:
-    """Seconds, after the device has finished what it was given."""
+    """A clock that waits until the device has finished its work. Seconds."""
 
     def clock() -> float:
         if device.type == "cuda":
@@ -67,7 +67,7 @@ def make_clock(device: torch.device) -> Clock:
 
 
 def sample(run: Callable[[], Any], clock: Clock, times: int) -> list[float]:
-    """Seconds of each of `times` runs, after one that does not count."""
+    """Seconds of each of `times` runs, after one warm-up."""
     run()
     seconds = []
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""Targets of known shapes with random weights, made on the device that is measured, and what they weigh."""
+"""Targets of known shapes with random weights, made on the measured device, and their sizes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers, not bytes: in one layer, the head, the embedding; keys and values of one position in one layer."""
+    """Numbers, not bytes: of one layer, the head, the embedding; keys and values of a position in one layer."""
 
     layer: int
     head: int
@@ -50,7 +50,7 @@ class Weights:
     position: int
 
     def read(self, layers: int, context: int, heads: int = 1) -> int:
-        """What a pass over one row after `context` positions has to read: each weight and each key and value once."""
+        """The bytes that a pass over one row after `context` positions reads: each weight, key and value once."""
         return layers * (self.layer + self.position * context) + heads * self.head
 
 
@@ -79,7 +79,7 @@ def needed_bytes(config: LlamaConfig, dtype: torch.dtype, positions: int) -> int
     weights, layers = weigh(config), config.num_hidden_layers
     numbers = (layers + 1) * weights.layer + 2 * weights.head + weights.embedding
     numbers += 3 * (layers + 1) * weights.position * positions
-    return int(1.1 * numbers * dtype.itemsize)  # a tenth for what is joined, laid out anew and computed on the way
+    return int(1.1 * numbers * dtype.itemsize)  # a tenth for joined and repacked weights and for activations
 
 
 def free_bytes(device: torch.device) -> int:
@@ -105,7 +105,7 @@ def _random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device)
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in list(model.named_parameters()):
         weight = torch.ones(parameter.shape, dtype=dtype, device=device)
-        if parameter.ndim == 2:  # a token's own embedding decides most of what follows: some drafts are accepted
+        if parameter.ndim == 2:  # a token's embedding mostly decides the next token, so that some drafts are accepted
             weight.normal_(std=1.0 if "embed" in name else 0.02, generator=generator)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(weight, requires_grad=False))

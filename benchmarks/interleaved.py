@@ -1,6 +1,6 @@
-"""Arms on prompts in turn, kept prompt by prompt: a measurement that is cut goes on with the same command.
+"""Arms on prompts in turn. The result of every prompt is saved, so that the same command resumes a measurement.
 
-What evaluate-checkpoint does for its methods, and for peers beside them, in one process.
+Does in one process what evaluate-checkpoint does for its methods, and the same for peers.
 """
 
 import argparse
@@ -52,19 +52,19 @@ from outrider.run_dirs import only_run
 from outrider.settings import construct
 from outrider.streams import Streams
 
-# Options of evaluate-checkpoint that the benchmarks say by themselves, or have no use for.
+# Options of evaluate-checkpoint that the benchmarks set themselves or do not use.
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
                   "out_dir", "resume", "debug", "plan", "card", "wandb", "show_prompts")  # fmt: skip
-ArmsFor = Callable[[int], Mapping[str, Arm]]  # that go on for so many new tokens
+ArmsFor = Callable[[int], Mapping[str, Arm]]  # new tokens of these
 MakePeers = Callable[[TargetSetup, Models, int], ArmsFor]  # from the models, for texts of so many tokens at most
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What was measured so far.
+    """The measurements so far.
 
-    methods: as they ran, by name. results: of the finished prompts. asked: how many prompts there are in all.
-    threads: of the CPU, and how many prompts were measured with each number.
+    methods: as they ran, by name. results: of the finished prompts. asked: the number of all prompts.
+    threads: the number of prompts by the number of CPU threads.
     """
 
     setup: TargetSetup
@@ -76,7 +76,7 @@ class Contest:
 
 @dataclass(frozen=True)
 class Field:
-    """All arms by name; ours among them, and what was prepared for them; the target as transformers runs it."""
+    """All arms by name; which of them are ours, and what was prepared for these; the target as transformers runs it."""
 
     arms: Mapping[str, Arm]
     bench: Bench
@@ -85,7 +85,7 @@ class Field:
 
 
 def add_options(parser: argparse.ArgumentParser, work: str) -> None:
-    """The options that say on what is measured, and for how long. work: where the results of prompts are kept."""
+    """Add the options for prompts and duration. work: the folder for the results of prompts."""
     parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of evaluate-checkpoint")
     which = "a category and its prompts, in any layout that evaluate-checkpoint reads; several times"
     parser.add_argument("--prompts", action="append", metavar="NAME=FILE", required=True, help=which)
@@ -95,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser, work: str) -> None:
 
 
 def evaluation(options: Sequence[str]) -> EvaluateConfig:
-    """The settings of evaluate-checkpoint with `options`. Raises `UserError` for those that would do nothing here."""
+    """The settings of evaluate-checkpoint with `options`. Raises `UserError` for options that have no effect here."""
     for option in options:
         key = option.partition("=")[0].lstrip("+~")
         if key.partition(".")[0] in SAID_OTHERWISE:
@@ -111,8 +111,8 @@ def evaluation(options: Sequence[str]) -> EvaluateConfig:
 
 
 def read_categories(named: Sequence[str], per_category: int) -> list[Prompt]:
-    """`per_category` prompts of every NAME=FILE, of a conversation the first turn. The categories take turns, so that
-    a measurement that is cut has had as many of each."""
+    """`per_category` prompts of every NAME=FILE; of a conversation, the first turn. The categories take turns, so that
+    a measurement that is stopped has the same number of each."""
     require(per_category >= 1, "per-category", per_category, "at least 1")
     groups = []
     for one in named:
@@ -137,12 +137,12 @@ def measure_all(
 ) -> Contest:
     """Every method of `config`, both baselines and the peers, prompt by prompt in turn.
 
-    folder: keeps the result of every prompt; those that it has are not measured again.
-    minutes: no prompt begins later, but for one.
-    peers: further arms, made once the models are loaded. identity: of those; results with other ones do not mix.
-    judged: so many of the prompts are judged where equal texts do not decide (see `lossless`).
+    folder: for the result of every prompt; prompts whose results it has are not measured again.
+    minutes: no prompt begins later, except the first.
+    peers: further arms, made after the models are loaded. identity: of the peers; other results are not mixed in.
+    judged: the number of prompts that are judged if equal texts do not decide (see `lossless`).
 
-    Raises `UserError` for bad input, and where `folder` holds results that were made otherwise.
+    Raises `UserError` for bad input, and if `folder` holds results of other settings.
     """
     began = time.monotonic()
     setup = find_setup(config)
@@ -184,7 +184,7 @@ def enter(
     known: Any,
     peers: MakePeers,
 ) -> Field:
-    """All arms, warm. ids: of the prompts. known: what an earlier run has prepared (see `Prepared`), or None."""
+    """All arms after warm-up. ids: of the prompts. known: what an earlier run prepared (see `Prepared`), or None."""
     earlier = None if known is None else construct(Prepared, known)
     drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
     with recorded(None if earlier is None else earlier.products):
@@ -202,7 +202,7 @@ def enter(
 
 
 def judge(result: PromptResult, field: Field, seed: int) -> PromptResult:
-    """`result` with the rounding errors of our arms on the reference's text, where equal texts do not decide."""
+    """`result` with the rounding errors of our arms on the reference's text, if equal texts do not decide."""
     if field.bench.judge is None:
         return result
     streams = Streams(seed, result.prompt_id)

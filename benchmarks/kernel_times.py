@@ -1,9 +1,9 @@
-"""Which kernels a pass over a target's layers spends a GPU's time in.
+"""GPU time of a pass over a target's layers, by kernel.
 
     python benchmarks/kernel_times.py [--shapes 7b smollm2] [--context 192] [--width 1] [--out FILE]
 
 Targets have random weights in the shapes of bench_floor.py and run as in decoding: bf16, CUDA graphs. Prints a table
-per target: launches a pass and microseconds a pass, longest first, and what of the pass no kernel fills.
+per target: launches and microseconds per pass, longest first, and the part of the pass in which no kernel runs.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""llama.cpp by way of llama-cpp-python, in a process of its own: requests and answers are lines of JSON.
+"""llama.cpp through llama-cpp-python, in a separate process: requests and answers are lines of JSON.
 
-Started by peer_llamacpp.py with the interpreter that has llama-cpp-python, which needs nothing of this project. The
-first line says what to load, every other one asks for a continuation:
+peer_llamacpp.py starts it with the interpreter that has llama-cpp-python. It imports nothing of this project. The first
+line says what to load, every other line asks for a continuation:
 
     {"model": FILE, "draft": FILE or null, "ids": null, "positions": 1024, "threads": 2, "draft_tokens": 4,
      "max_ngram": 3, "cache": "f32"}
     {"arm": "llama_cpp", "prompt": [1, 2, 3], "eos": [2], "max_new_tokens": 128}
 
-An answer has the tokens of every pass of the target, and the seconds at which it began and each pass ended. The clock
-runs around the package's own `generate`, so it counts what a user of the package waits for. llama.cpp's own counters
-would not do: they take every pass of several tokens for prefill, also one that verifies a draft.
+An answer has the tokens of every pass of the target, the second at which it began and the seconds at which each pass
+ended. The clock runs around the package's `generate`, so it measures what a user of the package waits for. llama.cpp's
+own counters are not used: they count every pass of several tokens as prefill, also one that verifies a draft.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
-TYPES = {"f32": 0, "f16": 1, "bf16": 30}  # of ggml, where not all of them have a name in Python
+TYPES = {"f32": 0, "f16": 1, "bf16": 30}  # numbers of ggml; Python has no names for some
 
 
 class SmallModel(LlamaDraftModel):
-    """Drafts with another model, which keeps its cache as far as the text is the same.
+    """Drafts with another model, which keeps its cache for the common prefix of the texts.
 
-    ids: the target's ids that its own stand for, in order; its last id is any other, and is not proposed. None: all.
+    ids: the target's id of each of its ids; its last id means any other token and is not proposed. None: the same ids.
     """
 
     def __init__(self, llm, count, ids):
@@ -50,7 +50,7 @@ class SmallModel(LlamaDraftModel):
 
 
 def load(path, asked, drafter=None, *, all_logits=False):
-    """A model with room for a text and a draft."""
+    """A model with a context for a text and a draft."""
     positions = asked["positions"] + asked["draft_tokens"] + 1
     cache = TYPES[asked["cache"]]
     return llama_cpp.Llama(
@@ -60,7 +60,7 @@ def load(path, asked, drafter=None, *, all_logits=False):
 
 
 def load_arms(asked):
-    """The models by the names of their arms; those that draft are the target once more, with another cache."""
+    """The models by arm; an arm that drafts has the target a second time, with its own cache."""
     count = asked["draft_tokens"]
     looking = LlamaPromptLookupDecoding(max_ngram_size=asked["max_ngram"], num_pred_tokens=count)
     arms = {
@@ -74,7 +74,7 @@ def load_arms(asked):
 
 
 def answer(llm, prompt, eos, max_new_tokens):
-    """The tokens of every pass and the seconds at which it ended, the start before all."""
+    """The tokens of every pass and the seconds at which it ended; first the start."""
     llm.reset()
     passes, at, run = [], [], llm.eval
 

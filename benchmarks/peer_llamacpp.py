@@ -1,10 +1,10 @@
-"""llama.cpp as a peer: the same weights as a GGUF file, the same prompts as token ids, in a process of its own.
+"""llama.cpp as a peer: the same weights as a GGUF file, the same prompts as token ids, in a separate process.
 
     python benchmarks/peer_llamacpp.py runs/smollm2/fetch --llama-python /tmp/llama/bin/python --prompts mt_bench.jsonl
 
 Greedily continues a few prompts with llama.cpp and with transformers in float32, and says which texts differ. The
-record takes the same arms with `bench_real.py --llama-python`. llama.cpp is no dependency of this project. It comes
-into an environment of its own: python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python.
+record has the same arms with `bench_real.py --llama-python`. llama.cpp is no dependency of this project. Install it
+in a separate environment: python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python.
 """
 
 import argparse
@@ -48,7 +48,7 @@ NAMES = {
 
 
 def llama_version(python: str) -> str:
-    """The version of llama-cpp-python that the interpreter has. Raises `UserError` where it has none."""
+    """The version of llama-cpp-python in the interpreter. Raises `UserError` if it has none."""
     asking = [python, "-c", "import llama_cpp; print(llama_cpp.__version__)"]
     try:
         asked = subprocess.run(asking, capture_output=True, text=True, check=False)
@@ -63,9 +63,9 @@ def llama_version(python: str) -> str:
 def write_gguf(model: PreTrainedModel, path: Path) -> Path:
     """The weights of a Llama as a GGUF file in the model's dtype, norms in float32, without a tokenizer; `path`.
 
-    Raises `UserError` for a model that is not written here.
+    Raises `UserError` for a model that this function cannot write.
     """
-    import gguf  # an extra, which nothing but this needs here
+    import gguf  # an optional dependency, used here only
 
     config: Any = model.config
     rope = config.rope_parameters
@@ -116,14 +116,14 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
 
 
 class LlamaServer:
-    """A process that runs llama.cpp. It works only while it is waited for."""
+    """A process that runs llama.cpp. It computes only while an answer is awaited."""
 
     def __init__(self, python: str, asked: dict[str, Any]):
         self.process = subprocess.Popen([python, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.arms: list[str] = self.ask(asked)["arms"]
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """The answer to one line. Raises `UserError` where the process has ended."""
+        """The answer to one line. Raises `UserError` if the process has ended."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -136,7 +136,7 @@ class LlamaServer:
         return json.loads(line)
 
     def arm(self, name: str, eos: Collection[int], max_new_tokens: int) -> Arm:
-        """One of its ways of decoding as an arm."""
+        """One of its decoding methods as an arm."""
         wanted = {"arm": name, "eos": sorted(eos), "max_new_tokens": max_new_tokens}
 
         def decode(prompt: Sequence[int], streams: Streams) -> Generation:
@@ -155,9 +155,9 @@ def llama_server(
     tokens: Sequence[int] | None = None,
     **asked: Any,
 ) -> Iterator[LlamaServer]:
-    """llama.cpp with the weights of `target`, and of a small LM to draft with, written to `folder` meanwhile.
+    """llama.cpp with the weights of `target` and of a small LM that drafts; `folder` holds them temporarily.
 
-    tokens: those that the small LM's ids stand for, where they are not all (see `DrafterPlugin.known_tokens`).
+    tokens: the target's ids of the small LM's, if it does not have all (see `DrafterPlugin.known_tokens`).
     asked: positions, threads and draft_tokens.
     """
     model = write_gguf(target, folder / "target.gguf")

@@ -1,4 +1,4 @@
-"""Faults planted into the runtime, and into nothing else: what a judgement of losslessness has to find."""
+"""Faults planted into the runtime only, which a judgement of losslessness has to find."""
 
 import itertools
 import random
@@ -36,7 +36,7 @@ def rope_scaled(factor: float) -> Iterator[None]:
 
 @contextmanager
 def noisy_logits(size: float, chance: random.Random) -> Iterator[None]:
-    """Every logit off by a normal number of standard deviation `size`."""
+    """Every logit plus a normal random number of standard deviation `size`."""
     logits, generator = LayerStack.logits, torch.Generator().manual_seed(chance.getrandbits(63))
 
     def noisy(stack: LayerStack, hidden: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ def noisy_logits(size: float, chance: random.Random) -> Iterator[None]:
 
 
 def _with_masks(change: Callable[[RowLayout, Tensor], None]) -> Any:
-    """The masks of passes after the prompt changed in place, [rows, keys]."""
+    """Change the masks [rows, keys] of passes after the prompt in place."""
     masks = RowLayout.masks
 
     def changed(layout: RowLayout, windows: Sequence[int | None], places: Tensor, dtype: torch.dtype) -> Masks:
         built = masks(layout, windows, places, dtype)
-        for mask in {id(mask): mask for mask in built.values()}.values():  # one may be that of several windows
+        for mask in {id(mask): mask for mask in built.values()}.values():  # one mask may be shared by several windows
             if layout.base and isinstance(mask, Tensor):
                 change(layout, mask[0, 0])
         return built
@@ -63,7 +63,7 @@ def _with_masks(change: Callable[[RowLayout, Tensor], None]) -> Any:
 
 @contextmanager
 def hidden_position(chance: random.Random) -> Iterator[None]:
-    """Verification does not see one committed position, another one in every pass."""
+    """Verification does not attend to one committed position, a different one in every pass."""
 
     def hide(layout: RowLayout, mask: Tensor) -> None:
         mask[:, chance.randrange(layout.base)] = torch.finfo(mask.dtype).min
@@ -74,7 +74,7 @@ def hidden_position(chance: random.Random) -> Iterator[None]:
 
 @contextmanager
 def tree_mask_off_by_one() -> Iterator[None]:
-    """In a tree every row sees the row before it as well, be it of another branch."""
+    """In a tree every row also attends to the row before it, even one of another branch."""
 
     def widen(layout: RowLayout, mask: Tensor) -> None:
         if not layout.is_chain:
@@ -103,7 +103,7 @@ def wrong_row_kept() -> Iterator[None]:
 
 @contextmanager
 def positions_off_by_one() -> Iterator[None]:
-    """Rows drafted in a tree stand one position too far."""
+    """Rows drafted in a tree have positions that are too large by one."""
     add = RoundRows.add
 
     def add_further(rows: RoundRows, parents: Sequence[int]) -> None:
@@ -120,7 +120,7 @@ def positions_off_by_one() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fault:
-    """plant: given its randomness, a context in which the runtime has it; reaches: passes | rounds | trees."""
+    """plant: given a generator, a context in which the runtime has the fault; reaches: passes | rounds | trees."""
 
     plant: Callable[[random.Random], Any]
     reaches: str
@@ -144,7 +144,7 @@ REACHED = {  # arms by what they do: plain decoding has no rounds, prompt lookup
 
 @contextmanager
 def planted(name: str | None, seed: int, stack: LayerStack) -> Iterator[None]:
-    """Inside, the runtime has the fault called `name` (None: none); `stack` forgets tables that it made before."""
+    """A context in which the runtime has the fault `name` (None: none); `stack` drops tables that it cached."""
     with ExitStack() as faults:
         if name is not None:
             faults.enter_context(FAULTS[name].plant(random.Random(f"{name} {seed}")))

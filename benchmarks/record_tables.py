@@ -15,7 +15,7 @@ def tables(entry: Mapping[str, Any]) -> str:
 
 
 def summary(entry: Mapping[str, Any]) -> str:
-    """What was measured, and all prompts together; of peers with and without a K that they were told, the former."""
+    """The conditions, and all prompts together; of a peer with a given K and with its defaults, only the former."""
     arms = entry["arms"]
     told = {name for name in arms if not name.endswith("_default")}
     asked = {name: arm for name, arm in arms.items() if name in told or name.removesuffix("_default") not in told}
@@ -48,7 +48,7 @@ def table(arms: Mapping[str, Figures]) -> str:
 
 
 def judgement(arms: Mapping[str, Figures]) -> str:
-    """What judging the arms came to (`inference.measure.lossless`); empty where equal texts decide."""
+    """The result of judging the arms (`inference.measure.lossless`); empty if equal texts decide."""
     judged = {name: arm["judged"] for name, arm in arms.items() if arm["judged"]}
     if not judged:
         return ""
@@ -80,7 +80,7 @@ def by_speed(arms: Mapping[str, Figures]) -> list[str]:
 
 
 def number(value: float | None, digits: int) -> str:
-    """A dash where there is none."""
+    """A number as text; a dash for None."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 

@@ -1,8 +1,8 @@
 """Seconds of the parts of a round of speculative decoding, by timers set from outside around the runtime's functions.
 
-A part's seconds leave out the parts inside it. Forward parts are the modules' own work (cache writes included); rows
-are what it takes to call them: masks, rotary tables, bookkeeping. With CUDA graphs the forward parts are whole passes,
-masks included, as they are replayed.
+The seconds of a part exclude the parts inside it. Forward parts are the work of the modules, with cache writes. "rows"
+is the preparation of their inputs: masks, rotary tables, bookkeeping. With CUDA graphs the forward parts are whole
+passes with their masks, as they are replayed.
 """
 
 import itertools
@@ -43,13 +43,13 @@ class PartTimers:
         self._seconds: dict[str, float] = {}
 
     def lap(self) -> dict[str, float]:
-        """The seconds so far; starts anew."""
+        """The seconds since the last lap; resets them."""
         self._turn()
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def wrap(self, part: str, function: Callable[..., Any], *, drafting: bool = False) -> Callable[..., Any]:
-        """`function`, timed as `part`; "forward" and "rows" are told apart by whether a model is drafting."""
+        """`function`, timed as `part`; "forward" and "rows" are also split by whether a model is drafting."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._drafting += drafting
@@ -74,7 +74,7 @@ class PartTimers:
 
 @contextmanager
 def timers(watch: PartTimers, drafter: Drafter | None) -> Iterator[None]:
-    """Timers around the functions a round consists of, for as long as the context lasts."""
+    """A context with timers around the functions of a round."""
     places: list[tuple[Any, str, str]] = [
         (LayerStack, "embed", "forward"),
         (LayerStack, "run", "forward"),
@@ -107,7 +107,7 @@ def timers(watch: PartTimers, drafter: Drafter | None) -> Iterator[None]:
 
 @dataclass
 class Profile:
-    """Rounds of one method without prefills and last rounds, which the end of a text cuts short.
+    """Rounds of one method, without prefill and without last rounds, which the end of a text shortens.
 
     parts: each round's seconds by part; untimed: the same rounds' seconds in a run without timers.
     """
@@ -147,7 +147,7 @@ def profile(
 def summarise(measured: Profile) -> dict[str, Any]:
     """Medians over rounds, of the whole and by part, and the share of all time that is not in forward passes.
 
-    timers_cost: by how much the timers slow a round down, as a fraction.
+    timers_cost: the fraction by which the timers slow a round.
     """
     parts, rounds = measured.parts, len(measured.rounds)
     totals = [sum(seconds.values()) for seconds in parts]

@@ -1,6 +1,6 @@
-"""Tiny EAGLE-3 heads as each trainer writes them, and what they must give, row by row.
+"""Tiny EAGLE-3 heads as each trainer writes them, and a reference for their logits, row by row.
 
-Nothing here is shared with the code under test: neither names, nor the reading of configs, nor a forward.
+It shares nothing with the code under test: no names, no reading of configs, no forward.
 """
 
 import json
@@ -25,7 +25,7 @@ DRAFT_TOKENS = [0, 3, 4, 9, 17, 18, 25, 39]
 
 @dataclass(frozen=True)
 class Facts:
-    """What a head is, in words of the test; `weights` by role."""
+    """The description of a head in the words of the tests; `weights` by role."""
 
     taps: tuple[int, ...]
     config: dict[str, Any]  # as its trainer writes it
@@ -38,7 +38,7 @@ class Facts:
     epsilon: float = 1e-5
     windows: tuple[int | None, ...] = (None,)
     draft_tokens: tuple[int, ...] = tuple(DRAFT_TOKENS)
-    on: frozenset[str] = frozenset()  # deviations from the plain head
+    on: frozenset[str] = frozenset()  # differences from the plain head
     prefix: str = "midlayer."
     file: str = "model.safetensors"
     written: frozenset[str] = field(default_factory=lambda: frozenset({"d2t", "t2d"}))
@@ -50,7 +50,7 @@ SIZES = {
 }  # fmt: skip
 DRAFT = {"draft_vocab_size": len(DRAFT_TOKENS)}
 DIALECTS: dict[str, Facts] = {
-    # Layers of its config are the target's, and no rope_theta is 10000.
+    # The number of layers in its config is the target's; without rope_theta it is 10000.
     "eagle": Facts(
         taps=(2, 4, 5),
         config={**SIZES, **DRAFT, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 40, "bias": True},
@@ -68,7 +68,7 @@ DIALECTS: dict[str, Facts] = {
         theta=500.0,
         on=frozenset({"tap norms", "norm output", "embedding"}),
     ),
-    # Two layers, of which the second sees three positions; narrower than the target.
+    # Two layers, the second with a window of three positions; narrower than the target.
     "speculators": Facts(
         taps=(0, 4, 8),
         config={
@@ -101,7 +101,7 @@ DIALECTS: dict[str, Facts] = {
 
 
 def head_weights(facts: Facts, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights by the names that all trainers share, the first layer's without its prefix."""
+    """Random weights by the names that all trainers share; names of the first layer have no prefix."""
     generator = torch.Generator().manual_seed(seed)
     width, inner = facts.width, facts.head_dim
 
@@ -152,7 +152,7 @@ def head_weights(facts: Facts, seed: int = 0) -> dict[str, Tensor]:
 
 
 def write_head(path: Path, facts: Facts, weights: dict[str, Tensor], **changes: Any) -> str:
-    """A directory as the trainer leaves it; changes: of its config."""
+    """Write the directory of a trainer; changes: of its config."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps({**facts.config, **changes}))
     if facts.file.endswith(".bin"):
@@ -164,9 +164,9 @@ def write_head(path: Path, facts: Facts, weights: dict[str, Tensor], **changes: 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the reference: its token, its position, the rows it sees besides itself, and its feature.
+    """A row of the reference: its token, its position, the rows it attends to besides itself, and its feature.
 
-    feature: a target's taps [k, H_t], or the number of the row whose output is the feature.
+    feature: the target's aux hidden states [k, H_t], or the number of the row whose output is the feature.
     """
 
     token: int
@@ -176,7 +176,7 @@ class Row:
 
 
 def reference(facts: Facts, w: dict[str, Tensor], embedding: Tensor, rows: Sequence[Row]) -> list[Tensor]:
-    """Logits [V_d] of each row, computed one after the other and head by head."""
+    """Logits [V_d] of each row, computed row by row and head by head."""
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x / torch.sqrt((x * x).mean() + facts.epsilon) * weight
@@ -186,7 +186,7 @@ def reference(facts: Facts, w: dict[str, Tensor], embedding: Tensor, rows: Seque
         return product + w[f"{name}.bias"] if f"{name}.bias" in w else product
 
     def turn(x: Tensor, position: int) -> Tensor:
-        """Of one head [D]: dimension i of the first half of what rotates turns with dimension i of the second."""
+        """Rotate one head [D]: dimension i of the first half with dimension i of the second half."""
         out, size = x.clone(), int(len(x) * facts.rotated)
         for i in range(size // 2):
             angle = position / facts.stretch * facts.theta ** (-2 * i / size)

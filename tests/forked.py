@@ -1,6 +1,6 @@
-"""`python WORDS…` without the seconds that its imports take: a fork of the test does what Python would do with them.
+"""Run `python WORDS…` in a fork of the test process, which saves the seconds of the imports.
 
-Where a new interpreter is what is tested (what is imported, what a launcher or a shell starts) a test starts one.
+A test starts a new interpreter only to test that itself: what is imported, what a launcher or a shell starts.
 """
 
 import atexit

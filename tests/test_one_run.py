@@ -1,4 +1,4 @@
-"""Every command holds its out_dir: a second one is refused by the first one's name, and changes nothing."""
+"""Every command locks its out_dir: a second command is refused, with the name of the first, and changes nothing."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from outrider.run_dirs import only_run
 from tests.tiers import typical_where
 
 ENTRIES = {name: command.module for name, command in COMMANDS.items() if name != "chat"}  # which has no out_dir
-# What each needs to be able to run, beside where its out_dir is.
+# The options that each command needs to run, besides its out_dir.
 OPTIONS = {
     "audit": [f"target={TARGET}", f"answers={TARGET}"],
     "build_trigrams": [f"tokenizer={TARGET}"],
@@ -35,7 +35,7 @@ OPTIONS = {
     "toy_target": [],
     "write_prompts": [],
 }
-ELSEWHERE = {"build_trigrams": "out.building"}  # the table gets its name when it is whole
+ELSEWHERE = {"build_trigrams": "out.building"}  # the table is renamed when it is complete
 NOT_REHEARSED = {
     "audit",
     "compare_reports",
@@ -51,7 +51,7 @@ REHEARSED = sorted(set(OPTIONS) - NOT_REHEARSED)
 
 @pytest.fixture
 def out(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place for out_dirs, with the models beside them."""
+    """A folder for out_dirs, with the models in it."""
     for name in (TARGET, EARLY_EXIT, EAGLE3, TABLE):
         (tmp_path / name).symlink_to(tiny_models / name)
     monkeypatch.chdir(tmp_path)
@@ -122,14 +122,14 @@ def test_a_replay_is_a_run_too(out: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_calibration_holds_the_drafters_directory(
     out: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Into which it puts the head: not while a training, or another calibration, is at work there."""
+    """It writes the head there, so no training and no other calibration may run in it."""
     with only_run(tiny_models / EARLY_EXIT, "something"):
         assert run(monkeypatch, "calibrate") == 2
     assert f"out_dir={EARLY_EXIT}: another run is writing" in capsys.readouterr().err
 
 
 def test_a_plan_needs_no_directory(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """It may be asked for while the training runs."""
+    """It can be asked for while the training runs."""
     from train.eesd import main
 
     (out / "out").mkdir()

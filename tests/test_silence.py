@@ -1,4 +1,4 @@
-"""No command is silent for long: a slow stand-in, wherever it stands, is spoken of while it works."""
+"""No command is silent for long: while any function is slow, the command prints progress that names it."""
 
 import io
 import json
@@ -18,13 +18,13 @@ import pytest
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
 from outrider import cli, progress
 
-LINES = 2  # that are to come while one thing is slow
-PATIENCE = 20.0  # seconds that they may take, many times `INTERVAL`: the machine may be busy
+LINES = 2  # of progress that are expected while a function is slow
+PATIENCE = 20.0  # the limit for them in seconds, many times `INTERVAL`, as the machine may be busy
 INTERVAL = 0.05
 
 
 class Ears(io.StringIO):
-    """What hears both streams of a command."""
+    """Records both streams of a command."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Ears(io.StringIO):
         return super().write(text)
 
     def listen(self, patience: float) -> list[str]:
-        """The next `LINES` of progress, or what came of them until nobody had patience any more."""
+        """The next `LINES` of progress, or those that came within the time limit."""
         with self._news:
             before = len(self.lines)
             self._news.wait_for(lambda: len(self.lines) >= before + LINES, patience)
@@ -47,7 +47,7 @@ class Ears(io.StringIO):
 
 @dataclass
 class Slow:
-    """Stands for the function at `place`; the first call of it takes until something was said of it."""
+    """Replaces the function at `place`; its first call lasts until progress was printed for it."""
 
     place: str
     ears: Ears
@@ -72,7 +72,7 @@ class Slow:
 
 @pytest.fixture
 def ears(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ears]:
-    """They hear what is said in a folder with the tiny models; a silence of `INTERVAL` is long there."""
+    """Records output in a folder with the tiny models, where a silence of `INTERVAL` counts as long."""
     for name in (TARGET, EARLY_EXIT, EAGLE3):
         (tmp_path / name).symlink_to(tiny_models / name)
     lines = [json.dumps({"text": f"line {number}: the quick brown fox"}) for number in range(60)]
@@ -91,7 +91,7 @@ def run(monkeypatch: pytest.MonkeyPatch, ears: Ears, command: str, *options: str
 
 DEBUG = ["debug=true", "out_dir=out"]
 TEXT = ["data=local", "data.path=text.jsonl", "data.layout=text", "data.cache_dir=cache", "data.heldout_fraction=0.2"]
-# Of each command its options, and what is said while something of it is slow.
+# For each command its options, and the progress that is expected while one of its functions is slow.
 COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "eesd": (
         [*DEBUG, f"target={TARGET}", "decode_prompts=2"],
@@ -180,7 +180,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 def unspoken(ears: Ears, patch: pytest.MonkeyPatch, command: str, patience: float = PATIENCE) -> dict[str, list[str]]:
-    """The places at which a command was slow and what is expected was not said, and what was."""
+    """The places at which a command was slow without the expected progress, and what it printed."""
     options, places = COMMANDS[command]
     found = {place: Slow(place, ears, patience) for place in places}
     for slow in found.values():

@@ -1,4 +1,4 @@
-"""Every source × structure emits the target's own text, token for token (sampling: test_distributions.py)."""
+"""Every source × structure emits the target's text, token for token (sampling: test_distributions.py)."""
 
 import copy
 import itertools
@@ -74,7 +74,7 @@ def structure_of(name: str) -> Structure:
 
 
 def drafter_of(model: DraftModel, name: str) -> Drafter:
-    """`model`, shaped by the structure of that name; or beside n-grams, which learn from the text alone."""
+    """`model` with the structure of that name; or in one tree with n-grams, which learn from the text only."""
     if name == "fused":
         return Fused(model, None, MethodConfig(structure=STRUCTURES[name], ngrams=NGRAMS), None)
     return ModelDrafter(model, structure_of(name))
@@ -86,7 +86,7 @@ def tokens_of(rounds: list[Round]) -> list[int]:
 
 @cache
 def head_for(path: Path, dtype: torch.dtype) -> Eagle3:
-    """An EAGLE-3 head that is often right after the prompt of these tests."""
+    """An EAGLE-3 head that often predicts the target's token after the prompt of these tests."""
     model, stack = open_stack(path, dtype)
     prompt = random_prompt(20)
     return fitted_head(stack, [(prompt, reference_generate(model, prompt, 40))])
@@ -106,7 +106,7 @@ def make_source(kind: str, path: Path, small: Path, dtype: torch.dtype = torch.f
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
-    """By architecture: a target (windows shorter than the text), a small LM near it, a prompt and its continuation."""
+    """By architecture: a target (windows shorter than the text), a similar small LM, a prompt and its continuation."""
 
     @cache
     def make(architecture: str) -> tuple:
@@ -132,7 +132,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
 
 @pytest.fixture
 def target(targets: Callable[[str], tuple]) -> tuple:
-    """One with grouped heads and a window."""
+    """A target with grouped heads and a window."""
     return targets("mistral")
 
 
@@ -146,7 +146,7 @@ BY_PLACES = list(itertools.product(OF_SOME, [name for name in STRUCTURES if name
 def test_drafts_by_places_are_those_by_tokens(
     target: tuple, monkeypatch: pytest.MonkeyPatch, kind: str, structure: str
 ) -> None:
-    """A drafter over some tokens is asked for places among them, and drafts what it would over all."""
+    """A drafter over some tokens works with their indices, and drafts the same as over all tokens."""
     path, small, stack, prompt, said = target
     drafts: list[tuple] = []
 
@@ -164,7 +164,7 @@ def test_drafts_by_places_are_those_by_tokens(
             model: DraftModel = EarlyExitSource(make_drafter(path, LAYERS - 1, noise=0.15, tokens=some))
         else:
             model = make_source(kind, path, small)
-        if isinstance(model, Eagle3Source):  # of equally likely tokens any may come first
+        if isinstance(model, Eagle3Source):  # equally likely tokens may come in any order
             model.head = copy.deepcopy(model.head)
             generator = torch.Generator().manual_seed(0)
             model.head.lm_head.weight += 1e-3 * torch.randn(model.head.lm_head.weight.shape, generator=generator)
@@ -198,13 +198,13 @@ def test_greedy_equals_generate(
     rounds = list(speculative(stack, drafter, prompt, max_new_tokens=40))
     assert tokens_of(rounds) == expected
     assert sum(r.drafted for r in rounds) > 20
-    if source != "early_exit, first layer":  # that one guesses next to nothing
+    if source != "early_exit, first layer":  # which is almost never right
         assert sum(r.accepted for r in rounds) > 10
         assert max(r.accepted for r in rounds) >= 2
 
 
-def test_what_the_papers_report_of_their_structures(target: tuple) -> None:
-    """Totals against the trees themselves, recorded on the side."""
+def test_totals_that_the_papers_report(target: tuple) -> None:
+    """The totals equal those of the trees, which the test records."""
     path, small, stack, prompt, _ = target
     for name in ("opt_tree", "token_graph"):
         drafting, seen = structure_of(name), []
@@ -254,7 +254,7 @@ def test_a_sharper_q_drafts_deeper(target: tuple) -> None:
 @pytest.mark.parametrize("structure", ["k_config", "opt_tree", "token_graph"])
 @pytest.mark.parametrize("source", ["early_exit", "small_lm"])
 def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: str) -> None:
-    """After a generation with trees, all caches hold what a prefill of the same text holds."""
+    """After a generation with trees, all caches equal those of a prefill of the same text."""
     path = save_target(tmp_path / "target", "qwen3", kv_heads=2)
     _, stack = open_stack(path, torch.float64)
     drafter = make_source(source, path, path, torch.float64)
@@ -338,7 +338,7 @@ VOCABULARY = 6
 
 @pytest.fixture(scope="module")
 def tiny_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, LayerStack, list[int]]:
-    """Target, another model as drafter, and a prompt."""
+    """A target, another model as drafter, and a prompt."""
     folder = tmp_path_factory.mktemp("sampled")
     stacks = []
     for seed in (0, 1):
@@ -352,7 +352,7 @@ def tiny_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStac
 
 
 class ByLength(LogitsProcessor):
-    """Favours another token at every length of the text."""
+    """A processor that favours a different token at every length of the text."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, input_ids.shape[1] % VOCABULARY] += 4.0
@@ -361,7 +361,7 @@ class ByLength(LogitsProcessor):
 
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2, 1)])
 def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tuple, widths: tuple[int, ...]) -> None:
-    """With processors that read the text: the target as its own drafter is right with every first candidate."""
+    """With processors that read the text: if the target drafts for itself, every first candidate is accepted."""
     stack, _, prompt = tiny_vocabulary
     generator = random.Random(0)
     selector = TokenSelector(Sampler(SamplingConfig(temperature=0.9, repetition_penalty=1.8), [ByLength()]), generator)
@@ -376,8 +376,8 @@ def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tup
     assert drafting.totals == {"nodes_tried": 6 * len(widths), "accepted_candidate_1": 6 * len(widths)}
 
 
-def test_the_rule_that_verifies_belongs_to_the_draft(tiny_vocabulary: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn candidates by rejection, with the draws that were repeated; chosen ones, and naive, by matching."""
+def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled candidates are verified by rejection, with repeated draws; chosen ones, and naive, by matching."""
     stack, drafter, prompt = tiny_vocabulary
     trees = {draw: StructureConfig(kind="k_config", widths=(6, 2), draw=draw) for draw in DRAWS}
     shapes = trees | {"chain": STRUCTURES["chain"]}

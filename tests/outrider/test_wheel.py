@@ -22,7 +22,7 @@ build_meta.build_wheel("../made", metadata_directory=f"../{named}")
 """  # as pip does
 
 
-def test_imports_of_ours_alone_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_our_own_imports_are_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the top, in functions, and by a name that is imported late; not what only looks like one."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""Training-time test, all places at once, is what a draft does place by place: values and gradients."""
+"""Training-time test over all positions at once equals drafting position by position: values and gradients."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ DOCUMENTS = [[0] * 7 + [1] * 5, [0] * 9 + [1] * 1 + [-1] * 2]
 
 @dataclass(frozen=True)
 class Case:
-    """A student, rows for it, and what its target says in each document: taps [k, T, H] and logits [T, V]."""
+    """A student, rows for it, and its target's aux hidden states and logits for each document."""
 
     student: Eagle3Student
     batch: dict[str, Tensor]
@@ -51,7 +51,7 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
     reading = new_reading(model.config, taps=TAPS, version=version, draft_vocabulary=size, intermediate=24)
     head = new_head(reading, stack, tokens, seed=1)
     torch.manual_seed(5)
-    for parameter in head.parameters():  # norms of 1 would hide which is which
+    for parameter in head.parameters():  # norms of 1 would hide a confusion of them
         size = parameter.std() if parameter.ndim > 1 else 1.0
         parameter.data += 0.2 * size * torch.randn_like(parameter)
     student = Eagle3Student(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
@@ -67,7 +67,7 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
             labels[b, where[:-1]] = ids[b, where[1:]]
             states, logits[b, where] = boundaries(whole, ids[b, where])
             taps[b, where] = torch.stack([states[tap] for tap in TAPS], 1)
-    labels[0, 2] = IGNORE  # a place that is not learnt from, between others
+    labels[0, 2] = IGNORE  # an unsupervised position between others
     batch = {"input_ids": ids, "labels": labels, "positions": positions, "documents": documents}
     newer = frozenset({"tap norms", "norm output"}) if version == "3.1" else frozenset[str]()
     facts = Facts(
@@ -79,7 +79,7 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
 
 @torch.no_grad()
 def boundaries(whole: PreTrainedModel, ids: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Hidden states [T, H] that each layer of transformers' own forward takes, what the last one gives, and logits."""
+    """The input [T, H] of each layer in transformers' forward, the output of the last one, and logits."""
     found: list[Tensor] = []
     inner: Any = whole.model
     hooks = [layer.register_forward_pre_hook(lambda _, given: found.append(given[0][0])) for layer in inner.layers]
@@ -95,7 +95,7 @@ def causal(length: int) -> Tensor:
 
 
 def drafts(case: Case, weights: dict[str, Tensor]) -> dict[tuple[int, int, int], Tensor]:
-    """Logits [V_d] of (row, place, step), each document alone, each draft as the runtime makes it."""
+    """Logits [V_d] of (row, position, step), each document alone, each draft as the runtime makes it."""
     found = {}
     embedding = case.student.stack.embed_tokens.weight.detach()
     for b, owners in enumerate(DOCUMENTS):
@@ -117,12 +117,12 @@ def drafts(case: Case, weights: dict[str, Tensor]) -> dict[tuple[int, int, int],
 
 
 def expected(case: Case, objective: str, weights: dict[str, Tensor]) -> Tensor:
-    """The loss, one guess after the other."""
+    """The loss, one prediction after the other."""
     total, all_shares = torch.zeros(()), sum(DECAY**step for step in range(STEPS))
     tokens = torch.tensor(case.facts.draft_tokens)
     every, own = torch.eye(VOCABULARY), torch.eye(len(tokens))
     for (b, place, step), logits in drafts(case, weights).items():
-        at = place + 1 + step  # whose label the guess is of
+        at = place + 1 + step  # the position of the predicted label
         label = case.batch["labels"][b, at]
         if label == IGNORE:
             continue
@@ -177,41 +177,41 @@ def test_every_objective_is_what_it_says(target: Path, objective: str, some: boo
 
 
 def _no_offset(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
-    """Every step is rotated as the first one."""
+    """Every step has the positions of the first one."""
     first: list[Any] = []
     real = student.head.rotary
     patch.setattr(student.head, "rotary", lambda positions: (first or first.append(real(positions)) or first)[0])
 
 
 def _no_own_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
-    """A step sees itself, and not those between it and the first one."""
+    """A step attends to itself and the first step, not to those between."""
     real = step_attention.join
     patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, first, own[-1:], *rest))
 
 
 def _no_documents(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
-    """A document sees the one before it."""
+    """A document attends to the one before it."""
     patch.setattr(module, "packed_mask", lambda documents: causal(documents.shape[1]) == 0)
 
 
 def _across_documents(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
-    """A draft goes on into the next document."""
+    """A draft continues into the next document."""
     patch.setattr(student, "valid", lambda positions, kept, steps: torch.ones(len(kept), steps))
 
 
 def _old_mask(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
-    """Labels and masks are of the token that step 0 is given, not of the one that it predicts."""
+    """Labels and masks belong to the input token of step 0, not to the one that it predicts."""
     patch.setattr(module, "_supervised", lambda labels: (labels.roll(1, 1) != IGNORE).flatten().nonzero()[:, 0])
 
 
 def _last_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
-    """Later steps see the step before in the place of the first one."""
+    """Later steps attend to the previous step instead of the first one."""
     real = step_attention.join
     patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, own[-1], own, *rest))
 
 
 def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:
-    """Under autocast, which rounds keys and queries after their rotation."""
+    """Under autocast, which rounds keys and queries after the rotation."""
     found = []
     for on in (False, True):
         case = make_case(target, "3.1", TOKENS)
@@ -227,7 +227,7 @@ def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:
 
 @pytest.mark.parametrize("version", ["3", "3.1"])
 def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: str) -> None:
-    """Its outputs after a text and the tokens that follow in it are those of the steps at that place."""
+    """Its outputs after a text and the next tokens of it equal those of the steps at that position."""
     case = make_case(target, version, None)
     head, stack = copy.deepcopy(case.student.head).requires_grad_(False), case.student.stack
     head.use_embedding(stack.embed_tokens.weight)
@@ -261,7 +261,7 @@ def test_a_planted_fault_is_found(
 
 @pytest.mark.parametrize("recomputed", [True, False])
 def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -> None:
-    """No less than they do, and less than twice as much; what they keep grows with the steps."""
+    """At least what they keep, and less than twice that; it grows with the number of steps."""
     case = make_case(target, "3.1", TOKENS)
     if recomputed:
         case.student.gradient_checkpointing_enable()
@@ -287,9 +287,9 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
 
 def test_the_analytic_tau_is_of_drafts_that_begin_at_one_place() -> None:
     accepted = torch.full((1, 7, 5), torch.nan)
-    for step in range(4):  # the draft after place 1
+    for step in range(4):  # the draft after position 1
         accepted[0, 2 + step, step] = 0.5 + 0.1 * step
-    accepted[0, 1, 0] = 0.9  # the beginning of one that has no second token
+    accepted[0, 1, 0] = 0.9  # the first token of a document without a second one
     wanted = 1 + 0.5 + 0.5 * 0.6 + 0.5 * 0.6 * 0.7 + 0.5 * 0.6 * 0.7 * 0.8
     assert tau_of_rounds(drafts_of(accepted)).tolist() == [pytest.approx(wanted)]
     assert len(tau_of_rounds(drafts_of(accepted[:, :4]))) == 0

@@ -32,7 +32,7 @@ from train.recipes.eagle3 import train_eagle3
 
 @pytest.fixture(scope="module")
 def sure(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that is sure of its next token."""
+    """A target with a peaked distribution."""
     return save_target(tmp_path_factory.mktemp("models") / "target", kv_heads=2, peak=8.0)
 
 
@@ -41,7 +41,7 @@ def weights(out_dir: Path) -> dict[str, Tensor]:
 
 
 def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
-    """Its file is loaded as anybody's; every step agrees more with the target than it did."""
+    """Its file is loaded like any other; every step agrees more with the target than before."""
     fit = replace(FIT, steps=36, lr=5e-3, eval_every=12, log_every=6, save_every=None)
     train_eagle3(heading(sure, corpus, tmp_path / "out", fit=fit, draft_vocabulary=60))
     lines = log(tmp_path / "out")
@@ -92,15 +92,15 @@ def test_an_interrupted_run_ends_with_the_same_bits(
         train_eagle3(replace(whole, resume=True, dialect="speculators"))
 
 
-def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
-    """Version 3 has other tensors; the matrix of logits begins as the target's and stays so where it is not trained."""
+def test_the_parts_of_a_new_head(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+    """Version 3 has other tensors; the output matrix begins as the target's and stays so if it is not trained."""
     run = heading(
         sure, corpus, tmp_path / "out", fit=replace(FIT, steps=2), version="3", taps=(1, 3), intermediate=40,
         dialect="modelopt", train_head=False,
     )  # fmt: skip
     train_eagle3(run)
     stored = open_head(str(tmp_path / "out"), load_config(str(sure)))
-    assert stored.made_here  # the doctor does not take it for another trainer's
+    assert stored.made_here  # the doctor does not treat it as another trainer's
     assert (stored.dialect, stored.reading.taps, stored.reading.intermediate) == ("modelopt", (1, 3), 40)
     assert not stored.reading.tap_norms
     assert not stored.reading.norm_output
@@ -109,10 +109,10 @@ def test_what_a_new_head_is(sure: Path, tmp_path: Path, corpus: DataConfig) -> N
     assert not torch.equal(saved["norm.weight"], target.model.norm.weight)
 
 
-def test_from_a_folder_of_features_it_learns_the_same(
+def test_training_from_stored_features_is_the_same(
     sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """To the bit in float32. They are made once, in so many bytes as were announced; the target then runs no more."""
+    """Bit for bit in float32. They are made once, with the announced number of bytes; then the target runs no more."""
     run = heading(sure, corpus, tmp_path / "online", eval_rows=1, fit=replace(FIT, steps=2))
     train_eagle3(run)
     kept = replace(run, features=str(tmp_path / "features"), features_dtype="float32")
@@ -196,7 +196,7 @@ def test_features_that_a_disk_or_a_dtype_cannot_hold_are_refused(
 
 
 def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
-    """It has its own taps and tokens; with a learning rate of next to nothing it stays what it was."""
+    """It keeps its aux hidden states and vocabulary; with a tiny learning rate it is unchanged."""
     train_eagle3(heading(sure, corpus, tmp_path / "one", draft_vocabulary=50, taps=(1, 2, 4)))
     on = heading(sure, corpus, tmp_path / "two", start=str(tmp_path / "one"), intermediate=None)
     train_eagle3(replace(on, fit=replace(FIT, lr=1e-12)))

@@ -136,7 +136,7 @@ def windows_mean(rows: list[dict[str, Tensor]], accepted: list[Tensor]) -> float
     return sum(found) / len(found)
 
 
-def test_the_analytic_tau_is_of_the_best_distribution_at_hand(
+def test_the_analytic_tau_uses_the_best_distribution_available(
     tmp_path: Path, opened: OpenTarget, corpus: DataConfig
 ) -> None:
     data = save_responses(Path(opened.source), tmp_path / "responses")

@@ -1,4 +1,4 @@
-"""A run of so many minutes ends in time whatever its machine does, wastes no step, and is resumed to the same bits."""
+"""A run with a time limit ends in time at any speed of the machine, wastes no step, and resumes bit for bit."""
 
 import json
 from collections.abc import Callable
@@ -28,12 +28,12 @@ Pace = Callable[[int, float], float]
 
 
 def slower(seconds: float, times: float) -> Pace:
-    """Steps of so many seconds, and from half of the first minute on of so many `times` as long."""
+    """Steps of `seconds`; from half of the first minute on they take `times` as long."""
     return lambda _, now: seconds * (1 if now < 30 else times)
 
 
 class Line(nn.Module):
-    """Each forward moves its clock by what `pace` says of the number of the forward and the time."""
+    """Each forward advances its clock by `pace` of the number of the forward and the time."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def timed(
     killed_at: int | None = None,
     evaluation: float = 0.0,
 ) -> Run:
-    """A run of `fit` by a clock that only its steps and evaluations move, these by `evaluation` seconds."""
+    """A run of `fit` with a clock that only steps and evaluations advance; an evaluation takes `evaluation` seconds."""
     model = Line(pace)
 
     def on_step(step: int) -> None:
@@ -97,7 +97,7 @@ def test_a_run_ends_in_time_with_its_schedule(tmp_path: Path, seconds: float, ti
     steps, last = made.result.steps, made.model.now - made.model.begun[-1]
     assert made.model.now <= 1.1 * 60 + last
     assert made.model.begun[-1] <= (1 + TOO_LATE) * 60
-    assert steps == len(made.model.begun) == len(made.rates)  # none was for nothing
+    assert steps == len(made.model.begun) == len(made.rates)  # none was wasted
     assert made.model.now > 60 - 2 * last  # and the time is used
     assert sorted(total for _, total in made.decided)[::-1] == [total for _, total in made.decided]
     assert made.decided[-1][1] == steps
@@ -106,18 +106,18 @@ def test_a_run_ends_in_time_with_its_schedule(tmp_path: Path, seconds: float, ti
     assert first <= 2 or made.model.begun[first - 1] <= SHARE * 60
     held = [next((total for done, total in made.decided[::-1] if done <= step), 5000) for step in range(steps)]
     assert made.rates == [FIT.lr_scale(step, total) for step, total in enumerate(held)]
-    if steps > 1 and last <= 0.1 * 60:  # else this step alone may have ended it
+    if steps > 1 and last <= 0.1 * 60:  # else this step may have ended it
         assert made.rates[-1] == FIT.lr_scale(steps - 1, steps)
 
 
 @pytest.mark.parametrize("killed_at", typical_where({3, 11, 61}.__contains__, [3, 9, 11, 40, 61, 90]))
 def test_a_resumed_run_decides_the_same(tmp_path: Path, killed_at: int) -> None:
-    """Killed before the first decision and after it, before the machine becomes slow and after."""
+    """Killed before and after the first decision, before and after the machine becomes slow."""
     config, pace = replace(FIT, save_every=4), slower(0.5, 2)
     whole = timed(tmp_path / "whole", pace, config=config)
     with pytest.raises(KeyboardInterrupt):
         timed(tmp_path / "killed", pace, config=config, killed_at=killed_at)
-    at = killed_at // 4 * 4  # where it goes on, what was before it having its time
+    at = killed_at // 4 * 4  # where it resumes, with the time of the steps before
     before = whole.model.begun[at]
     rest = timed(tmp_path / "killed", lambda n, now: pace(n, now + before), config=config, resume=True)
     assert (rest.result.resumed_from, rest.result.steps) == (at, whole.result.steps)
@@ -167,7 +167,7 @@ def test_steps_that_compile_or_stumble_do_not_count_as_the_others(tmp_path: Path
 
 @pytest.mark.parametrize("evaluation", [1, 5, 20, 200])
 def test_evaluations_before_the_last_step_count(tmp_path: Path, evaluation: float) -> None:
-    """The last one comes after the last step, so it does not. None is made twice."""
+    """The last evaluation comes after the last step, so it does not count. No evaluation is made twice."""
     made = timed(tmp_path, lambda *_: 0.5, config=replace(FIT, eval_every=20), evaluation=evaluation)
     assert made.model.begun[-1] <= (1 + TOO_LATE) * 60
     at = [line["step"] for line in log(tmp_path) if "eval_score" in line]
@@ -178,7 +178,7 @@ def test_evaluations_before_the_last_step_count(tmp_path: Path, evaluation: floa
 
 
 def test_a_step_that_its_evaluation_makes_the_last_has_a_line(tmp_path: Path) -> None:
-    """The evaluation takes what was left of the time: before it the step was one of many."""
+    """The evaluation uses up the time; before it, more steps were planned."""
     config = replace(FIT, log_every=500, eval_every=20)
     made = timed(tmp_path, lambda *_: 0.5, config=config, evaluation=200)
     assert made.result.steps == 20
@@ -208,7 +208,7 @@ def test_the_last_step_has_a_line_however_few_there_are(
 
 
 def test_the_main_processes_clock_decides_for_all(tmp_path: Path) -> None:
-    """The other one's says that there is time without end."""
+    """The clock of the other process never advances."""
 
     def work(state: PartialState) -> None:
         now = 0.0

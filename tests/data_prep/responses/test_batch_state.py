@@ -1,4 +1,4 @@
-"""Steps over buffers that stay where they are say what steps over a growing cache say."""
+"""Steps over buffers at fixed addresses give the answers of steps over a growing cache."""
 
 import warnings
 
@@ -18,7 +18,7 @@ COUNTS = (14, 6, 1, 14, 10)  # tokens a prompt: rows leave on the way
 
 
 class StandInPool:
-    """Captures as a GPU does, as far as addresses go: a replay reads and writes where the captured run did."""
+    """Captures like a GPU with respect to addresses: a replay reads and writes where the captured run did."""
 
     captures = 0
 
@@ -75,7 +75,7 @@ def test_answers_are_those_of_a_growing_cache(model, monkeypatch, room, captured
 
 @pytest.mark.parametrize("fault", ["_mask", "_positions", "_slot"])
 def test_a_planted_fault_is_found(model, monkeypatch, fault):
-    """One of the buffers a step reads stands still."""
+    """One of the buffers that a step reads is not updated."""
     expected = answers_of(model)
 
     class Faulty(FixedBatch):
@@ -109,7 +109,7 @@ def test_what_cannot_be_captured_runs_uncaptured(model, monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_layers_that_forget_keys_are_not_fixed(tmp_path, monkeypatch, architecture):
-    """Mistral's keep a window of them."""
+    """Mistral's layers keep a window of keys."""
     monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
     model = AutoModelForCausalLM.from_pretrained(save_target(tmp_path, architecture), dtype=torch.float32)
     batch, _ = begin_batch(Forward(model), torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 4)

@@ -1,4 +1,4 @@
-"""Answers by compiled steps are those of a growing cache, and where such steps cannot be run they are not."""
+"""Answers by compiled steps equal those of a growing cache; models that cannot run compiled steps do not use them."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def steps_of(model: Any) -> CompiledSteps:
 def test_answers_are_those_of_a_growing_cache(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, architecture: str, changes: dict[str, object], room: int
 ) -> None:
-    """Tokens and distributions, whatever the rows' lengths, also where room is added and rows have left."""
+    """Tokens and distributions, for rows of any lengths, also after buffers grow and rows leave."""
     monkeypatch.setattr(compiled_batch, "_ROOM", room)
     model = load(save_target(tmp_path, architecture, peak=0.5, kv_heads=2, **changes))
     expected = answers_of(model, None)
@@ -51,7 +51,7 @@ def test_answers_are_those_of_a_growing_cache(
     feed = CompiledBatch.feed
     monkeypatch.setattr(CompiledBatch, "feed", lambda self, tokens: taken.append(len(tokens)) or feed(self, tokens))
     found = answers_of(model, steps_of(model))
-    assert taken == [4] * 5 + [3] * 4 + [2] * 4  # only rows that go on
+    assert taken == [4] * 5 + [3] * 4 + [2] * 4  # only rows that are not finished
     for answer, other in zip(found, expected, strict=True):
         assert answer.tokens == other.tokens
         assert answer.top is not None
@@ -62,7 +62,7 @@ def test_answers_are_those_of_a_growing_cache(
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_gets_what_it_gets_alone(tmp_path: Any, dtype: torch.dtype) -> None:
-    """To the bit, from a token to its logits."""
+    """Bit for bit, from a token to its logits."""
     steps = steps_of(load(save_target(tmp_path, "llama", kv_heads=2, vocab_size=272), dtype))
     generator = torch.Generator().manual_seed(0)
     kept = torch.randn(LAYERS, 2, 35, 2, 20, 16, generator=generator).to(dtype)
@@ -76,7 +76,7 @@ def test_a_row_gets_what_it_gets_alone(tmp_path: Any, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("fault", ["one sequence", "one position", "padding"])
 def test_a_planted_fault_is_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """Rows that look at another's keys, write over the same position, or keep their prompts' padding."""
+    """Rows that read another row's keys, overwrite the same position, or keep their prompts' padding."""
     model = load(save_target(tmp_path, "llama", peak=0.5, kv_heads=2))
     expected = answers_of(model, None)
     feed, packed = CompiledBatch.feed, compiled_batch._without_padding
@@ -103,7 +103,7 @@ def test_a_planted_fault_is_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     [("mistral", torch.float32), ("opt", torch.float32), ("llama", torch.float64)],
 )
 def test_what_cannot_be_compiled_is_not(tmp_path: Any, architecture: str, dtype: torch.dtype) -> None:
-    """A sliding window, learned positions, other numbers; the model goes on as it was."""
+    """A sliding window, learned positions, other dtypes; the model is unchanged."""
     model = load(save_target(tmp_path, architecture), dtype)
     expected = [answer.tokens for answer in answers_of(model, None)]
     assert CompiledSteps.without_asking(model) is None
@@ -123,7 +123,7 @@ def test_only_where_it_is_known_to_be_faster(tmp_path: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize(("budget", "compiled"), [(254, True), (255, False)])
 def test_beyond_the_limit_the_cache_grows(tmp_path: Any, budget: int, compiled: bool) -> None:
-    """A cached key does not depend on later text up to there."""
+    """Up to the limit a cached key does not depend on later text."""
     model = load(save_target(tmp_path, "llama", kv_heads=2))
     steps = steps_of(model)
     assert steps.limit == 256

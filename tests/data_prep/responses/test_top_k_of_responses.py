@@ -18,7 +18,7 @@ from tests.data_prep.responding import TALKS, letter_tokenizer, read_responses, 
 
 
 @torch.inference_mode()
-def test_kept_distributions_are_the_targets_at_their_places(make, model):
+def test_cached_distributions_are_the_targets(make, model):
     """Of every response, also of several turns: what the target says after exactly the tokens before each place."""
     config = make(max_new_tokens=9, top_k_logits=4)
     generate_responses(config)

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of every dialect: what they compute, and what of them is refused."""
+"""EAGLE-3 heads of every dialect: what they compute, and which files are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ PLACES = 5  # of a text
 
 
 class Growing:
-    """Keys and values of all passes, side by side."""
+    """Keys and values of all passes, concatenated."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
@@ -31,7 +31,7 @@ class Growing:
 
 
 def masks(head: Eagle3, rows: list[Row], start: int) -> dict[int | None, Tensor]:
-    """What rows start, … see, by window."""
+    """The masks of rows from `start` on, by window."""
     seen = torch.zeros(len(rows) - start, len(rows), dtype=torch.bool)
     for number, row in enumerate(rows[start:]):
         seen[number, [*row.sees, start + number]] = True
@@ -42,7 +42,7 @@ def masks(head: Eagle3, rows: list[Row], start: int) -> dict[int | None, Tensor]
 
 @torch.inference_mode()
 def logits_of(head: Eagle3, rows: list[Row]) -> Tensor:
-    """Logits [rows, V]: those with the target's features in one pass, then, over what these left, all others."""
+    """Logits [rows, V]: first the rows with the target's features in one pass, then all others over their cache."""
     true = [row for row in rows if isinstance(row.feature, Tensor)]
     head.reserve(1 + max(row.position for row in rows))
     cache, outputs = Growing(), torch.zeros(1, 0, head.reading.hidden)
@@ -58,7 +58,7 @@ def logits_of(head: Eagle3, rows: list[Row]) -> Tensor:
 
 
 def two_steps() -> list[Row]:
-    """Two steps of training-time test: the second sees the first one's past, and of itself its own index only."""
+    """Two steps of training-time test: the second attends to the first step's past, and to its own index only."""
     torch.manual_seed(1)
     tokens = torch.randint(VOCABULARY, (PLACES + 1,)).tolist()
     first = [Row(tokens[t], t, range(t), 2 * torch.randn(3, TARGET_WIDTH)) for t in range(PLACES)]
@@ -67,7 +67,7 @@ def two_steps() -> list[Row]:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_it_gives_what_its_description_says(tmp_path: Path, dialect: str) -> None:
-    """With features of the target and with its own, in logits of the tokens that it knows, and no others."""
+    """With features of the target and with its own; logits over its draft vocabulary only."""
     facts = DIALECTS[dialect]
     weights = head_weights(facts)
     source = write_head(tmp_path, facts, weights)
@@ -97,7 +97,7 @@ def refused(tmp_path: Path, dialect: str, weights: dict[str, Tensor], **changes:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_tensor_too_few_or_too_many_is_named(tmp_path: Path, dialect: str) -> None:
-    """Whichever it is, by the name in the file; but for t2d, which says nothing new."""
+    """For every tensor, by its name in the file; except t2d, which is redundant."""
     facts = DIALECTS[dialect]
     weights = head_weights(facts)
     names = [f"{facts.prefix}self_attn.o_proj.weight", f"{facts.prefix}input_layernorm.weight", "norm.weight",
@@ -123,7 +123,7 @@ def test_a_map_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     assert f"makes draft token {last} the target's token {VOCABULARY}" in refused(
         tmp_path, "specforge", {**weights, **beyond}
     )
-    index = {"d2t": offsets + torch.arange(last + 1)}  # what it would be, were it no offset
+    index = {"d2t": offsets + torch.arange(last + 1)}  # its value as an index instead of an offset
     assert "expected 0 to 39. It holds offsets" in refused(tmp_path, "specforge", {**weights, **index})
     assert "expected ascending ones" in refused(tmp_path, "specforge", {**weights, "d2t": offsets.flip(0)})
     unset = {"d2t": torch.zeros_like(offsets), "t2d": torch.ones_like(member)}
@@ -175,8 +175,8 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path: Path, ca
         open_head(write_head(tmp_path, facts, head_weights(facts), **changes), TARGET)
 
 
-def test_taps_under_the_names_that_servers_know(tmp_path: Path) -> None:
-    """layer_ids of eagle_config are boundaries, as vLLM reads them; SGLang's first names of the norms are known."""
+def test_aux_hidden_states_by_the_names_of_servers(tmp_path: Path) -> None:
+    """layer_ids of eagle_config are boundaries, as in vLLM; the norms' first names of SGLang are known."""
     facts = DIALECTS["specforge"]
     weights = head_weights(facts)
     head = open_head(write_head(tmp_path / "a", facts, weights), TARGET)
@@ -194,7 +194,7 @@ def test_taps_under_the_names_that_servers_know(tmp_path: Path) -> None:
 
 
 def test_a_reading_rescues_a_config_that_says_nothing_sound(tmp_path: Path) -> None:
-    """Taps at odds, and a tensor that the config denies; without it both are refused."""
+    """Contradictory aux hidden states, and a tensor that the config excludes; without the reading both are refused."""
     facts = DIALECTS["specforge"]
     weights, sound = head_weights(facts), ReadingChanges(taps=(1, 4, 7), tap_norms=True)
     where = write_head(tmp_path, facts, weights, **{TAPS: [0, 3, 6]}, fc_norm=False)

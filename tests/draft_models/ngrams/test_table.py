@@ -1,4 +1,4 @@
-"""The n-gram table against counting in plain Python; its files, its merging, its errors."""
+"""The n-gram table against counting in plain Python; its files, merging and errors."""
 
 import errno
 import json
@@ -24,7 +24,7 @@ Context = tuple[int, ...]
 
 
 def random_documents(vocabulary: int, count: int = 30, seed: int = 0) -> list[list[int]]:
-    """Documents of 0 to 60 tokens out of 12, the highest id among them."""
+    """Documents of 0 to 60 tokens from 12 ids, with the highest id."""
     rng = np.random.default_rng(seed)
     known = np.r_[rng.choice(vocabulary - 1, 11, replace=False), vocabulary - 1]
     return [rng.choice(known, rng.integers(0, 60)).tolist() for _ in range(count)]
@@ -78,7 +78,7 @@ def test_what_is_left_out_still_counts_in_the_denominator() -> None:
     assert tokens.tolist() == [9, 7, 8]
     np.testing.assert_allclose(probabilities, [5 / 12, 3 / 12, 3 / 12])
     tokens, probabilities = successors(make([document], max_successors=2), [1])
-    assert tokens.tolist() == [9, 7]  # of two equal ones the lower id
+    assert tokens.tolist() == [9, 7]  # of equal counts the lower id
     np.testing.assert_allclose(probabilities, [5 / 12, 3 / 12])
     assert not len(make([document], min_count=6).levels[2].keys)
 
@@ -94,7 +94,7 @@ def test_unknown_contexts_and_ids_beyond_the_vocabulary_have_no_successors() -> 
 def test_a_table_of_a_single_context_finds_it_and_no_other() -> None:
     for token in range(256):
         table = TrigramTable.from_documents([[token, 1]], (2,), 256, "t")
-        assert table.levels[2].shift == table.levels[2].key_bits  # one bucket: of a key no bit is left
+        assert table.levels[2].shift == table.levels[2].key_bits  # one bucket: no bit of a key is left
         assert [context for context in range(256) if successors(table, [context])[0].size] == [token]
         assert successors(table, [token])[0].tolist() == [1]
 
@@ -219,12 +219,12 @@ def test_merging_adds_what_was_left_out_to_the_totals() -> None:
 
 @pytest.mark.parametrize("limits", [(2, None), (3, 2), (1, 1)])
 def test_pruning_after_merging_equals_one_build(limits: tuple[int, int | None]) -> None:
-    """What is rare in every part may be frequent in all of them: parts keep all, and the whole leaves out."""
+    """An n-gram that is rare in every part may be frequent overall: parts keep all, and only the whole is pruned."""
     parts = [random_documents(300, seed=seed) for seed in range(3)]
     whole = make([d for part in parts for d in part], min_count=limits[0], max_successors=limits[1])
     merged = merge([make(part) for part in parts])
     assert same(prune(merged, *limits), whole)
-    assert same(prune(prune(merged, 2), 3), prune(merged, 3))  # totals count what was left out before, too
+    assert same(prune(prune(merged, 2), 3), prune(merged, 3))  # totals also count what was pruned before
 
 
 def test_pruning_to_a_size_leaves_out_no_more_than_it_must() -> None:

@@ -13,8 +13,8 @@ from tests.tiny import random_prompt
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "nanochat", "opt", "qwen3"])
-def test_a_tap_is_the_hidden_state_that_transformers_gives(tmp_path: Path, family: str) -> None:
-    """At every boundary, run at once or in two halves; transformers gives the last one after the final norm."""
+def test_an_aux_hidden_state_is_that_of_transformers(tmp_path: Path, family: str) -> None:
+    """At every boundary, in one run or in two halves; transformers returns the last one after the final norm."""
     model = open_target(str(save_family(tmp_path, family))).layers(dtype=torch.float32)
     stack, ids = layer_stack(model), torch.tensor([random_prompt(14)])
     positions = torch.arange(14)[None]

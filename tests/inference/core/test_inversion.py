@@ -1,4 +1,4 @@
-"""Drawing by the inverse distribution function: exact at the size of today's vocabularies, and never out of range."""
+"""Sampling by the inverse distribution function: exact at the size of real vocabularies, and never out of range."""
 
 import itertools
 import random
@@ -17,17 +17,17 @@ from tests.known_source import KnownSource, root
 
 LARGE = 151_936
 LAST = 1 - 2.0**-53  # the largest uniform number
-STEPS = 2**53  # uniform numbers there are
+STEPS = 2**53  # the number of uniform numbers
 
 
 def large(temperature: float, seed: int = 0) -> Tensor:
-    """A distribution over a large vocabulary [1, V], float32 as it comes out of a softmax."""
+    """A distribution over a large vocabulary [1, V], in float32 from a softmax."""
     logits = 3 * torch.randn(1, LARGE, generator=torch.Generator().manual_seed(seed))
     return (logits / temperature).softmax(-1)
 
 
 def boundaries(weights: Tensor) -> list[int]:
-    """Where token i ends and token i + 1 begins, exactly, in 2^-53 of the total (rounded up): of one row [V]."""
+    """The exact boundary between tokens i and i + 1 of one row [V], in units of 2^-53 of the total (rounded up)."""
     mantissas, exponents = weights.double().frexp()
     whole = [int(m) << (int(e) + 200) for m, e in zip((mantissas * STEPS).tolist(), exponents.tolist(), strict=True)]
     sums = list(itertools.accumulate(whole))
@@ -36,9 +36,9 @@ def boundaries(weights: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_drawn_distribution_is_q(temperature: float) -> None:
-    """The boundaries between tokens lie where they belong, to a few units in the last place of the uniform numbers.
+    """The boundaries between tokens are exact to a few units in the last place of the uniform numbers.
 
-    A token's share is off by no more than its two boundaries are, so the total variation is at most their sum.
+    The error of a token's share is at most that of its two boundaries, so the total variation is at most their sum.
     """
     weights = large(temperature)
     exact = boundaries(weights[0])
@@ -65,7 +65,7 @@ def test_each_token_has_its_probability() -> None:
     assert torch.bincount(tokens, minlength=7).tolist() == [0, 250, 0, 500, 125, 125, 0]
     assert torch.equal(invert(weights[None], uniforms.T), tokens[None])
     assert (invert(weights[None], 0.0).item(), invert(weights[None], LAST).item()) == (1, 5)
-    assert weights.tolist() == [0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0]  # left as they were
+    assert weights.tolist() == [0.0, 0.25, 0.0, 0.5, 0.125, 0.125, 0.0]  # unchanged
     assert invert(weights[None].double(), 0.3).item() == 3
     assert weights.sum() == 1
 
@@ -80,7 +80,7 @@ def test_a_row_without_weight_has_no_token() -> None:
 
 
 def plant_errors(patch: pytest.MonkeyPatch, size: float) -> None:
-    """Running sums with errors of `size`, as where they are not taken one after the other: not even monotone."""
+    """Running sums with errors of `size`, as from a parallel sum: not even monotone."""
     exact, errors = sampling._running_sums, torch.Generator().manual_seed(0)
 
     def rough(weights: Tensor) -> Tensor:
@@ -106,20 +106,20 @@ def test_no_token_without_weight_whatever_the_sums(monkeypatch: pytest.MonkeyPat
     assert (weights[rest].gather(-1, tokens[rest]) > 0).all()
 
 
-def test_sums_taken_in_parallel_leave_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With errors as large as rounding makes them the distribution is the same as without, far closer than to 1e-6."""
+def test_parallel_sums_keep_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With errors of the size of rounding the distribution is the same, to much less than 1e-6."""
     weights = torch.rand(1, 500, generator=torch.Generator().manual_seed(1))
     weights[0, ::3] = 0
     exact = torch.tensor([boundaries(weights[0])[:-1]], dtype=torch.float64) / STEPS
     plant_errors(monkeypatch, 1e-13)
     after, before = invert(weights, (exact + 1e-11).clamp(max=LAST)), invert(weights, (exact - 1e-11).clamp(min=0))
-    ends = exact[0, 1:] > exact[0, :-1]  # of tokens that have a share
+    ends = exact[0, 1:] > exact[0, :-1]  # of tokens with a share above 0
     assert (after[0, 1:] > torch.arange(1, 499))[ends].all()
     assert (before[0, 1:] <= torch.arange(1, 499))[ends].all()
 
 
 def test_drafts_and_verification_draw_no_token_without_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that draws: a chain, a tree with and without replacement, and what is emitted."""
+    """All that samples: a chain, a tree with and without replacement, and the emitted token."""
     plant_errors(monkeypatch, 0.1)
     row = [0.0, 0.3, 0.0, 0.0, 0.4, 0.3, 0.0]
     generator, always = random.Random(0), SimpleNamespace(stop=lambda step: False)
@@ -138,7 +138,7 @@ def test_drafts_and_verification_draw_no_token_without_weight(monkeypatch: pytes
 
 @pytest.mark.gpu
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefix sums as CUDA takes them: the tokens of a CPU but at boundaries, and in range."""
+    """With CUDA's prefix sums: the same tokens as on a CPU except at boundaries, and in range."""
     weights = large(2.0).cuda()
     weights[0, ::2] = 0
     chance = random.Random(0)

@@ -1,4 +1,4 @@
-"""Targets that cannot be run layer by layer: drafters that need no layers of them work, with the same proof."""
+"""Targets that cannot run layer by layer: drafters that do not use their layers work, with the same proof."""
 
 import json
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def save(path: Path, config: PreTrainedConfig) -> Path:
     return path
 
 
-# How they are called differs little: one stands for all, the thorough tier has every one.
+# Their calls differ little: one family is tested here, all in the thorough tier.
 @pytest.fixture(scope="module", params=typical_where(lambda name: name == "falcon", sorted(TARGETS)))
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerStack]:
     path = save(tmp_path_factory.mktemp(request.param), TARGETS[request.param])
@@ -87,7 +87,7 @@ def of(path: Path) -> Any:
 def test_greedy_equals_generate(
     target: tuple[Path, LayerStack], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
-    """Plainly, by prompt lookup and by a small LM's chains and trees; a prompt longer than a mask may be."""
+    """Plain decoding, prompt lookup, and a small LM's chains and trees; the prompt is longer than the largest mask."""
     monkeypatch.setattr(Band, "BLOCK", 16)
     path, stack = target
     small = open_stack(save_target(tmp_path / "small", kv_heads=2))[1]
@@ -108,7 +108,7 @@ def test_greedy_equals_generate(
 
 
 def test_the_target_drafts_for_itself(target: tuple[Path, LayerStack]) -> None:
-    """By its own forward as a small LM: every draft is right, whichever rows of it a tree keeps."""
+    """As a small LM, by its own forward: every draft is right, for any rows that a tree keeps."""
     path, stack = target
     prompt = random_prompt(14)
     for structure in ("chain", "static"):
@@ -122,7 +122,7 @@ def test_the_target_drafts_for_itself(target: tuple[Path, LayerStack]) -> None:
 def test_a_fault_in_what_is_kept_changes_the_text(
     target: tuple[Path, LayerStack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tests above compare sees the caches: a path of a tree that is kept one row off."""
+    """The comparison above is sensitive to the caches: a tree's path is kept with rows off by one."""
     path, stack = target
     keep = RowCache.keep
     monkeypatch.setattr(RowCache, "keep", lambda self, base, rows: keep(self, base, [*rows[:1], *rows[:-1]]))
@@ -154,7 +154,7 @@ def test_from_python(target: tuple[Path, LayerStack]) -> None:
 
 @pytest.mark.parametrize("name", [*TARGETS, "mamba", "opt"])
 def test_a_drafter_that_needs_layers_is_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
-    """Here there are none. What is refused is named by its family."""
+    """There are no weights here. The error names the family."""
     others = {"mamba": MambaConfig(), "opt": OPTConfig(do_layer_norm_before=False)}
     (TARGETS | others)[name].save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
@@ -175,7 +175,7 @@ def test_a_drafter_that_needs_layers_is_refused_before_weights_are_read(tmp_path
 def test_a_drafter_on_layers_that_no_method_uses_is_refused_too(
     target: tuple[Path, LayerStack], config: Callable[..., EvaluateConfig]
 ) -> None:
-    """It would be laid out beside the target all the same."""
+    """It would be loaded with the target all the same."""
     made = config("out", target=str(target[0]), checkpoint=None, small_lm=None, table=None, methods=LOOKUP)
     assert find_target(made)
     with pytest.raises(UserError, match="cannot be run layer by layer"):
@@ -189,7 +189,7 @@ def test_a_target_that_proves_neither_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_window_that_is_applied_unasked_is_refused(tmp_path: Path) -> None:
-    """GPT-Neo's local layers: whatever mask they are given, they look back so far and by rows, not by positions."""
+    """GPT-Neo's local layers apply their window to any mask, and by rows, not by positions."""
     kinds = [[["global", "local"], 1]]
     shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128}
     for window, refused in ((20, True), (128, False)):

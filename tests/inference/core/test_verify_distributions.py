@@ -1,7 +1,7 @@
 """The distribution of what sampled verification emits, exactly: every random branch is run, with rational weights.
 
-The branches include the draws of the candidates themselves, and the code that runs is the code that ships: it gets
-numpy arrays of fractions instead of tensors.
+The branches include the draws of the candidates. The code under test is the shipped one, with numpy arrays of
+fractions instead of tensors.
 """
 
 import functools
@@ -83,7 +83,7 @@ def test_distribution_of_any_node(p: list[int], q: list[int], k: int, rule: Node
 @settings(deadline=None, max_examples=as_many(30))
 @pytest.mark.slow
 def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int], rule: NodeRule) -> None:
-    """A draft padded to four children has q_i = 0 at the padding, and token 0 twice: neither crashes nor biases."""
+    """A draft padded to four children has q_i = 0 at the padding, and token 0 twice: no crash and no bias."""
     padded = node_distribution(rule, distribution(p), distribution(q), 4, replace=False, pad=True)
     assert padded == plain(everywhere(distribution(p)), 1)
 
@@ -92,14 +92,14 @@ def test_candidates_beyond_the_support_change_nothing(p: list[int], q: list[int]
 @settings(deadline=None, max_examples=as_many(30))
 @pytest.mark.slow
 def test_independent_draws_may_drop_their_repeats(p: list[int], q: list[int], k: int) -> None:
-    """The without-replacement rule passes over repeats, and the draws that are left are draws without replacement."""
+    """The without-replacement rule skips repeats, and the remaining draws are draws without replacement."""
     found = node_distribution(WITHOUT, distribution(p), distribution(q), k, replace=True)
     assert found == plain(everywhere(distribution(p)), 1)
 
 
 @settings(deadline=None)
 @given(p=weights, candidates=st.lists(st.integers(0, 3), max_size=5))
-def test_naive_is_sampling_from_p_and_looking(p: list[int], candidates: list[int]) -> None:
+def test_naive_verification_is_one_sample_from_p(p: list[int], candidates: list[int]) -> None:
     """A candidate is accepted exactly when the one sample from p equals it; its first copy, if it is repeated."""
     row = distribution(p)
     rows = np.stack([row] * (len(candidates) + 1))
@@ -140,13 +140,13 @@ def test_joint_distribution_of_a_sampled_tree(rule: NodeRule, config: tuple[int,
 def verify_shared(
     tokens: Sequence[int], parents: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance, *, at_once: bool
 ) -> tuple[list[int], int]:
-    """The with-replacement rule on the tree that is shipped: equal draws are one node, listed again in `draws`."""
+    """The with-replacement rule on the shipped tree: equal draws are one node, repeated in `draws`."""
     kept: list[int] = []
     shared: dict[int, int] = {ROOT: ROOT}
     places: dict[tuple[int, int], int] = {}
     draws: dict[int, list[int]] = {}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent in shared:  # nothing is drafted below a draw that was there before
+        if parent in shared:  # nothing is drafted below a repeated draw
             place = places.setdefault((shared[parent], token), len(kept))
             draws.setdefault(shared[parent], []).append(place)
             if place == len(kept):
@@ -176,7 +176,7 @@ def test_distribution_of_draws_that_share_a_node(config: tuple[int, ...], at_onc
 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_distribution_of_families_of_different_sizes(at_once: bool) -> None:
-    """A node that has one child only, for q has one token only, before and after nodes with two."""
+    """A node with one child, because q has one token, before and after nodes with two."""
     p = everywhere(distribution([1, 4, 3]))
 
     def q(text: tuple[int, ...]) -> Rows:
@@ -192,7 +192,7 @@ def test_distribution_of_families_of_different_sizes(at_once: bool) -> None:
 )
 @settings(deadline=None, max_examples=as_many(40))
 def test_sample_and_match_is_exact_for_any_tree(seed: int, nodes: list[tuple[int, int]], at_once: bool) -> None:
-    """Any shape and any tokens, siblings repeated or not: the draft is no random matter at all."""
+    """Any shape and any tokens, siblings repeated or not: the draft is not random."""
     parents = [place % (i + 1) - 1 for i, (place, _) in enumerate(nodes)]
     tokens = [token for _, token in nodes]
     length = max(map(len, paths(tokens, parents))) + 1
@@ -203,7 +203,7 @@ def test_sample_and_match_is_exact_for_any_tree(seed: int, nodes: list[tuple[int
 
 
 def test_everything_is_accepted_when_draft_and_target_agree() -> None:
-    """p = q: every ratio is 1, and nothing is ever divided by the residual's mass of 0."""
+    """p = q: every ratio is 1, and the residual's mass of 0 is never a divisor."""
     p = random_model(5, 3)
     for rule in (WITH, WITHOUT):
         draft = sampled(p, (1, 1, 1), replace=rule.replace)
@@ -230,7 +230,7 @@ class NoResidual(Rejection):
 def per_path(
     tokens: Sequence[int], parents: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance
 ) -> tuple[list[int], int]:
-    """Wrong: verifies every path from the root as a chain of its own, and keeps the longest that was accepted."""
+    """Wrong: verifies every path from the root as a separate chain, and keeps the longest accepted one."""
     results = []
     for leaf in set(range(len(tokens))) - set(parents):
         path = [leaf]

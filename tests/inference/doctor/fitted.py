@@ -1,4 +1,4 @@
-"""An EAGLE-3 head that is right about all that a tiny target says to some prompts, because of everything it reads."""
+"""An EAGLE-3 head that predicts all answers of a tiny target to some prompts, and needs all its inputs for that."""
 
 import json
 from collections.abc import Callable
@@ -23,15 +23,15 @@ from inference.doctor.examinee import Recording
 from inference.doctor.recording import answer_of, record
 from tests.tiny import byte_tokenizer, open_stack, save_target
 
-TOKENS = range(5, 125)  # that the target says and the head knows
-ROPE = {"rope_type": "default", "rope_theta": 20.0}  # of both: most of it turns within a short text
+TOKENS = range(5, 125)  # of the target and the head
+ROPE = {"rope_type": "default", "rope_theta": 20.0}  # of both; most frequencies turn within a short text
 TAPS = (1, 2, 3)
 TEXTS = [f"{number}: what is it" for number in ("one", "two", "three", "four", "five", "six", "seven")]
 NEW = 32  # tokens of an answer
 
 
 class Clinic(NamedTuple):
-    """A target, what it said, and heads that are right about it; the other one is trained with `still`."""
+    """A target, its answers, and two heads that predict them; the other one is trained with `still`."""
 
     folder: Path
     target: OpenTarget
@@ -42,19 +42,19 @@ class Clinic(NamedTuple):
 
 
 def save_plain_target(path: Path) -> LayerStack:
-    """A target that says `TOKENS` only, also opened."""
+    """A target that emits `TOKENS` only, saved and opened."""
     save_target(path, rope_parameters=ROPE)
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         others = [token for token in range(model.config.vocab_size) if token not in TOKENS]
         model.lm_head.weight[others] = 0
-        model.model.layers[1].mlp.down_proj.weight *= 6  # so that taps are of unlike sizes
+        model.model.layers[1].mlp.down_proj.weight *= 6  # so that aux hidden states have different norms
     model.save_pretrained(path)
     return open_stack(path)[1]
 
 
 def recordings(stack: LayerStack) -> list[Recording]:
-    """The answers to `TEXTS`, with all that the target is inside."""
+    """The answers to `TEXTS`, with the hidden states at all boundaries of the target."""
     found = []
     for text in TEXTS:
         prompt = byte_tokenizer()(text)["input_ids"]
@@ -65,9 +65,9 @@ def recordings(stack: LayerStack) -> list[Recording]:
 
 
 def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, steps: int = 40) -> Eagle3:
-    """The head, its taps and outputs normed, right about what was `said`.
+    """The head, with normed aux hidden states and outputs, that predicts `said`.
 
-    still: trained so, its residual normed, and its head the target's.
+    still: trained with constant positions, with a normed residual and the target's head.
     """
     reading = Reading(
         taps=TAPS, target_hidden=64, hidden=64, intermediate=96, layers=1, heads=4, key_heads=2, head_dim=16,
@@ -82,7 +82,7 @@ def fitted(stack: LayerStack, said: list[Recording], *, still: bool = False, ste
         + 0.5 * ("layers" in name or name == "norm.weight") * torch.randn(shape, generator=generator)
         for name, shape in head_shapes(reading).items()
     }
-    weights["fc.weight"] *= 10 if still else 5  # the feature is large, so that it counts whether it is normed
+    weights["fc.weight"] *= 10 if still else 5  # the feature is large, so that its norm matters
     ids = torch.tensor(TOKENS)
     rows = stack.head.weight[ids].clone()
     weights["lm_head.weight"] = rows if still else rows @ torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q
@@ -110,7 +110,7 @@ Edit = Callable[[dict[str, Any], dict[str, Tensor]], None]  # of config.json and
 
 
 def write(path: Path, head: Eagle3, stack: LayerStack, *edits: Edit) -> str:
-    """`head` as others write it, in the dialect of speculators, with faults."""
+    """Write `head` in the dialect of speculators, as another trainer would, with faults."""
     save_head(path, head, "speculators", stack.config, "a target")
     config, weights = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     del config[MADE_WITH]

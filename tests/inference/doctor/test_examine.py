@@ -1,4 +1,4 @@
-"""The doctor in evaluate-checkpoint: who is examined, what is said of early exits and small LMs, what is refused."""
+"""The doctor in evaluate-checkpoint: whom it examines, its findings on early exits and small LMs, refusals."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ CHAIN = {"m": MethodConfig("eagle3", stop=StopConfig(max_draft=2))}
 
 @pytest.fixture(scope="module")
 def practice(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target of chat; an early exit and a small LM that are the target; another LM, which says the next tokens."""
+    """A chat target; an early exit and a small LM that equal the target; another LM that emits the next tokens."""
     folder = tmp_path_factory.mktemp("practice")
     path = save_target(folder / "target")
     byte_tokenizer(SAYS_ROLES + OPENS).save_pretrained(path)
@@ -79,7 +79,7 @@ def chat(count: int) -> list[Prompt]:
 
 
 def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
-    """What agrees with the target, what of its training is on record, its template, texts of some length."""
+    """Agreement with the target, the record of the training, the template, and the length of texts."""
     found = findings(
         practice, chat(6), checkpoint=str(practice / "exit"), small_lm=str(practice / "lm"), doctor_lengths=(256,)
     )
@@ -111,7 +111,7 @@ def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
 
 
 def test_a_small_lm_is_stored_in_what_its_directory_says(practice: Path) -> None:
-    """Also one that runs by its own forward, whose config transformers changes as it is loaded."""
+    """Also a model that runs by its own forward, whose config transformers changes at load."""
     where, target = str(practice / "lm"), open_target(str(practice / "target"))
     lm = load_plain_lm(where, target.config, None, torch.float16, "cpu")
     [fact] = [fact for fact in examine_lm(SmallLMPlugin(), lm, where, target, None).facts if fact.name == "numbers"]

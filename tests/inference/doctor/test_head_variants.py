@@ -1,4 +1,4 @@
-"""An EAGLE-3 head with each of the mistakes that were made with such heads: the doctor names every one that shows."""
+"""An EAGLE-3 head with each known mistake of such heads: the doctor names every one that changes drafts."""
 
 import json
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def random_rows(name: str, rows: int) -> Callable[[Config, Weights], None]:
 def maps(d2t: Tensor) -> Callable[[Config, Weights], None]:
     def edit(config: Config, weights: Weights) -> None:
         weights["d2t"] = d2t.clone()
-        del weights["t2d"]  # which would give it away at once
+        del weights["t2d"]  # which would reveal it at once
 
     return edit
 
@@ -117,7 +117,7 @@ def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_pa
 
 
 def test_a_head_that_is_read_rightly_is_left_alone(clinic: Clinic, tmp_path: Path) -> None:
-    """Though other readings that are as good were looked at: of what its file copies from the target."""
+    """Although other readings are equally good: those of tensors that its file copies from the target."""
     found = examined(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
     assert found["better"] is found["relabelled"] is None
     assert found["ways"][0]["agreement"] > 0.9
@@ -126,17 +126,17 @@ def test_a_head_that_is_read_rightly_is_left_alone(clinic: Clinic, tmp_path: Pat
 
 
 @pytest.mark.parametrize("shift", [0, 9])
-def test_a_map_of_the_vocabulary_that_is_not_its_own_shows(clinic: Clinic, tmp_path: Path, shift: int) -> None:
-    """Never put in, so that its tokens are the first ones, or counted anew."""
+def test_a_wrong_vocabulary_map_is_found(clinic: Clinic, tmp_path: Path, shift: int) -> None:
+    """It was never stored, so that the first tokens are used, or it was counted again from other text."""
     where = write(tmp_path / "head", clinic.head, clinic.stack, maps(torch.full((COUNT,), shift)))
     found = examined(clinic, where)
     assert found["relabelled"] > 0.5 > found["ways"][0]["agree"][0]
     assert "its map of the vocabulary is not the one of its training" in shown(found)
     assert ("it was never put in" in shown(found)) == (shift == 0)
-    refuse("eagle3", where, found)  # there is no other map to be had
+    refuse("eagle3", where, found)  # no other map is available
 
 
-def test_what_a_training_here_left_beside_a_head_is_said(clinic: Clinic, tmp_path: Path) -> None:
+def test_the_record_of_a_training_is_reported(clinic: Clinic, tmp_path: Path) -> None:
     where = write(tmp_path / "head", clinic.head, clinic.stack)
     for weights, said in ((clinic.target.fingerprint.weights, "whose digests are this"), ("others", "not this target")):
         made_for = asdict(replace(clinic.target.fingerprint, weights=weights))
@@ -148,15 +148,15 @@ def test_what_a_training_here_left_beside_a_head_is_said(clinic: Clinic, tmp_pat
         assert examinee.data == {"source": "python_stdlib"}
 
 
-def test_only_what_is_read_is_recorded(clinic: Clinic, tmp_path: Path) -> None:
-    """Of a long text at the boundaries of the declared way alone."""
+def test_only_boundaries_that_are_read_are_recorded(clinic: Clinic, tmp_path: Path) -> None:
+    """Of a long text only at the boundaries of the declared reading."""
     examinee = examinee_in(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
     assert boundaries_of({"eagle3": examinee}) == (0, *TAPS, TAPS[-1] + 1)
     assert boundaries_of({"eagle3": replace(examinee, others=())}) == TAPS
 
 
 def test_a_likeness_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where they are compared some at a time."""
+    """Also if they are compared in parts."""
     monkeypatch.setattr(head_variants, "ROWS", 4)
     own = torch.eye(10)
     theirs = own.clone()
@@ -165,8 +165,8 @@ def test_a_likeness_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None
     assert said == "its own; 90% of the rows are the target's, mean cosine 0.80"
 
 
-def test_positions_that_stood_still_in_training_show(clinic: Clinic, tmp_path: Path) -> None:
-    """This runtime cannot draft so, so it is said and not refused."""
+def test_constant_positions_in_training_are_found(clinic: Clinic, tmp_path: Path) -> None:
+    """This runtime cannot draft that way, so the head is reported and not refused."""
     where = write(tmp_path / "head", clinic.other, clinic.stack)
     found = examined(clinic, where)
     assert found["better"]["name"] == "drafted positions stand still"
@@ -206,7 +206,7 @@ def test_a_reading_that_cannot_be_is_refused(
 
 
 def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, tmp_path: Path) -> None:
-    """What the refusal says to give; t2d is beside it here."""
+    """The error says which option to give; here the file also has t2d."""
     ids = torch.tensor(TOKENS)
     where = write(tmp_path / "head", clinic.head, clinic.stack, lambda config, weights: weights.update(d2t=ids))
     with pytest.raises(UserError, match=r"d2t and t2d name other tokens.*reading.draft_ids=index"):
@@ -217,14 +217,14 @@ def test_a_map_that_opens_no_head_as_declared_is_read_otherwise(clinic: Clinic, 
     assert Eagle3Plugin(changes).known_tokens(where) == list(TOKENS)
 
 
-def test_what_is_drafted_along_a_text_is_what_decoding_drafts(clinic: Clinic) -> None:
-    """First and second token, at every place, in a few passes over the whole text."""
+def test_drafts_along_a_text_equal_those_of_decoding(clinic: Clinic) -> None:
+    """First and second token at every position, in a few passes over the whole text."""
     text = clinic.texts[0]
     first, second = draft_by_head(clinic.head, text)
     tokens = text.tokens.tolist()
     for number in (0, 7, len(text.places) - 1):
         place = text.places[number]
-        # The drafter is given the text, its last token as the root, and then the right token of the text.
+        # The drafter gets the text, its last token as the root, and then the next token of the text.
         [alone] = hidden_of(clinic.stack, clinic.head, tokens[: place - 1], tokens[place - 1 : place])
         torch.testing.assert_close(first[number], clinic.head.logits(alone), rtol=1e-4, atol=1e-4)
         _, after = hidden_of(clinic.stack, clinic.head, tokens[: place - 2], tokens[place - 2 : place])
@@ -232,7 +232,7 @@ def test_what_is_drafted_along_a_text_is_what_decoding_drafts(clinic: Clinic) ->
 
 
 def test_a_reading_to_be_had_is_not_hidden_by_a_better_one_that_is_not() -> None:
-    """What wins by most may be what no option gives; then the best of the others is named."""
+    """The best reading may not be available by an option; then the best of the others is named."""
     row = {"agreement": 0.3, "agree": (0.3, 0.2), "wins": False, "option": "", "name": "as declared", "meaning": "m",
            "chance": 1e-9}  # fmt: skip
     still = {**row, "name": "drafted positions stand still", "agreement": 0.8, "wins": True}

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head drafts what a loop says that keeps nothing: the whole of it anew for every row."""
+"""An EAGLE-3 head drafts as a loop without a cache, which computes everything again for every row."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ LAST = TARGET.num_hidden_layers
 
 @dataclass(frozen=True)
 class Case:
-    """A target in float64 and a head on it, with what a plain loop needs of both."""
+    """A target in float64 and its head, with what a plain loop needs of both."""
 
     model: PreTrainedModel
     stack: LayerStack
@@ -36,7 +36,7 @@ class Case:
     weights: dict[str, Tensor]
 
     def taps(self, text: Sequence[int]) -> Tensor:
-        """[n, k, d], from transformers, whose own last hidden state is the norm's output."""
+        """Aux hidden states [n, k, d] of transformers, whose last hidden state is the output of the norm."""
         before_norm: list[Tensor] = []
         hook = self.model.model.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
         states = self.model(torch.tensor([text]), output_hidden_states=True).hidden_states
@@ -77,15 +77,15 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 @dataclass(frozen=True)
 class Scripted:
-    """A round as a script has it: parents of its nodes, how many of them are fed, and which are accepted."""
+    """A scripted round: parents of its nodes, the number of nodes that are fed, and which are accepted."""
 
     parents: tuple[int, ...]
     fed: int
     accepted: tuple[int, ...]
 
 
-# A chain of which most is right, a tree whose path must be gathered, a round without a draft before one that waits for
-# two features and more, a chain that is wrong, and one after it.
+# A mostly accepted chain, a tree whose path must be gathered, a round without a draft before one that gets two or more
+# features, a rejected chain, and one after it.
 SCRIPT = (
     Scripted((ROOT, 0, 1), 2, (0, 1)),
     Scripted((ROOT, ROOT, 0, 1, 1, 3), 4, (1, 3, 5)),
@@ -99,7 +99,7 @@ Drafted = tuple[list[int], list[int], Tensor]  # the committed text, the path fr
 
 @torch.inference_mode()
 def drafts(stack: LayerStack, source: Eagle3Source, runtime: Runtime, length: int) -> Iterator[Drafted]:
-    """What `source` drafts in rounds that go by the script, in a text that begins with `length` tokens."""
+    """The drafts of `source` in the scripted rounds, in a text that begins with `length` tokens."""
     tokens = torch.randint(VOCABULARY, (99,), generator=torch.Generator().manual_seed(length)).tolist()
     text = tokens[:length]
     script = iter(tokens[length:])
@@ -132,7 +132,7 @@ def drafts(stack: LayerStack, source: Eagle3Source, runtime: Runtime, length: in
 
 
 def compare(case: Case, source: Eagle3Source, runtime: Runtime, length: int) -> int:
-    """Assert that what is drafted is what is expected; returns how many rows there were."""
+    """Assert that the drafts are the expected ones; returns the number of rows."""
     rows = 0
     for text, path, logits in drafts(case.stack, source, runtime, length):
         known = list(case.facts.draft_tokens)
@@ -145,7 +145,7 @@ def compare(case: Case, source: Eagle3Source, runtime: Runtime, length: int) -> 
 
 
 def graphed() -> Runtime:
-    """Small buckets, so that the text grows from one into the next."""
+    """Small buckets, so that the text grows beyond one of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
         return cuda_graphs.Graphed()
@@ -164,7 +164,7 @@ def test_drafts_are_those_of_a_loop_without_a_cache(
 
 @pytest.mark.parametrize("structure", ["chain", "opt_tree"])
 def test_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
-    """As on a GPU (tests/test_gpu.py), with passes that are recorded."""
+    """As on a GPU (tests/test_gpu.py), with recorded passes."""
     monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     monkeypatch.setattr(packing, "can_pack", lambda *_: False)  # a recording has no place for packed weights
     record_graphs(monkeypatch)
@@ -172,7 +172,7 @@ def test_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: 
 
 
 class ReadsTheNextBoundary(Eagle3Source):
-    """Taps are off by one."""
+    """The boundaries of aux hidden states are off by one."""
 
     def __init__(self, head: Eagle3):
         super().__init__(head)
@@ -180,14 +180,14 @@ class ReadsTheNextBoundary(Eagle3Source):
 
 
 class DoesNotShift(Eagle3Source):
-    """A token comes with the feature of its own position, the last one with the root's place left as it was."""
+    """A token is paired with the feature of its own position."""
 
     def _run_pairs(self, tokens: Tensor, taps: Tensor) -> Tensor:
         return super()._run_pairs(tokens, taps.roll(-1, dims=1))
 
 
 class KeepsWhatWasDrafted(Eagle3Source):
-    """The entries of accepted tokens stay those of drafting, where the draft was a chain."""
+    """After a chain, cache entries of accepted tokens stay those made in drafting."""
 
     def commit(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         fed, chain = self.session.rows, list(rows) == list(range(len(rows)))

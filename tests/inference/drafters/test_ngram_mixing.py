@@ -1,4 +1,4 @@
-"""The mixture of a table's orders and the text so far, against slow ones."""
+"""The mixture of a table's orders and the text so far, against a slow computation."""
 
 from collections import Counter
 
@@ -27,14 +27,14 @@ from tests.inference.ngram_cases import (
 )
 from tests.ngram_reading import find_context, successors
 
-Rows = dict[tuple[int, ...], tuple[int, dict[int, float]]]  # recycled: how often seen, and what was likely, by context
+Rows = dict[tuple[int, ...], tuple[int, dict[int, float]]]  # recycled: count and likely tokens by context
 NO_ROWS: Rows = {}
 
 
 def slow_sources(
     drafter: MixedDrafter, text: list[int], rows: Rows = NO_ROWS
 ) -> list[tuple[int, int, dict[int, float]]]:
-    """(source, class, its probabilities) of every context known, the most trusted first; the text's from scratch."""
+    """(source, class, probabilities) of every known context, most trusted first; those of the text from scratch."""
     found = []
     for size in range(min(drafter.config.longest, len(text) - 1), 0, -1):
         counts: dict[int, float] = {}
@@ -85,7 +85,7 @@ def slow_mixture(drafter: MixedDrafter, text: list[int], rows: Rows = NO_ROWS) -
 @settings(deadline=None, max_examples=15)
 @given(text=TEXTS, nodes=st.integers(4, 20), orders=st.sampled_from([(2, 3, 4), (3,), (2, 4)]))
 def test_mixed_draft_is_the_best_of_the_mixture(text: list[int], nodes: int, orders: tuple[int, ...]) -> None:
-    """Two levels of everything with room for it; with less room, nearly the best: small contributions are left out."""
+    """Two levels of all tokens if the nodes suffice; else nearly the best, as small contributions are left out."""
     table = make_table(orders=orders)
     for budget in (400, nodes):
         drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=budget, depth=2, longest=4))
@@ -105,7 +105,7 @@ def test_mixed_draft_is_the_best_of_the_mixture(text: list[int], nodes: int, ord
 
 
 def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int, rows: Rows = NO_ROWS) -> dict[int, float]:
-    """The mixture one token ahead: contexts end with the draft, what followed them comes from the text alone."""
+    """The mixture one token ahead: contexts end with the draft, their successors come from the text only."""
     mixed: Counter = Counter()
     left = 1.0
     longer = [*text, token]
@@ -140,7 +140,7 @@ def note(rows: Rows, text: list[int], distribution: list[float]) -> None:
 
 
 def test_recycled_rows_are_evidence_of_the_mixture() -> None:
-    """Of the root, of an accepted node and of a rejected one: between the text's contexts and the table's."""
+    """Rows of the root, of an accepted and of a rejected node: they rank between contexts of text and table."""
     drafter = MixedDrafter(TABLE, NgramConfig(evidence="mixed", nodes=400, depth=2, longest=2, recycle=WIDEST))
     text, rows = [1, 2, 3, 1, 2, 4, 1, 2], dict[tuple[int, ...], tuple[int, dict[int, float]]]()
     session = FakeSession(text[:-1], {row: LAWS[row] for row in range(3)})
@@ -163,7 +163,7 @@ def test_recycled_rows_are_evidence_of_the_mixture() -> None:
 
 
 def test_the_corpus_by_longest_suffix_is_evidence_of_the_mixture() -> None:
-    """A text from the corpus, in which contexts of more than three tokens are known, and the same a token ahead."""
+    """For a text from the corpus, with known contexts of more than three tokens, and the same one token ahead."""
     table = TrigramTable.from_documents(make_documents(), [2, 3, 4], VOCABULARY, "t", min_count=2, suffixes=True)
     drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=400, depth=2, longest=2))
     text = make_documents()[4][20:33]
@@ -183,7 +183,7 @@ def test_the_corpus_by_longest_suffix_is_evidence_of_the_mixture() -> None:
 def test_weights_follow_what_came_true(recycle: int, suffixes: bool) -> None:
     """One step of expectation–maximisation per token of the output, none for the prompt.
 
-    What is learnt from is what was known when the token was drafted: not the row of the target that it was chosen by.
+    It learns from what was known when the token was drafted, not from the target's row that chose the token.
     """
     config = NgramConfig(evidence="mixed", longest=3, strength=5.0, recycle=recycle)
     table = TrigramTable.from_documents(make_documents(), [2, 3, 4], VOCABULARY, "t", min_count=2, suffixes=suffixes)

@@ -1,4 +1,4 @@
-"""The judgement of losslessness in half precision: it finds what is planted into the runtime, and nothing else."""
+"""The judgement of losslessness in half precision: it finds the faults planted into the runtime, and nothing else."""
 
 import copy
 import itertools
@@ -59,7 +59,7 @@ class Subject:
         self, path: Path, dtype: torch.dtype, runtime: str = "eager", prompts: int = 2, seed: int = 0,
         spoilt: Callable[[Any], object] = lambda layer: None,
     ):  # fmt: skip
-        """spoilt: what is done to each layer of the runtime before it is prepared."""
+        """spoilt: a change of each layer of the runtime before it is prepared."""
         self.model, self.stack = open_stack(path, dtype)
         for layer in self.stack.layers:
             spoilt(layer)
@@ -102,7 +102,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return Subject(save_target(tmp_path_factory.mktemp("t"), kv_heads=2), torch.bfloat16)
 
 
-# Each of these beside one runtime: a window, grouped heads, learned positions, norms of queries and keys.
+# Together they have a window, grouped heads, learned positions, and norms of queries and keys.
 ROUNDS = {("llama", "eager"), ("mistral", "graphed"), ("opt", "eager"), ("qwen3", "graphed")}
 
 
@@ -119,19 +119,19 @@ def test_a_correct_runtime_only_rounds(tmp_path: Path, architecture: str, runtim
         found = subject.judgement(arm)
         assert found.faults == ()
         assert found.positions == 2 * TOKENS
-        assert 0.5 < found.bulk < 1.1  # of what transformers rounds, in the worst row: there is room up to the limit
+        assert 0.5 < found.bulk < 1.1  # times transformers' own rounding, in the worst row: clearly below the limit
         assert found.peak < 4
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.slow
 def test_planted_faults_are_found(subject: Subject, fault: str) -> None:
-    """In every arm that the fault can reach; and not in the others."""
+    """In every arm that the fault can reach, and in no other."""
     reached = {arm for arm in ARMS if subject.judgement(arm, fault).faults}
     assert reached == set(REACHED[FAULTS[fault].reaches])
 
 
-SMALL = {  # what passes in bfloat16, where it is below rounding
+SMALL = {  # a fault that passes in bfloat16, where it is below rounding
     "attention scale × 1.005": lambda layer: layer.self_attn.q_proj.weight.mul_(1.005),
     "a row of v × 1.01": lambda layer: layer.self_attn.v_proj.weight[7].mul_(1.01),
     "eps × 10": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 1e-5),
@@ -150,15 +150,15 @@ def test_faults_below_the_rounding_of_half_precision_show_in_float32(tmp_path: P
 
 @pytest.mark.slow
 def test_faults_are_found_when_sampling_too(tmp_path: Path) -> None:
-    """There the texts say nothing: in float32 the target in float64 is the measure."""
+    """Then texts cannot be compared: a float32 runtime is judged by the target in float64."""
     subject = Subject(save_target(tmp_path), torch.float32)
     assert subject.judgement("tree", sampled=True).faults == ()
     for fault in ("RoPE frequencies × 1.002", "a committed position hidden from verification"):
         assert subject.judgement("tree", fault, sampled=True).faults != ()
 
 
-def test_where_transformers_too_may_round_otherwise_is_no_fault(subject: Subject) -> None:
-    """One position at which its first reading happened to round little, and those in pieces did not."""
+def test_no_fault_where_readings_of_transformers_differ(subject: Subject) -> None:
+    """One position with little rounding in its first reading and more in the readings in pieces."""
     reference = subject.references[0]
     row, position = 3, 17
     little = reference.states_noise.clone()
@@ -180,7 +180,7 @@ def test_where_transformers_too_may_round_otherwise_is_no_fault(subject: Subject
 def test_a_text_read_in_pieces_is_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
-    """So it differs from the precise target by rounding alone, windows shorter than the text included."""
+    """So it differs from the precise target by rounding only, also with windows shorter than the text."""
     monkeypatch.setattr("inference.measure.lossless.TIPS", 1.0)
     subject = Subject(save_target(tmp_path, architecture, kv_heads=2), torch.bfloat16, prompts=1)
     reference = subject.references[0]
@@ -192,7 +192,7 @@ def test_a_text_read_in_pieces_is_the_same_text(
 
 
 def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
-    """A comparison with NaN is false whichever way round it is made."""
+    """A comparison with NaN is false in either order."""
     forced = Forced(TokenSelector(), subject.references[0])
     list(subject.decode("prompt_lookup", subject.references[0].prompt, forced))
     forced._errors[5] = forced._errors[5] * math.nan
@@ -231,7 +231,7 @@ def test_only_real_ties_are_excused(tmp_path: Path) -> None:
 
 
 def test_too_many_ties_are_a_fault(subject: Subject) -> None:
-    """Each of them within the rounding noise, but transformers' own pass has hardly any."""
+    """Each is within the rounding noise, but transformers' own pass has almost none."""
     forced = Forced(TokenSelector(), subject.references[0])
     list(subject.decode("autoregressive", subject.references[0].prompt, forced))
     found = forced.deviation(subject.references[0].text)
@@ -244,7 +244,7 @@ def test_too_many_ties_are_a_fault(subject: Subject) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_precise_is_the_same_model_in_float32(tmp_path: Path, architecture: str) -> None:
-    """Whatever shares tensors, without a second model; afterwards everything is as it was."""
+    """For any shared tensors, without a second model; afterwards everything is unchanged."""
     path = save_target(tmp_path, architecture, tied=True)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
     upcast = copy.deepcopy(model).float()
@@ -260,7 +260,7 @@ def test_precise_is_the_same_model_in_float32(tmp_path: Path, architecture: str)
 
 
 def test_a_fault_of_the_runtime_cannot_widen_what_it_is_allowed(tmp_path: Path) -> None:
-    """The reference is made by transformers alone, also where runtime and reference share their weights."""
+    """Only transformers makes the reference, also if runtime and reference share their weights."""
     path = save_target(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="outrider").eval()
     prompt, text = random_prompt(12), random_prompt(6, seed=1)

@@ -1,4 +1,4 @@
-"""report.html: it shows the texts and trees that were decoded, needs nothing but itself, and trusts no text."""
+"""report.html shows the decoded texts and trees, is self-contained, and escapes every text."""
 
 import json
 import re
@@ -32,7 +32,7 @@ EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert
 
 
 class Page(HTMLParser):
-    """What a browser would make of the page: elements, and the text of every article with what was rejected apart."""
+    """The page as a browser parses it: elements, and the text of every article with rejected tokens apart."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -77,7 +77,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def test_the_page_shows_the_texts_that_were_measured(alone: EvaluateConfig) -> None:
-    """The texts are the arms' own, the trees contain what was accepted, and only first turns of some are kept."""
+    """The texts are those of the arms, the trees contain the accepted tokens, and only some first turns are kept."""
     page = Page((Path(alone.out_dir) / "report.html").read_text())
     measured = tokens(alone)
     _, results = kept(alone)
@@ -91,7 +91,7 @@ def test_the_page_shows_the_texts_that_were_measured(alone: EvaluateConfig) -> N
             for r in rounds[1:]:
                 assert [r.drafted[node] for node in r.path][: r.accepted] == list(r.tokens[: r.accepted])
                 assert [r.parents[node] for node in r.path] == [ROOT, *r.path][: len(r.path)]
-        chain = result.generations["chain"].rounds  # of fixed length, so the run that is shown drafts the same
+        chain = result.generations["chain"].rounds  # of fixed length, so that the shown run has the same drafts
         assert [len(r.drafted) for r in result.shown["chain"][1:]] == [r.drafted for r in chain]
         assert [r.accepted for r in result.shown["chain"][1:]] == [r.accepted for r in chain]
     trees = json.loads(page.scripts["rounds"])["trees"]
@@ -111,7 +111,7 @@ def test_an_evaluation_beside_itself_is_no_faster(alone: EvaluateConfig, tmp_pat
 def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
     raw = (Path(alone.out_dir) / "report.html").read_text()
     page = Page(raw)
-    assert page.open == []  # everything that was opened was closed
+    assert page.open == []  # every element was closed
     assert len(raw) < 400_000
     assert not {"src", "href", "srcset", "action"} & {key for _, found in page.elements for key in found}
     assert not {"link", "iframe", "img", "object"} & {name for name, _ in page.elements}
@@ -145,10 +145,8 @@ def test_what_is_escaped_comes_back(text: str) -> None:
     assert json.loads(parsed.scripts["e"]) == {"said": text}
 
 
-def test_noting_is_no_part_of_what_is_measured(
-    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With nothing to show no tree is noted: the timed runs do not."""
+def test_timed_runs_record_no_trees(config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a page no tree is recorded; the timed runs record none."""
 
     def refuse(*_: object) -> Any:
         raise AssertionError("noted")

@@ -1,4 +1,4 @@
-"""What vLLM is given for a table: the chain that our own drafter of it would take, for every request of a batch."""
+"""For a table vLLM gets the chain that our drafter would draft from it, for every request of a batch."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ TABLES = {
     "trigrams": make_table(VOCABULARY, orders=(3,)),
 }
 EVERYTHING = 2000  # nodes: more than all chains of MOST tokens
-IDS = st.integers(0, VOCABULARY)  # one beyond the table
+IDS = st.integers(0, VOCABULARY)  # one more than the table
 REQUESTS = st.builds(
     Request, st.lists(IDS, min_size=1, max_size=20), st.lists(IDS, min_size=1, max_size=12), st.integers(0, 2)
 )
@@ -54,7 +54,7 @@ def opened(place: Path, longest: int = LONGEST, most: int = MOST, vocabulary: in
 
 
 def own_chains(table: TrigramTable, request: Request, longest: int = LONGEST) -> list[tuple[int, list[int]]]:
-    """The drafts of this request by our drafter: of a tree with every chain, the likeliest child again and again."""
+    """The drafts of this request by our drafter: from a tree with every chain, the likeliest child at each level."""
     drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=EVERYTHING, depth=MOST))
     drafter.begin(FakeSession(list(request.prompt)), None, None)  # type: ignore[arg-type]
     said, new, drafts = 0, list(request.answer[:1]), []
@@ -78,12 +78,12 @@ def own_chains(table: TrigramTable, request: Request, longest: int = LONGEST) ->
 
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from(sorted(TABLES)), st.lists(REQUESTS, min_size=1, max_size=5), st.integers(1, 3), st.booleans())
-def test_it_proposes_what_our_own_drafter_would_as_a_chain(
+def test_it_proposes_the_chains_of_our_drafter(
     places: dict[str, Path], name: str, requests: list[Request], slots: int, pad: bool
 ) -> None:
-    """Of texts of different lengths that begin, end, wait and move between the slots of a batch.
+    """For texts of different lengths that begin, end, wait and move between the slots of a batch.
 
-    None goes on where another has ended: that one would be the next turn of a conversation.
+    No text continues another that has ended: that would be the next turn of a conversation.
     """
     assume(not any(_may_go_on(one, other) for one in requests for other in requests if one is not other))
     Runner(opened(places[name]), requests, slots, LONGEST, pad=pad).run()
@@ -94,7 +94,7 @@ def test_it_proposes_what_our_own_drafter_would_as_a_chain(
 @settings(deadline=None, max_examples=10)
 @given(st.sampled_from(sorted(TABLES)), REQUESTS)
 def test_the_rounds_of_a_known_text(places: dict[str, Path], name: str, request: Request) -> None:
-    """Are those of an engine that says it."""
+    """They are those of an engine that emits it."""
     rounds = chain_rounds(TABLES[name], request.prompt, request.answer, MOST)
     Runner(opened(places[name]), [request], 1, LONGEST).run()
     said = [count for count, _ in request.drafts if count < len(request.answer)]
@@ -112,7 +112,7 @@ def _may_go_on(later: Request, earlier: Request) -> bool:
 
 
 def test_the_next_turn_of_a_conversation_goes_on_with_what_was_learnt(places: dict[str, Path]) -> None:
-    """As no request is named, the user's turn is then learnt as the answer was; a new text's is a prompt."""
+    """Requests have no names, so the user's turn is then learnt like the answer; in a new text it is a prompt."""
     first, later = Request([0], [0]), Request([0, 0, 0, 0, 1], [0])
     Runner(opened(places["grams"]), [first, later], 1, LONGEST).run()
     text = np.array([*later.prompt, *later.answer])
@@ -143,7 +143,7 @@ class OldestUnread(Mixture):
 
 
 class FirstUnlearnt(Mixture):
-    """A fault: the first token of what is new is not learnt."""
+    """A fault: the first new token is not learnt."""
 
     def learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         super().learn(ids, start + 1, stop)
@@ -153,7 +153,7 @@ class FirstUnlearnt(Mixture):
 def test_a_fault_in_what_it_reads_is_seen(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fault: type[Mixture]
 ) -> None:
-    """OldestUnread differs only where a repeat is as long as the longest context."""
+    """OldestUnread differs only if a repeat is as long as the longest context."""
     repeated = np.random.default_rng(5).integers(0, VOCABULARY, 20).tolist()
     requests = [*some_requests(), Request([*repeated, *repeated[:18]], [*repeated[18:], *repeated[:8]])]
     monkeypatch.setattr(module, "Mixture", fault)
@@ -162,8 +162,8 @@ def test_a_fault_in_what_it_reads_is_seen(
     assert same == (fault is Mixture)
 
 
-def test_a_text_is_learnt_once_wherever_its_slot_is(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twins too, which begin alike. Of a batch of two, no more than two texts are held."""
+def test_a_text_is_learnt_once_in_any_slot(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also two texts with a common prefix. For a batch of two, at most two texts are kept."""
     begun: list[int] = []
 
     class Counted(ServedText):
@@ -193,8 +193,8 @@ def test_no_draft_goes_beyond_the_models_length(places: dict[str, Path]) -> None
     assert [len(draft) for _, draft in request.drafts] == [min(MOST, room) for room in left]
 
 
-def test_a_request_of_which_nothing_is_known_drafts_nothing(places: dict[str, Path]) -> None:
-    """An empty batch, what was given nothing, only padding, or a text with placeholders; others draft all the same."""
+def test_a_request_without_evidence_drafts_nothing(places: dict[str, Path]) -> None:
+    """An empty batch, an empty text, only padding, or a text with placeholders; other requests draft as usual."""
     proposer = opened(places["grams"])
 
     def proposed(sampled: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -207,9 +207,9 @@ def test_a_request_of_which_nothing_is_known_drafts_nothing(places: dict[str, Pa
     known, waits, padding, unknown = [0, 1, 2, 0, 1], [0, 1], [1, 2, 0, 1], [0, 1, -1, 1]
     drafts = proposed([[1], [], [-1, -1], [1]], [known, waits, padding, unknown])
     assert [len(draft) for draft in drafts] == [MOST, 0, 0, 0]
-    assert proposed([[1, -1]], [known]) == [drafts[0]]  # the same text once more, of which nothing is new
+    assert proposed([[1, -1]], [known]) == [drafts[0]]  # the same text again, without new tokens
     beyond = [VOCABULARY, VOCABULARY]
-    assert proposed([[VOCABULARY]], [beyond])[0][:1] == [VOCABULARY]  # by the text's own repeat
+    assert proposed([[VOCABULARY]], [beyond])[0][:1] == [VOCABULARY]  # by the repeat within the text
 
 
 def test_what_cannot_serve_is_refused_when_the_server_starts(

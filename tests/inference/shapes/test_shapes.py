@@ -1,4 +1,4 @@
-"""Draft structures against references that read as the definitions, on a source with a known q."""
+"""Draft structures against references that follow the definitions, on a source with a known q."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ from tests.known_source import KnownSource, Path_, Q, check, random_q, root, sou
 
 
 class Until:
-    """Stops after `count` tokens and keeps what it was shown."""
+    """Stops after `count` tokens and records its inputs."""
 
     def __init__(self, count: int):
         self.max_draft = count

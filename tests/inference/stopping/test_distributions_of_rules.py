@@ -23,7 +23,7 @@ from tests.known_source import KnownSource, paths_of, root
 
 
 class Deciding:
-    """Stops when `decide` says so, given a chance of its own and what it is shown."""
+    """Stops when `decide` says so, given its own `Chance` and the drafted step."""
 
     max_draft = 99
 
@@ -48,10 +48,10 @@ DECISIONS: dict[str, Callable[[Chance, Step], bool]] = {
 
 
 def shipped(rule: str) -> Callable[[Chance, Step], bool]:
-    """What the shipped rule decides: the others than "chance" follow from what is drafted alone."""
+    """The decision of the shipped rule; rules other than "chance" depend on the draft only."""
     curve = tuple(1.0 + 0.1 * width for width in range(66))
     head = CalibrationHead(1, 1).requires_grad_(False)
-    head.draft += 0.7  # a hidden state is its row's number
+    head.draft += 0.7  # the hidden state of a row is its number
     stop = StopConfig(rule=rule, threshold=0.5 if rule in THRESHOLDS else None)  # type: ignore[arg-type]
     made = make_rule(stop, Streams(0), head, Tuning(Costs((0.4,) * 66, curve, 0.1, 1.1)), default=8)
     return lambda _, step: made.stop(step)
@@ -100,9 +100,7 @@ def drafted_by(
 @pytest.mark.parametrize("decision", DECISIONS)
 @pytest.mark.parametrize("widths", [None, (2, 1), (1, 2)])
 @pytest.mark.slow
-def test_the_distribution_is_the_targets_whatever_a_rule_looks_at(
-    widths: tuple[int, ...] | None, decision: str
-) -> None:
+def test_the_distribution_is_the_targets_for_any_input_of_a_rule(widths: tuple[int, ...] | None, decision: str) -> None:
     for seed in range(2):
         p, q = random_model(seed, 2 + seed), random_model(seed + 10, 2 + seed)
         drafter = drafted_by(q, widths, DECISIONS[decision])

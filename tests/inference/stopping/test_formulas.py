@@ -1,4 +1,4 @@
-"""Every stop rule is its formula, computed slowly beside it, and asks the device for one number a token."""
+"""Every stop rule equals a slow computation of its formula, and reads one number a token from the device."""
 
 import math
 import random
@@ -40,14 +40,14 @@ def step(drafted: int, probabilities: Sequence[float] = (0.5, 0.5), token: int =
 
 
 def head(bias: Sequence[float]) -> CalibrationHead:
-    """Says `bias`[i − 1] of the i-th token, whatever its hidden states."""
+    """Predicts `bias`[i − 1] for the i-th token, for any hidden states."""
     made = CalibrationHead(2, 2).requires_grad_(False)
     made.bias.copy_(torch.tensor([*bias, *[bias[-1]] * (len(made.bias) - len(bias))]))
     return made
 
 
 def draft_with(rule: StopRule, steps: Sequence[Step]) -> int:
-    """How many of `steps` are drafted."""
+    """The number of `steps` that are drafted."""
     return next((s.drafted for s in steps if rule.stop(s)), len(steps))
 
 
@@ -96,7 +96,7 @@ def test_rejection_risk_is_of_any_token_of_this_draft() -> None:
         for threshold in (1 - alive - 0.01, 1 - alive + 0.01):
             rule = RejectionRisk(head(says), 99, threshold)
             expected = next((i for i, left in enumerate(survival, 1) if 1 - left > threshold), 4)
-            for _ in range(2):  # a draft forgets the one before
+            for _ in range(2):  # a draft does not depend on the one before
                 assert draft_with(rule, [step(i) for i in range(1, 5)]) == expected
             assert (expected == place + 1) == (threshold < 1 - alive)
 
@@ -134,7 +134,7 @@ def costs(step_seconds: float = 0.2, row: float = 0.02) -> Costs:
     price=st.floats(0.02, 0.8),
 )
 def test_survival_times_cost(scores: list[float], history: list[tuple[int, int]], price: float) -> None:
-    """Against sums written out: goes on if for some m the expected tokens exceed rate × seconds."""
+    """Against explicit sums: drafting goes on if for some m the expected tokens exceed rate × seconds."""
     seconds = costs(price)
     rule = Survival(Tuning(seconds), lambda s: ([*scores, 9.0] * 4)[s.drafted - 1], Trust(AT_ITS_WORD))
     length, rate = best_length([0.5] * LONGEST_CHAIN, seconds)
@@ -178,7 +178,7 @@ def test_a_dear_draft_step_makes_drafts_short_and_a_sure_text_makes_them_long() 
     ),
 )
 def test_trust_is_an_extended_kalman_filter(tokens: list[tuple[float, bool]], belief: Belief) -> None:
-    """Matrices beside the three numbers of its covariance."""
+    """Against matrices; the rule itself keeps the three numbers of its covariance."""
     trust = Trust(belief)
     (offset, first), (slope, second) = belief.offset, belief.slope
     mean, prior = np.array([offset, slope]), np.diag([first**2, second**2])
@@ -241,4 +241,4 @@ def test_a_rule_transfers_one_number_a_token_and_keeps_its_bound(name: str) -> N
             drafted += 1
         assert drafted <= rule.max_draft == (LONGEST_CHAIN if "survival" in name else 8)
         rule.observe(drafted, drafted)
-    rule.observe(0, 0)  # the budget left no room
+    rule.observe(0, 0)  # the budget was used up

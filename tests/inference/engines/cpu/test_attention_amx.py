@@ -69,7 +69,7 @@ def test_any_parts_give_the_same() -> None:
         assert torch.equal(run(queries, keys, values, POSITIONS, mask, parts), whole)
 
 
-def test_a_row_of_a_chain_gets_what_it_gets_alone() -> None:
+def test_a_row_of_a_chain_equals_the_row_alone() -> None:
     """To the bit, though others see more positions."""
     queries, keys, values = rows_of(BLOCK + 3, 2 * STEP)
     whole = run(queries, keys, values, POSITIONS, lower_triangle(len(queries)))

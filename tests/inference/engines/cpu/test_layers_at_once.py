@@ -1,4 +1,4 @@
-"""A range of layers in one call: what they give one by one, whatever the rows, and only where it can."""
+"""A range of layers in one call equals the layers one by one for any rows, and is used only if it is supported."""
 
 import copy
 import subprocess
@@ -48,7 +48,7 @@ FAMILIES = [("llama", {"attention_bias": True}), ("mistral", {"sliding_window": 
 
 
 def make_stack(path: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes: object) -> LayerStack:
-    """A stack whose layers are fused and run at once, with norms and biases that are none of the initial ones."""
+    """A stack whose layers are fused and run in one call, with random norms and biases."""
     shake_norms_and_biases(save_target(path, architecture, kv_heads=2, **changes))
     stack = open_stack(path, dtype)[1]
     fuse_layers(stack)
@@ -58,7 +58,7 @@ def make_stack(path: Path, architecture: str, dtype: torch.dtype = torch.float32
 
 
 def given(stack: LayerStack, parents: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Any, Any, KVCache]:
-    """Hidden states of rows after a text, where they stand, what they see, and the text's keys and values."""
+    """Hidden states of rows after a text, their positions and masks, and the text's keys and values."""
     rows = RoundRows(parents)
     layout = rows.layout(PAST, 0, len(rows))
     places = torch.arange(64)
@@ -81,7 +81,7 @@ def given(stack: LayerStack, parents: tuple[int, ...], seed: int = 0) -> tuple[T
 def test_equals_the_layers_one_by_one(
     tmp_path: Path, architecture: str, changes: dict[str, object], parents: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Hidden states, keys and values, of every range; what was given stays."""
+    """Hidden states, keys and values of every range; the inputs are unchanged."""
     stack = make_stack(tmp_path, architecture, dtype, **changes)
     together = stack.at_once
     assert isinstance(together, LayersAtOnce)
@@ -106,7 +106,7 @@ def test_equals_the_layers_one_by_one(
 
 
 def halved(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round its weights to `dtype`, which they no longer have."""
+    """Round the weights to `dtype` but keep their storage dtype."""
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
 
@@ -114,7 +114,7 @@ def halved(model: nn.Module, dtype: torch.dtype) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("stored", [torch.int8, torch.float16, torch.bfloat16])
 def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> None:
-    """The codes of an int8 model are its weights here. Those of a checkpoint in 16 bits have 16 of them again."""
+    """An int8 model is read as its codes; a float32 model from a 16-bit checkpoint is stored in 16 bits again."""
     model = open_target(str(save_target(tmp_path, kv_heads=2))).layers(dtype=torch.float32)
     if stored == torch.int8:
         quantise(model, torch.float32, "dtype=int8")
@@ -135,7 +135,7 @@ def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> N
 
 @pytest.fixture(params=["floats", "pairs", "amx"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The way in which bfloat16s are multiplied, where the processor has it."""
+    """The instruction set for products of bfloat16; skips if the processor lacks it."""
     if request.param not in layout.ways():
         pytest.skip("this processor has no such instructions")
     monkeypatch.setattr(layout, "ways", lambda: ("floats", request.param))
@@ -157,8 +157,8 @@ def test_bfloat16_in_every_way(tmp_path: Path, way: str) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
-    """To the bit: so a chain that is verified has the very numbers of plain decoding."""
+def test_a_row_of_a_chain_equals_the_row_alone(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
+    """Bit for bit, so that a verified chain has exactly the numbers of plain decoding."""
     stack = make_stack(tmp_path, "llama", dtype)
     hidden, rotary, masks, cache = given(stack, (-1, 0, 1, 2, 3, 4, 5))
     together = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
@@ -178,7 +178,7 @@ def test_a_row_of_a_chain_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.d
 def test_wide_and_long_passes_have_the_logits_of_plain_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, past: int
 ) -> None:
-    """To the bit: of a chain, and of a path through a tree, whose rows stand in other slots. Also in several calls."""
+    """Bit for bit: a chain, and a path through a tree, whose rows are in other slots. Also in several calls."""
     longest = {"vocab_size": VOCABULARY, "max_position_embeddings": past + rows}
     stack = open_stack(save_target(tmp_path, "llama", kv_heads=2, **longest), dtype)[1]
     prepare(stack, {})
@@ -217,8 +217,8 @@ def test_wide_and_long_passes_have_the_logits_of_plain_decoding(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_a_text_of_its_own_gets_what_it_gets_alone(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
-    """Each of more rows than a pass of one text has: hidden states, and the keys and values of all texts."""
+def test_a_row_of_several_texts_equals_the_row_alone(tmp_path: Path, dtype: torch.dtype, way: str) -> None:
+    """With more rows than a pass of one text has: hidden states, and the keys and values of all texts."""
     stack, rows, positions = make_stack(tmp_path, "llama", dtype), 37, 40
     together = stack.at_once
     assert isinstance(together, LayersAtOnce)
@@ -244,7 +244,7 @@ def test_a_row_of_a_text_of_its_own_gets_what_it_gets_alone(tmp_path: Path, dtyp
 
 @torch.inference_mode()
 def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread, several, more than there are panels or heads, and none of OpenMP's where there is no OpenMP."""
+    """One thread, several, more than panels or heads, and a machine without OpenMP."""
     stack = make_stack(tmp_path, "llama")
 
     def run() -> Tensor:
@@ -266,14 +266,14 @@ def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def run_apart(source: str, *arguments: object) -> None:
-    """Run Python source in a process of its own, in this directory."""
+    """Run Python source in a new process in this directory."""
     subprocess.run([sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)], check=True, timeout=300)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is loaded")
-def test_the_team_is_of_the_library_that_pytorch_calls(tmp_path: Path) -> None:
-    """Also beside other copies of it, which some packages bring: PyTorch's number of threads is known to that alone."""
+def test_threads_are_those_of_pytorchs_openmp(tmp_path: Path) -> None:
+    """Also if packages load other copies of OpenMP: only PyTorch's copy knows its number of threads."""
     run_apart(
         """
         import ctypes, shutil, sys
@@ -297,8 +297,8 @@ def test_the_team_is_of_the_library_that_pytorch_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_little_known_decodes(tmp_path: Path) -> None:
-    """LLVM may not know the processor; some systems have no `resource`, and no way to offer a core to others."""
+def test_decoding_on_an_unknown_machine(tmp_path: Path) -> None:
+    """LLVM may not know the processor; some systems have no `resource` module and no call that yields a core."""
     run_apart(
         """
         import os, sys
@@ -370,7 +370,7 @@ def test_passes_it_is_not_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_layers_it_cannot_run(tmp_path: Path) -> None:
-    """Those without a gate, of other shapes, and several kinds of attention in one stack."""
+    """Layers without a gate, layers of different shapes, and several kinds of attention in one stack."""
     opt = open_stack(save_target(tmp_path / "opt", "opt"))[1]
     odd = open_stack(save_target(tmp_path / "odd", intermediate_size=100))[1]
     narrow = open_stack(save_target(tmp_path / "narrow", head_dim=8))[1]
@@ -386,8 +386,8 @@ def test_layers_it_cannot_run(tmp_path: Path) -> None:
     assert LayersAtOnce.of([first, second]) is None
 
 
-def test_decoding_goes_by_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of target and early exit. One number wrong in a pass of one row, and the two ways to decode part."""
+def test_decoding_uses_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For target and early exit. After one wrong number in a pass of one row, the two paths decode different texts."""
     path = save_target(tmp_path, kv_heads=2)
     stack, drafter, prompt = open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.3), random_prompt(20)
     prepare(stack, {"early_exit": Calibrated(drafter)})
@@ -420,7 +420,7 @@ def test_decoding_goes_by_it_and_a_fault_in_it_is_found(tmp_path: Path, monkeypa
 
 
 class Ticks:
-    """A clock by which a pass at once takes a second, and one of so many rows one by one as long as `seconds` says."""
+    """A clock: a pass in one call takes a second; layers one by one take `seconds` of the number of rows."""
 
     def __init__(self, seconds: Callable[[int], float]):
         self.turn, self.seconds = 0, seconds
@@ -439,11 +439,11 @@ class Ticks:
 def test_the_faster_way_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], faster: bool
 ) -> None:
-    """Over all widths: the way is the same for all of them."""
+    """Over all widths together: one path serves all of them."""
     stack = make_stack(tmp_path, "llama")
     together, layers = stack.at_once, list(stack.layers)
     assert isinstance(together, LayersAtOnce)
-    assert together.is_faster(layers)  # so small that nothing is measured
+    assert together.is_faster(layers)  # too small to be measured
     monkeypatch.setattr(at_once, "SMALL", 0)
     assert together.is_faster(layers, Ticks(seconds)) == faster
 
@@ -460,8 +460,8 @@ def test_where_it_is_not_faster_its_weights_are_given_back(
     assert isinstance(stack.head, PanelLinear) or not faster
 
 
-def test_what_is_prepared_again_goes_on_as_it_is(tmp_path: Path) -> None:
-    """As a target is for a second set of drafters."""
+def test_preparing_twice_changes_nothing(tmp_path: Path) -> None:
+    """As happens for a second set of drafters of a target."""
     path = save_target(tmp_path, kv_heads=2)
     stack, drafter = open_stack(path)[1], make_drafter(path, 1)
     prepare(stack, {"early_exit": Calibrated(drafter)})
