@@ -35,11 +35,11 @@ def losses(rows: int, width: int, tokens: int) -> dict[str, Loss]:
     head = (torch.randn(tokens, width, generator=generator) / width**0.5).bfloat16()
     ids = torch.randint(tokens // KNOWN, (rows, KNOWN), generator=generator)
     ids += torch.arange(KNOWN) * (tokens // KNOWN)  # no two alike
-    laws = torch.randn(rows, KNOWN + 1, generator=generator).log_softmax(-1)
-    law = (ids, laws[:, 1:], laws[:, 0].exp())
+    logprobs = torch.randn(rows, KNOWN + 1, generator=generator).log_softmax(-1)
+    known = (ids, logprobs[:, 1:], logprobs[:, 0].exp())
     return {
         "cross_entropy": lambda h, w, chunk: linear_cross_entropy(h, w, labels, chunk),
-        "forward_kl, cached": lambda h, w, chunk: linear_topk_divergence(h, w, *law, labels, "forward_kl", chunk),
+        "forward_kl, cached": lambda h, w, chunk: linear_topk_divergence(h, w, *known, labels, "forward_kl", chunk),
         "forward_kl": lambda h, w, chunk: linear_divergence(h, w, taught, head, labels, "forward_kl", chunk),
         "kl_tv": lambda h, w, chunk: linear_divergence(h, w, taught, head, labels, "kl_tv", chunk),
     }
