@@ -12,6 +12,7 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig
 from inference.settings.serving import DRAFTS, Engine
+from tests.tiers import typical_where
 
 ROOT = Path(__file__).parents[3]
 DRAFTERS = ROOT / "drafters" / "smollm2"
@@ -30,7 +31,7 @@ def test_every_kind_that_lies_here_is_measured() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("engine", DRAFTS)
+@pytest.mark.parametrize("engine", typical_where("transformers".__ne__, DRAFTS))  # that one is always there
 def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
     place = ROOT / ".engines" / engine
     if engine != "transformers" and not place.exists():
@@ -50,4 +51,4 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
             alike = [one for one in row["acceptance"] if not one["differs"]]
             if report["method"] != "prompt_lookup":  # another look-up than ours
                 assert alike == row["acceptance"]
-                assert row["rounds"] >= 200
+                assert row["rounds"] >= 150
