@@ -4,6 +4,7 @@ Results are stored prompt by prompt (`prompt_results`), and the report is made f
 can be continued, with any number of processes.
 """
 
+import gc
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from draft_models.card import add_report
 from inference.core.stopwatch import Clock
 from inference.doctor.table import coloured, refuse, table
 from inference.engines.choose import make_runtime
+from inference.evaluate.served import require_served, serve_methods
 from inference.loading.targets import (
     Models,
     TargetSetup,
@@ -96,8 +98,8 @@ def _evaluate(
     """The names of the methods that were not lossless."""
     setup = find_setup(config)
     require_own_device(setup.device, state)
-    alone = config.engine is None or state.num_processes == 1
-    require(alone, "engine", config.engine, f"null with {state.num_processes} processes: an engine has its own")
+    if config.engine is not None:
+        require_served(config, setup, len(prompts), state.num_processes)
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]
     drafters = load_drafters(config, setup.target, dtype=setup.dtype, device=setup.device)
@@ -173,9 +175,10 @@ def _evaluate(
     expected = len(done) + sum(gather_object([taken]))
     served: Mapping[str, Mapping[str, object]] = {}
     if config.engine is not None:
-        from inference.evaluate.served import serve_methods  # imported only if requested
-
         models = None  # the engine needs the memory
+        drafters = {}
+        gc.collect()
+        torch.cuda.empty_cache()
         ours = {place: measured.turns[0] for place, measured in read_results(out_dir).items() if measured.turns}
         served = serve_methods(config, setup, rendered, ours, out_dir)
     with Stage("writing the report"):

@@ -5,12 +5,15 @@ stored as they are measured (`served.jsonl`), so a stopped run can be continued.
 """
 
 import json
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+
+import torch
 
 from data_prep.formats.door import as_safetensors
 from inference.core.generation import Generation
@@ -19,29 +22,32 @@ from inference.drafters.ngram.ngrams import open_table
 from inference.loading.targets import TargetSetup, context_length, load_plain
 from inference.measure.prompt_results import append_line, read_lines
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
-from inference.report.served import Row, served_row
-from inference.serving.engine_process import Asked, EngineProcess
+from inference.report.served import DRAFTED, PLAIN, Row, served_row
+from inference.serving.engine_process import Asked, EngineProcess, require_engine, running
+from inference.serving.page import environment
 from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, chain_rounds
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
+from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.settings.serving import draft_length, python_in, why_not
 from outrider.errors import require
-from outrider.progress import Stage, counted
+from outrider.files import write_atomically
+from outrider.progress import counted
 from outrider.streams import Streams
 
 FILE = "served.jsonl"
-FOLDER = "engine"  # of drafters as the engine loads them, and of its logs
-_WARM_UP_TOKENS = 8
+FOLDER = "engine"  # of drafters as the engine loads them, of its logs, and of the texts that are audited
 LEVEL = 0.001  # how often sampled texts may be refused by chance
+_WARM_UP_TOKENS = 8
 _TURNS = 3  # prompts of a block for each request at a time, where there are several
 
 
 @dataclass(frozen=True)
 class BlockKey:
-    """What is measured once. options: of the engine, as JSON; positions: of the block's prompts in the run."""
+    """What is measured once. engine: it, its Python and its options, as JSON; positions: of the block's prompts."""
 
-    options: str
+    engine: str
     method: str
     concurrency: int
     repeat: int
@@ -50,20 +56,34 @@ class BlockKey:
 
 @dataclass(frozen=True)
 class Block:
-    """Prompts that an engine continued twice, without a drafter and with one; seconds: of all of them together."""
+    """Prompts that an engine continued in both arms, without a drafter and with one; seconds: of them all together."""
 
     key: BlockKey
-    engine: str  # with its version
-    plain: tuple[Generation, ...]
-    drafted: tuple[Generation, ...]
-    plain_seconds: float
-    drafted_seconds: float
+    version: str  # of the engine
+    texts: Mapping[str, tuple[Generation, ...]]
+    seconds: Mapping[str, float]
+
+
+def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, processes: int) -> None:
+    """Raise `UserError` if the engine of `config` is not there, or cannot run this target on so many prompts."""
+    assert config.engine is not None
+    require(processes == 1, "engine", config.engine, f"null with {processes} processes: an engine has its own")
+    others = sorted({*setup.inherited.taken} - {"repetition_penalty"})
+    require(not others, "generation_config", others, "none with engine=: the engine has no such processors")
+    fits = config.engine != "openvino" or setup.device.type == "cpu"
+    require(fits, "device", str(setup.device), "cpu with engine=openvino")
+    _require_enough(config, prompts)
+    require_engine(config.engine, python_in(config.engine_python))
+
+
+def _require_enough(config: EvaluateConfig, prompts: int) -> None:
+    most = max(config.concurrency)
+    require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
 
 
 def served_methods(config: EvaluateConfig) -> dict[str, MethodConfig]:
-    """The methods that the engine of `config` runs; empty without one. Says which it cannot run."""
-    if config.engine is None:
-        return {}
+    """The methods that the engine of `config` runs. Says which it cannot run."""
+    assert config.engine is not None
     reasons = {name: why_not(config.engine, method) for name, method in config.methods.items()}
     for name, reason in reasons.items():
         if reason is not None:
@@ -72,102 +92,122 @@ def served_methods(config: EvaluateConfig) -> dict[str, MethodConfig]:
 
 
 def measure_served(
-    config: EvaluateConfig, setup: TargetSetup, rendered: Sequence[Sequence[int]], positions: Sequence[int], out: Path
+    config: EvaluateConfig,
+    setup: TargetSetup,
+    methods: Mapping[str, MethodConfig],
+    rendered: Sequence[Sequence[int]],
+    positions: Sequence[int],
+    out: Path,
 ) -> list[Block]:
-    """The blocks of all methods that the engine runs, on the prompts `positions`. Raises `UserError`."""
-    folder = out / FOLDER
+    """The blocks of `methods` on the prompts `positions`. Raises `UserError`."""
+    folder, file = out / FOLDER, out / FILE
     folder.mkdir(exist_ok=True)
-    methods, file = served_methods(config), out / FILE
     done = {block.key: block for block in read_lines(file, Block)} if file.exists() else {}
-    asked = _asked(config, setup)
+    asked, streams = _asked(config, sampling_of(config, setup), setup.eos), Streams(config.seed).within("served")
     begin = partial(_begin, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
     found = []
-    with ExitStack() as running:
+    with ExitStack() as open_engines:
         plain: EngineProcess | None = None
         for name, method in methods.items():
             todo = [*_keys(config, name, positions)]
             missing = [key for key in todo if key not in done]
             if missing:
-                plain = plain or running.enter_context(begin("plain", None))
+                plain = plain or open_engines.enter_context(begin("plain", None))
                 with begin(name, method) as drafted:
-                    arms = (plain, 0), (drafted, draft_length(method))
+                    arms = {PLAIN: (plain, 0), DRAFTED: (drafted, draft_length(method))}
                     for key in counted(missing, f"measuring {name} in {config.engine}", "blocks"):
-                        done[key] = _measure(arms, key, rendered, asked)
+                        done[key] = _measure(arms, key, rendered, asked, streams)
                         append_line(file, done[key])
             found += [done[key] for key in todo]
     return found
 
 
 def _keys(config: EvaluateConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
-    """All blocks of a method."""
-    options = json.dumps({"engine": config.engine, **config.engine_options}, sort_keys=True)
+    """All blocks of a method. None has fewer prompts than there are requests at a time."""
+    engine = json.dumps([config.engine, config.engine_python, config.engine_options], sort_keys=True)
     for count in config.concurrency:
-        size = 1 if count == 1 else _TURNS * count
+        blocks = len(positions) if count == 1 else max(1, len(positions) // (_TURNS * count))
+        edges = [len(positions) * block // blocks for block in range(blocks + 1)]
         for repeat in range(config.repeats):
-            for start in range(0, len(positions), size):
-                yield BlockKey(options, method, count, repeat, tuple(positions[start : start + size]))
+            for start, end in pairwise(edges):
+                yield BlockKey(engine, method, count, repeat, tuple(positions[start:end]))
 
 
 def _measure(
-    arms: Sequence[tuple[EngineProcess, int]], key: BlockKey, rendered: Sequence[Sequence[int]], asked: Asked
+    arms: Mapping[str, tuple[EngineProcess, int]],
+    key: BlockKey,
+    rendered: Sequence[Sequence[int]],
+    asked: Asked,
+    streams: Streams,
 ) -> Block:
-    """One block, with both arms in random order; a first one with few tokens warms them up."""
+    """One block, by both arms in random order; a first one with few tokens warms them up."""
     count, prompts = key.concurrency, [rendered[position] for position in key.positions]
-    made: dict[int, tuple[tuple[Generation, ...], float]] = {}
-    for place in random.Random(repr(key)).sample(range(2), 2):
-        engine, drafted = arms[place]
+    own = streams.within(key.method, count, key.repeat)
+    seeds = [own.number(position, bits=56) for position in key.positions]
+    texts, seconds = dict[str, tuple[Generation, ...]](), dict[str, float]()
+    for arm in own.of("order", *key.positions).sample(sorted(arms), len(arms)):
+        engine, drafted = arms[arm]
         if engine.warm != count:
-            few = Asked(min(_WARM_UP_TOKENS, asked.max_new_tokens), asked.eos, asked.sampling, asked.seed)
-            engine.continued(prompts, few, count, drafted)
+            few = replace(asked, max_new_tokens=min(_WARM_UP_TOKENS, asked.max_new_tokens))
+            engine.continued(prompts, seeds, few, count, drafted)
             engine.warm = count
-        made[place] = engine.continued(prompts, asked, count, drafted)
-    (plain, plain_seconds), (drafted_texts, seconds) = made[0], made[1]
-    return Block(key, arms[1][0].version, plain, drafted_texts, plain_seconds, seconds)
+        texts[arm], seconds[arm] = engine.continued(prompts, seeds, asked, count, drafted)
+    return Block(key, arms[DRAFTED][0].version, texts, seconds)
 
 
-def _asked(config: EvaluateConfig, setup: TargetSetup) -> Asked:
-    sampling = config.sampling
-    penalty = setup.inherited.taken.get("repetition_penalty", 1.0)
-    others = sorted({*setup.inherited.taken} - {"repetition_penalty"})
-    require(not others, "generation_config", others, "none with engine=: the engine has no such processors")
-    said: dict[str, float] = {"temperature": sampling.temperature, "repetition_penalty": penalty}
-    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    said |= {name: getattr(sampling, name) for name, value in off.items() if getattr(sampling, name) != value}
-    return Asked(config.max_new_tokens, sorted(setup.eos), said, config.seed)
+def sampling_of(config: EvaluateConfig, setup: TargetSetup) -> SamplingConfig:
+    """How tokens are chosen, the target's own repetition penalty included."""
+    inherited = setup.inherited.taken.get("repetition_penalty")
+    return replace(config.sampling, repetition_penalty=config.sampling.repetition_penalty or inherited)
+
+
+def _asked(config: EvaluateConfig, sampling: SamplingConfig, eos: Collection[int]) -> Asked:
+    """`sampling` in the engine, of which greedy decoding reads the penalty alone."""
+    read = [name for name in vars(sampling) if name != "temperature" and (sampling.temperature or "penalty" in name)]
+    said = {name: getattr(sampling, name) for name in read if getattr(sampling, name) != getattr(GREEDY, name)}
+    return Asked(config.max_new_tokens, sorted(eos), sampling.temperature, said)
 
 
 def _begin(
     config: EvaluateConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
-) -> EngineProcess:
-    """A running engine, with the drafter of `method` if it is given."""
-    draft, environment = None, dict[str, str]()
+) -> AbstractContextManager[EngineProcess]:
+    """An engine, with the drafter of `method` if it is given."""
+    draft, variables = None, _devices(setup.device)
     if method is not None:
-        kind, tokens = KINDS[method.source], draft_length(method)
-        where = config.where(kind)
-        draft = {"method": kind.served, "tokens": tokens, "max_ngram": method.max_ngram, "model": None}
-        if kind.served == "custom_class":
-            assert where is not None
-            draft["model"] = f"{NgramProposer.__module__}.{NgramProposer.__name__}"
-            root = str(Path(__file__).parents[NgramProposer.__module__.count(".")])
-            environment = {TABLE_VARIABLE: str(Path(where).resolve()), "PYTHONPATH": root}
+        kind = KINDS[method.source]
+        where, model = config.where(kind), None
+        if where is not None and kind.served == "custom_class":
+            model = f"{NgramProposer.__module__}.{NgramProposer.__name__}"
+            variables |= environment(NgramProposer, TABLE_VARIABLE, Path(where).resolve())
         elif where is not None:
-            draft["model"] = str(_exported(config, setup, method.source, where, folder))
-    place, _ = as_safetensors(setup.target.source, setup.target.revision)
+            model = str(_exported(config, setup, method.source, where, folder))
+        draft = {"method": kind.served, "tokens": draft_length(method), "max_ngram": method.max_ngram, "model": model}
+    place, revision = as_safetensors(setup.target.source, setup.target.revision)
     job = {
-        "engine": config.engine, "target": place, "revision": setup.target.revision, "dtype": setup.floats,
+        "engine": config.engine, "target": place, "revision": revision, "dtype": setup.floats,
         "device": setup.device.type, "context": min(longest + 64, context_length(setup, {})), "draft": draft,
         "options": config.engine_options, "work": str(folder.resolve()), "most": max(config.concurrency),
     }  # fmt: skip
-    with Stage(f"starting {config.engine}"):
-        return EngineProcess(python_in(config.engine_python), job, folder / f"{name}.log", environment)
+    return running(python_in(config.engine_python), job, folder / f"{name}.log", variables)
+
+
+def _devices(device: torch.device) -> dict[str, str]:
+    """The variable by which an engine sees no GPU but `device`; without an index that is the first."""
+    name, _, index = str(device).partition(":")
+    if name == "cuda" and not index:
+        return {}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[int(index)] if seen and index else index}
 
 
 def _exported(config: EvaluateConfig, setup: TargetSetup, source: str, where: str, folder: Path) -> Path:
     """The drafter in `where` as engines load it."""
     made = folder.resolve() / source
-    if not (made / "config.json").exists():
-        config.plugin(KINDS[source]).serve(where, setup.target, setup.dtype, made)
-        setup.tokenizer.save_pretrained(made)
+    if not made.exists():
+        part = made.with_suffix(".part")  # a stopped run may have left one
+        config.plugin(KINDS[source]).serve(where, setup.target, setup.dtype, part)
+        setup.tokenizer.save_pretrained(part)
+        part.rename(made)
     return made
 
 
@@ -176,10 +216,11 @@ def as_results(blocks: Sequence[Block], rendered: Sequence[Sequence[int]]) -> li
     return [
         PromptResult(
             f"{position}/{block.key.repeat}", "", tuple(rendered[position]),
-            {AUTOREGRESSIVE: plain, block.key.method: drafted}, AUTOREGRESSIVE, conversation=str(position),
+            {AUTOREGRESSIVE: block.texts[PLAIN][place], block.key.method: block.texts[DRAFTED][place]},
+            AUTOREGRESSIVE, conversation=str(position),
         )
         for block in blocks
-        for position, plain, drafted in zip(block.key.positions, block.plain, block.drafted, strict=True)
+        for place, position in enumerate(block.key.positions)
     ]  # fmt: skip
 
 
@@ -203,8 +244,9 @@ def serve_methods(
 
     ours: the results of this runtime for the first turns of prompts, by position. Raises `UserError`.
     """
-    methods, blocks = served_methods(config), measure_served(config, setup, rendered, sorted(ours), out)
-    drawn, streams = config.sampling.temperature > 0, Streams(config.seed).within("served")
+    _require_enough(config, len(ours))  # minutes= may have ended before the others
+    methods, streams = served_methods(config), Streams(config.seed).within("served")
+    blocks, drawn = measure_served(config, setup, methods, rendered, sorted(ours), out), config.sampling.temperature > 0
     texts = {position: ours[position].generations[ours[position].reference].tokens for position in ours}
     found: dict[str, Row] = {}
     for name, method in methods.items():
@@ -215,16 +257,16 @@ def serve_methods(
             here = [ours[place].generations[name] for place in places]
             if KINDS[method.source].served == "custom_class":  # here it drafts trees
                 here = [_by_the_table(config, setup, method, result) for result in results]
-            totals = {"plain": sum(block.plain_seconds for block in some),
-                      "speculative": sum(block.drafted_seconds for block in some)}  # fmt: skip
+            totals = {arm: sum(block.seconds[arm] for block in some) for arm in (PLAIN, DRAFTED)}
             references = None if drawn else [texts[place] for place in places]
             row = served_row(
                 name, draft_length(method), results, here, references, totals, streams.within(name, str(count))
             )
-            rows.append({"engine": some[0].engine, "options": config.engine_options, "concurrency": count, **row})
+            versions = " and ".join(sorted({block.version for block in some}))
+            rows.append({"engine": versions, "options": config.engine_options, "concurrency": count, **row})
         found[name] = {"served": rows}
-    for name, arms in _judged(config, setup, rendered, blocks, {} if drawn else texts).items():
-        found[name]["served_judgement"] = arms
+    for (name, arm), judgement in _judged(config, setup, rendered, blocks, {} if drawn else texts, out).items():
+        found[name].setdefault("served_judgement", {})[arm] = judgement
     return found
 
 
@@ -234,27 +276,26 @@ def _judged(
     rendered: Sequence[Sequence[int]],
     blocks: Sequence[Block],
     known: Mapping[int, Sequence[int]],
-) -> dict[str, Row]:
+    out: Path,
+) -> dict[tuple[str, str], Row]:
     """By method and arm, the audit of the engine's texts that are not the `known` ones; nothing where all are."""
     from inference.audit.answers import ServedAnswer  # the audit: only if an engine was measured
     from inference.audit.audit import judged, read
 
-    model, audited = None, dict[str, Row]()
-    sampling = replace(config.sampling, repetition_penalty=setup.inherited.taken.get("repetition_penalty"))
-    for name in dict.fromkeys(block.key.method for block in blocks):
-        for arm in ("plain", "drafted"):
-            said = {
-                (position, generation.tokens): ServedAnswer(
-                    prompt_ids=list(rendered[position]), output_ids=list(generation.tokens), **vars(sampling)
-                )
-                for block in blocks
-                for position, generation in zip(block.key.positions, getattr(block, arm), strict=True)
-                if block.key.method == name and generation.tokens != known.get(position)
-            }
-            if said:
-                model = model or load_plain(setup.target, setup.dtype, setup.device)
-                answers = dict(enumerate(said.values()))
-                finding = judged(read(model, answers, Streams(config.seed), simulate=False), answers, LEVEL)
-                faults = {"texts": len(said), "verdict": finding.verdict, "faults": list(finding.faults)}
-                audited.setdefault(name, {})[arm] = faults
+    model, audited = None, dict[tuple[str, str], Row]()
+    said: dict[tuple[str, str], dict[tuple[int, tuple[int, ...]], Row]] = {}
+    for block in blocks:
+        for arm, texts in block.texts.items():
+            for position, text in zip(block.key.positions, texts, strict=True):
+                if text.tokens != known.get(position):
+                    row = {"prompt_ids": [*rendered[position]], "output_ids": [*text.tokens]}
+                    said.setdefault((block.key.method, arm), {})[position, text.tokens] = row
+    for (name, arm), rows in said.items():
+        sampling, file = vars(sampling_of(config, setup)), out / FOLDER / f"{name}-{arm}.jsonl"
+        write_atomically(file, "".join(json.dumps({**row, **sampling}) + "\n" for row in rows.values()).encode())
+        model = model or load_plain(setup.target, setup.dtype, setup.device)
+        answers = {line: ServedAnswer(**row, **sampling) for line, row in enumerate(rows.values(), 1)}
+        finding = judged(read(model, answers, Streams(config.seed), simulate=False), answers, LEVEL)
+        faults = {"verdict": finding.verdict, "faults": list(finding.faults)}
+        audited[name, arm] = {"texts": len(rows), "file": f"{FOLDER}/{file.name}", **faults}
     return audited

@@ -10,13 +10,15 @@ from inference.core.generation import Generation
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import speedup
 from inference.measure.statistics import decode_statistics
-from inference.measure.verdict import verdict
+from inference.measure.verdict import MIN_PROMPTS, verdict
 from inference.report.wording import Report, interval_text, number_text
+from inference.settings.kinds import KINDS
 from outrider.streams import Streams
 from outrider.tables import Table
 
 LARGEST_DIFFERENCE = 0.02  # of the acceptance at a depth, that is not spoken of
 _DRAWS = 2000
+PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
 Row = dict[str, Any]
 
 SERVED = {
@@ -26,7 +28,7 @@ SERVED = {
     "τ": "tokens of a pass of the target, in the engine",
     "τ here": "by this runtime, or of the table alone",
     "accepted by depth": "share of rounds whose draft was accepted so far, in the engine",
-    "here": "the same by this runtime; * where the engine differs by more than chance",
+    "here": "the same by this runtime, or of the table alone; * where the engine differs by more than chance",
     "identical": "texts that equal the engine's own without a drafter; in brackets, those of it that equal the "
     "reference's",
     "tokens/s": "of all requests together, without a drafter and with it",
@@ -47,24 +49,30 @@ def served_row(
     """The figures of a method in an engine at one concurrency, where its drafts have `drafted` tokens.
 
     results: of the engine; here: our own generations of the same prompts; references: the reference's texts, None if
-    they are drawn. totals: seconds of the arm and of plain decoding for all prompts together.
+    they are drawn. totals: by arm of the engine, its seconds for all prompts together.
     """
     own, plain = ([r.generations[arm] for r in results] for arm in (method, AUTOREGRESSIVE))
-    gained = speedup(results, method, AUTOREGRESSIVE, streams)
+    both = [r for r in results if all(g.rounds for g in r.generations.values())]
+    gained = speedup(both, method, AUTOREGRESSIVE, streams, after_first_step)
     return {
         "draft_tokens": drafted,
         "requests": len(results),
         "tau": decode_statistics(map(_whole, own))["tau"],
         "tau_here": decode_statistics(map(_whole, here))["tau"],
         "rounds": sum(max(0, len(g.rounds) - 1) for g in own),
-        "acceptance": _compared(own, here, drafted, streams),
+        "acceptance": _compared((own, here), [r.unit for r in results], drafted, streams),
         "identical_to_plain": None if references is None else sum(r.identical(method) for r in results),
         "plain_identical_to_reference": None if references is None else _equal(plain, references),
         "tokens_per_second": {arm: sum(len(g.tokens) for g in made) / totals[arm] for arm, made in
-                              (("plain", plain), ("speculative", own))},
+                              ((PLAIN, plain), (DRAFTED, own))},
         "speedup": gained,
         "verdict": verdict(gained),
     }  # fmt: skip
+
+
+def after_first_step(generation: Generation) -> float:
+    """Seconds per token after the engine's first step, which reads the prompt and may already verify a draft."""
+    return generation.decode_seconds / sum(len(r.tokens) for r in generation.rounds)
 
 
 def _equal(generations: Sequence[Generation], references: Sequence[Sequence[int]]) -> int:
@@ -77,9 +85,16 @@ def _whole(generation: Generation) -> Generation:
     return Generation(tuple(token for r in rounds for token in r.tokens), 0.0, 0.0, rounds)
 
 
-def _compared(there: Sequence[Generation], here: Sequence[Generation], depth: int, streams: Streams) -> list[Row]:
-    """By depth: the share of rounds accepted so far there and here, and the interval of the difference over prompts."""
-    counts = np.array([[_accepted(_whole(g), depth) for g in side] for side in (there, here)])  # [2, prompts, 1 + K]
+def _compared(sides: Sequence[Sequence[Generation]], units: Sequence[str], depth: int, streams: Streams) -> list[Row]:
+    """By depth: the share of rounds accepted so far there and here, and the interval of the difference over prompts.
+
+    sides: the generations there and here. units: of resampling, one for each of them.
+    """
+    places = {unit: place for place, unit in enumerate(dict.fromkeys(units))}
+    counts = np.zeros((2, len(places), 1 + depth), np.int64)
+    for side, generations in enumerate(sides):
+        for unit, generation in zip(units, generations, strict=True):
+            counts[side, places[unit]] += _accepted(_whole(generation), depth)
     picks = streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))
     drawn = counts[:, picks].sum(2)  # [2, draws, 1 + K]
     shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
@@ -91,6 +106,7 @@ def _compared(there: Sequence[Generation], here: Sequence[Generation], depth: in
             "here": float(shares[1, place]),
             "difference_ci95": [float(low[place]), float(high[place])],
             "differs": bool(abs(shares[0, place] - shares[1, place]) > LARGEST_DIFFERENCE)
+            and len(places) >= MIN_PROMPTS
             and not low[place] <= 0 <= high[place],
         }
         for place in range(depth)
@@ -120,7 +136,7 @@ def _cells(method: str, row: Row) -> tuple[str, ...]:
         " ".join(f"{one['served']:.3f}" for one in depths),
         " ".join(here),
         "" if equal is None else f"{equal}/{row['requests']} ({row['plain_identical_to_reference']})",
-        " → ".join(number_text(speeds[arm]) for arm in ("plain", "speculative")),
+        " → ".join(number_text(speeds[arm]) for arm in (PLAIN, DRAFTED)),
         interval_text(row["speedup"]),
         row["verdict"],
     )
@@ -134,19 +150,29 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
     lines = ["", f"## In {served[0]['served'][0]['engine']}", "", *served_table(served).markdown(), ""]
     for report in served:
         for arm, judged in (report.get("served_judgement") or {}).items():
-            lines.append(f"- {report['method']}, {arm} texts that are not the reference's: {judged['verdict']}")
+            lines.append(f"- {report['method']}, {arm}: of {judged['texts']} texts audited ({judged['file']}): "
+                         f"{judged['verdict']}.")  # fmt: skip
         odd = {one["depth"] for row in report["served"] for one in row["acceptance"] if one["differs"]}
         if odd:
-            lines.append(
-                f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd)}. One of "
-                "them reads the drafter in another way; doctor=true says whether it is this one."
-            )
+            lines.append(f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd)}. "
+                         f"{_why_otherwise(report)}")  # fmt: skip
     return lines + schedule_lines(served)
+
+
+def _why_otherwise(report: Report) -> str:
+    if KINDS[report["settings"]["source"]].served == "ngram":
+        return "It looks up in another way."
+    drawn = (
+        "It may choose the tokens of a draft in another way where they are drawn, or one"
+        if report["temperature"]
+        else "One"
+    )
+    return f"{drawn} of them reads the drafter in another way; doctor=true says whether it is this one."
 
 
 def served_faults(report: Report) -> list[str]:
     """What is not the target's in the texts of a method that an engine drafted."""
-    faults: list[str] = (report.get("served_judgement") or {}).get("drafted", {}).get("faults", [])
+    faults: list[str] = (report.get("served_judgement") or {}).get(DRAFTED, {}).get("faults", [])
     return faults
 
 

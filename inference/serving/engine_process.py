@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +13,12 @@ from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.serving import engine_worker
 from inference.serving.engine_worker import Json
-from outrider.errors import UserError
+from inference.settings.serving import MODULES, Engine
+from outrider.errors import UserError, reason
+from outrider.progress import Stage
 
 _SHOWN = 600  # characters of an engine's last words in an error
+_PATIENCE = 60  # seconds in which a Python starts
 
 
 @dataclass(frozen=True)
@@ -22,63 +27,88 @@ class Asked:
 
     max_new_tokens: int
     eos: Sequence[int]
+    temperature: float
     sampling: Mapping[str, float]
-    seed: int
+
+
+def require_engine(engine: Engine, python: str) -> None:
+    """Raise `UserError` unless `python` is a Python that finds `engine`."""
+    module = MODULES[engine]
+    find = f"from importlib.util import find_spec; print(find_spec({module!r}) is not None)"
+    try:
+        ran = subprocess.run([python, "-c", find], capture_output=True, timeout=_PATIENCE, text=True, check=False)
+        found = ran.stdout.strip() or f"it ends with status {ran.returncode}"
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
+        found = reason(error)
+    if found != "True":
+        why = f"no {module} is installed there" if found == "False" else f"no Python ({found})"
+        raise UserError(f"engine_python={python}: {why}; engine={engine} needs an environment with it (`make engines`)")
 
 
 class EngineProcess:
-    """An engine that has loaded a target and, if the job says so, a drafter. A context manager.
+    """An engine that has loaded a target and, if the job says so, a drafter (see `running`)."""
 
-    python: of the engine's environment. job: as `engine_worker` reads it. log: what the engine prints.
-    Raises `UserError` with its last words if the process ends.
-    """
-
-    def __init__(self, python: str, job: Mapping[str, object], log: Path, environment: Mapping[str, str]):
-        self._engine, self._log = job["engine"], log
+    def __init__(self, process: "subprocess.Popen[str]", job: Mapping[str, object], log: Path):
+        self._process, self._engine, self._log = process, job["engine"], log
         self.warm = 0  # the concurrency that it was last warmed up with
-        with open(log, "wb") as errors:
-            self._process = subprocess.Popen(
-                [python, str(engine_worker.__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                text=True, env={**os.environ, **environment},
-            )  # fmt: skip
         self.version = str(self._ask(job)["version"])
 
-    def __enter__(self) -> "EngineProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
     def continued(
-        self, prompts: Sequence[Sequence[int]], asked: Asked, concurrency: int, drafted: int
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], asked: Asked, concurrency: int, drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
         """A generation for each prompt, and the seconds of them all, with up to `concurrency` at a time.
 
-        drafted: tokens of a draft; 0 for plain decoding.
+        drafted: tokens of a draft; 0 for plain decoding. Raises `UserError` if a prompt gets no token.
         """
-        job = {**vars(asked), "prompts": prompts, "concurrency": concurrency}
-        answer = self._ask(job)
+        answer = self._ask({**vars(asked), "prompts": prompts, "seeds": seeds, "concurrency": concurrency})
+        for prompt, one in zip(prompts, answer["requests"], strict=True):
+            if not one["tokens"]:
+                raise self._failed(f"it says nothing after a prompt of {len(prompt)} tokens")
         return tuple(_generation(one, drafted) for one in answer["requests"]), answer["seconds"]
 
     def _ask(self, job: Mapping[str, object]) -> Json:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # its last words say why
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # its last words say why
         line = self._process.stdout.readline()
         if not line:
-            words = self._log.read_text(errors="replace").strip()[-_SHOWN:]
-            raise UserError(f"engine={self._engine}: it ended, see {self._log}; its last words: {words}")
+            raise self._failed("it ended")
         answer: Json = json.loads(line)
         return answer
 
+    def _failed(self, how: str) -> UserError:
+        words = self._log.read_text(errors="replace").strip()[-_SHOWN:]
+        return UserError(f"engine={self._engine}: {how}, see {self._log}; its last words: {words}")
+
+
+@contextmanager
+def running(
+    python: str, job: Mapping[str, object], log: Path, environment: Mapping[str, str]
+) -> Iterator[EngineProcess]:
+    """An engine while the context lasts; afterwards no process of it is left.
+
+    python: of the engine's environment. job: as `engine_worker` reads it. log: what the engine prints. Raises
+    `UserError` with its last words if the process ends.
+    """
+    with open(log, "wb") as errors:
+        process = subprocess.Popen(
+            [python, str(engine_worker.__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            text=True, env={**os.environ, **environment}, start_new_session=True,
+        )  # fmt: skip
+    try:
+        with Stage(f"starting {job['engine']}"):
+            engine = EngineProcess(process, job, log)
+        yield engine
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+        process.communicate()
+
 
 def _generation(request: Json, drafted: int) -> Generation:
-    """What the engine said, each of its steps a round."""
+    """What the engine said; each of its steps but the first is a round."""
     (first, *rest), (begun, prefilled, *times) = request["tokens"], request["times"]
     spent = [now - before for before, now in zip([prefilled, *times], times, strict=False)]
     rounds = tuple(

@@ -9,13 +9,19 @@ from pathlib import Path
 def serving_page(proposer: type, variable: str, table: Path, target: str) -> str:
     """Markdown with the exact lines that serve `target` with `table`, here and in vLLM by the class `proposer`, whose
     environment has the table in `variable`."""
+    name = f"{proposer.__module__}.{proposer.__name__}"
+    settings = {"method": "custom_class", "model": name, "num_speculative_tokens": 4}
+    given = [f"{key}={shlex.quote(value)}" for key, value in environment(proposer, variable, table).items()]
+    vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
+    return _PAGE.format(table=table, target=target, vllm=" ".join([*given, vllm]))
+
+
+def environment(proposer: type, variable: str, table: Path) -> dict[str, str]:
+    """The variables by which vLLM finds `table` and, in a clone, `proposer`; an installed one lies beside vLLM."""
     module = proposer.__module__
     root = Path(str(sys.modules[module].__file__)).parents[module.count(".")]
-    settings = {"method": "custom_class", "model": f"{module}.{proposer.__name__}", "num_speculative_tokens": 4}
-    clone = "" if module.startswith("outrider.") else f"PYTHONPATH={shlex.quote(str(root))} "
-    line = f"{clone}{variable}={shlex.quote(str(table))} vllm serve {shlex.quote(target)}"
-    vllm = f"{line} --speculative-config {shlex.quote(json.dumps(settings))}"
-    return _PAGE.format(table=table, target=target, vllm=vllm)
+    clone = {} if module.startswith("outrider.") else {"PYTHONPATH": str(root)}
+    return {**clone, variable: str(table)}
 
 
 _PAGE = """# An n-gram table drafts for {target}

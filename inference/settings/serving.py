@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from inference.settings.kinds import KINDS
-from inference.settings.method import AUTO, MethodConfig
+from inference.settings.method import AUTO, MethodConfig, NgramConfig
 
 Engine = Literal["vllm", "openvino", "transformers"]
+MODULES: Mapping[Engine, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
 # How each engine can draft, in vLLM's words for its methods (see `Kind.served`).
 DRAFTS: Mapping[Engine, Collection[str]] = {
     "vllm": ("draft_model", "eagle3", "ngram", "custom_class"),
@@ -17,6 +18,7 @@ DRAFTS: Mapping[Engine, Collection[str]] = {
     "transformers": ("draft_model", "ngram"),
 }
 _DEFAULT_LENGTH = 8  # where stop.max_draft is null
+_SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
 
 
 def why_not(engine: Engine, method: MethodConfig) -> str | None:
@@ -30,8 +32,8 @@ def why_not(engine: Engine, method: MethodConfig) -> str | None:
         return "it drafts chains of fixed length"
     if method.stop.max_draft == AUTO:
         return "the length of drafts is auto; draft_tokens says it"
-    if method.source == "ngrams" and method.ngrams.evidence != "mixed":
-        return "n-grams are served with ngrams.evidence=mixed"
+    if method.source == "ngrams" and replace(method.ngrams, depth=1, nodes=1) != _SERVED_NGRAMS:
+        return "n-grams are served with ngrams.evidence=mixed and no other option of them but depth"
     return None
 
 
@@ -46,9 +48,9 @@ def with_lengths(
     """`methods`, of which those that `engine` can run come once for each of `lengths`, as NAME_kLENGTH."""
     found: dict[str, MethodConfig] = {}
     for name, method in methods.items():
-        variants = {f"{name}_k{count}": _with_length(method, count) for count in lengths}
-        runs = {name: one for name, one in variants.items() if why_not(engine, one) is None}
-        found |= runs or {name: method}
+        runs = why_not(engine, _with_length(method, 1)) is None
+        variants = {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs}
+        found |= variants or {name: method}
     return found
 
 

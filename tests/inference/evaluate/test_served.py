@@ -16,7 +16,7 @@ from inference.evaluate.served import FILE
 from inference.measure.prompt_results import read_results
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.statistics import acceptance_by_position
-from inference.report.served import schedule, served_lines, served_row
+from inference.report.served import DRAFTED, PLAIN, schedule, served_lines, served_row
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig
@@ -76,7 +76,7 @@ def test_of_an_engine_that_does_as_we_do(config: MakeConfig, tmp_path: Path) -> 
     assert "served" not in tree  # no engine drafts trees
     before = (tmp_path / "log").read_text()
     assert "stand-in 1" in (Path(made.out_dir) / "report.md").read_text()
-    evaluate(served(made, stand_in(tmp_path, made, dies=0)))
+    evaluate(served(made, stand_in(tmp_path, made, dies=0)))  # it is not started
     assert (tmp_path / "log").read_text() == before
 
 
@@ -105,7 +105,7 @@ def test_an_engine_that_dies_says_why_and_loses_nothing(config: MakeConfig, tmp_
     (tmp_path / "log").unlink()
     evaluate(served(made, stand_in(tmp_path, made)))
     asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert sum(drafts and most == made.max_new_tokens for drafts, most, _ in asked) == len(QUESTIONS) - 2
+    assert sum(one["drafts"] and one["max_new_tokens"] == made.max_new_tokens for one in asked) == len(QUESTIONS) - 2
 
 
 @pytest.mark.slow
@@ -139,14 +139,14 @@ def test_an_acceptance_that_differs_is_named() -> None:
             for place in range(8)
         ]
         here = [text(place % 2) for place in range(8)]
-        seconds = {"plain": 1.0, "speculative": 1.0}
+        seconds = {PLAIN: 1.0, DRAFTED: 1.0}
         return served_row("m", 2, results, here, None, seconds, Streams(0))
 
     assert [one["differs"] for one in row(lambda place: place % 2)["acceptance"]] == [False, False]
     assert [one["differs"] for one in row(lambda place: 1)["acceptance"]] == [True, False]
     assert [one["differs"] for one in row(lambda place: 2 * (place % 2))["acceptance"]] == [False, True]
     odd = row(lambda place: 1) | {"engine": "e", "concurrency": 1}
-    said = served_lines([{"method": "m", "settings": {"source": "early_exit"}, "served": [odd]}])
+    said = served_lines([{"method": "m", "settings": {"source": "early_exit"}, "served": [odd], "temperature": 0}])
     assert "at depth 1" in "".join(said)
 
 

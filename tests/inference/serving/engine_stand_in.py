@@ -2,7 +2,7 @@
 
 The plan: texts: by prompt, as JSON, its tokens; accepted: of the drafted arm, by prompt, how many tokens every step
 takes of a draft; changed: what the drafted arm says in the place of the token at an index, for every text; dies: after
-so many blocks; log: a file that gets a line for every block.
+so many blocks; log: a file that gets a line for every block: what was asked, with `drafts` and without the prompts.
 """
 
 import json
@@ -19,6 +19,9 @@ def steps(text: list[int], accepted: list[int]) -> list[list[int]]:
 
 
 def main() -> None:
+    if sys.argv[1] == "-c":
+        print(True)  # the engine is installed
+        return
     plan = json.loads(Path(sys.argv[0] + ".json").read_text())
     job = json.loads(sys.stdin.readline())
     print(json.dumps({"version": "stand-in 1", "seconds": 0.0}), flush=True)
@@ -35,7 +38,7 @@ def main() -> None:
             each = 0.5 if drafts else 1.0  # seconds of a step
             requests.append({"tokens": tokens, "times": [each * place for place in range(len(tokens) + 1)]})
         with open(plan["log"], "a") as log:
-            log.write(json.dumps([drafts, asked["max_new_tokens"], len(requests)]) + "\n")
+            log.write(json.dumps({"drafts": drafts, **asked, "prompts": len(requests)}) + "\n")
         print(json.dumps({"requests": requests, "seconds": 0.5 if drafts else 1.0}), flush=True)
 
 
