@@ -20,6 +20,7 @@ from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.drafters.ngram.ngrams import open_table
 from inference.loading.targets import TargetSetup, context_length, load_plain
+from inference.measure.busy import load_average, machine_load
 from inference.measure.prompt_results import append_line, read_lines
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.report.served import DRAFTED, PLAIN, Row, served_row
@@ -62,6 +63,7 @@ class Block:
     version: str  # of the engine
     texts: Mapping[str, tuple[Generation, ...]]
     seconds: Mapping[str, float]
+    load: float | None  # of the machine, when it ended
 
 
 def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, processes: int) -> None:
@@ -109,7 +111,7 @@ def measure_served(
     with ExitStack() as open_engines:
         plain: EngineProcess | None = None
         for name, method in methods.items():
-            todo = [*_keys(config, name, positions)]
+            todo = [*block_keys(config, name, positions)]
             missing = [key for key in todo if key not in done]
             if missing:
                 plain = plain or open_engines.enter_context(begin("plain", None))
@@ -122,7 +124,7 @@ def measure_served(
     return found
 
 
-def _keys(config: EvaluateConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
+def block_keys(config: EvaluateConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
     """All blocks of a method. None has fewer prompts than there are requests at a time."""
     engine = json.dumps([config.engine, config.engine_python, config.engine_options], sort_keys=True)
     for count in config.concurrency:
@@ -152,7 +154,7 @@ def _measure(
             engine.continued(prompts, seeds, few, count, drafted)
             engine.warm = count
         texts[arm], seconds[arm] = engine.continued(prompts, seeds, asked, count, drafted)
-    return Block(key, arms[DRAFTED][0].version, texts, seconds)
+    return Block(key, arms[DRAFTED][0].version, texts, seconds, load_average())
 
 
 def sampling_of(config: EvaluateConfig, setup: TargetSetup) -> SamplingConfig:
@@ -172,7 +174,7 @@ def _begin(
     config: EvaluateConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
 ) -> AbstractContextManager[EngineProcess]:
     """An engine, with the drafter of `method` if it is given."""
-    draft, variables = None, _devices(setup.device)
+    draft, variables = None, visible_to(setup.device)
     if method is not None:
         kind = KINDS[method.source]
         where, model = config.where(kind), None
@@ -191,7 +193,7 @@ def _begin(
     return running(python_in(config.engine_python), job, folder / f"{name}.log", variables)
 
 
-def _devices(device: torch.device) -> dict[str, str]:
+def visible_to(device: torch.device) -> dict[str, str]:
     """The variable by which an engine sees no GPU but `device`; without an index that is the first."""
     name, _, index = str(device).partition(":")
     if name == "cuda" and not index:
@@ -259,8 +261,9 @@ def serve_methods(
                 here = [_by_the_table(config, setup, method, result) for result in results]
             totals = {arm: sum(block.seconds[arm] for block in some) for arm in (PLAIN, DRAFTED)}
             references = None if drawn else [texts[place] for place in places]
+            load = machine_load((), (block.load for block in some), os.cpu_count() or 1)
             row = served_row(
-                name, draft_length(method), results, here, references, totals, streams.within(name, str(count))
+                name, draft_length(method), results, here, references, totals, load, streams.within(name, count)
             )
             versions = " and ".join(sorted({block.version for block in some}))
             rows.append({"engine": versions, "options": config.engine_options, "concurrency": count, **row})

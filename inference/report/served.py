@@ -11,7 +11,7 @@ from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import speedup
 from inference.measure.statistics import decode_statistics
 from inference.measure.verdict import MIN_PROMPTS, verdict
-from inference.report.wording import Report, interval_text, number_text
+from inference.report.wording import Report, busy_sentences, interval_text, number_text
 from inference.settings.kinds import KINDS
 from outrider.streams import Streams
 from outrider.tables import Table
@@ -44,12 +44,13 @@ def served_row(
     here: Sequence[Generation],
     references: Sequence[Sequence[int]] | None,
     totals: Mapping[str, float],
+    load: Mapping[str, Any],
     streams: Streams,
 ) -> Row:
     """The figures of a method in an engine at one concurrency, where its drafts have `drafted` tokens.
 
     results: of the engine; here: our own generations of the same prompts; references: the reference's texts, None if
-    they are drawn. totals: by arm of the engine, its seconds for all prompts together.
+    they are drawn. totals: by arm of the engine, its seconds for all prompts together. load: of the machine meanwhile.
     """
     own, plain = ([r.generations[arm] for r in results] for arm in (method, AUTOREGRESSIVE))
     both = [r for r in results if all(g.rounds for g in r.generations.values())]
@@ -66,7 +67,8 @@ def served_row(
         "tokens_per_second": {arm: sum(len(g.tokens) for g in made) / totals[arm] for arm, made in
                               ((PLAIN, plain), (DRAFTED, own))},
         "speedup": gained,
-        "verdict": verdict(gained),
+        "load": load,
+        "verdict": verdict(gained, load["busy"]),
     }  # fmt: skip
 
 
@@ -148,6 +150,7 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
     if not served:
         return []
     lines = ["", f"## In {served[0]['served'][0]['engine']}", "", *served_table(served).markdown(), ""]
+    lines += dict.fromkeys(words for report in served for row in report["served"] for words in busy_sentences(row))
     for report in served:
         for arm, judged in (report.get("served_judgement") or {}).items():
             lines.append(f"- {report['method']}, {arm}: of {judged['texts']} texts audited ({judged['file']}): "
@@ -182,9 +185,8 @@ def schedule_lines(served: Sequence[Report]) -> list[str]:
     for source in dict.fromkeys(report["settings"]["source"] for report in served):
         rows = [row for report in served if report["settings"]["source"] == source for row in report["served"]]
         steps = schedule(rows)
-        said = [f"{count if first == count else f'{first}–{count}'} requests: K = {k or '0, no draft'}"
-                for first, count, k in steps]  # fmt: skip
-        lines += ["", f"Draft lengths that pay for {source}: {'; '.join(said)}."]
+        said = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
+        lines += ["", f"Draft lengths that pay for {source} by requests at a time: {', '.join(said)}."]
         if rows[0]["engine"].startswith("vllm") and any(k for *_, k in steps):
             option = {"num_speculative_tokens": max(k for *_, k in steps),
                       "num_speculative_tokens_per_batch_size": steps}  # fmt: skip

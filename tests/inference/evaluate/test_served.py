@@ -5,14 +5,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+from draft_models.targets.open_target import open_target
+from inference.audit.answers import read_answers
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
+from inference.drafters.early_exit import EarlyExitPlugin
 from inference.evaluate.command import evaluate as run_command
-from inference.evaluate.served import FILE
+from inference.evaluate.served import FILE, FOLDER, block_keys, require_served, visible_to
 from inference.measure.prompt_results import read_results
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.statistics import acceptance_by_position
@@ -20,6 +26,7 @@ from inference.report.served import DRAFTED, PLAIN, schedule, served_lines, serv
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig
+from inference.settings.sampling import SamplingConfig
 from inference.settings.serving import DRAFTS, draft_length, why_not, with_lengths
 from outrider.errors import UserError
 from outrider.streams import Streams
@@ -28,6 +35,7 @@ from tests.inference.serving import engine_stand_in
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 MakeConfig = Callable[..., EvaluateConfig]
+QUIET = {"busy": None}
 
 
 def stand_in(folder: Path, measured: EvaluateConfig, **plan: Any) -> Path:
@@ -51,8 +59,8 @@ def served(config: EvaluateConfig, python: Path, **changes: Any) -> EvaluateConf
 
 
 def report(config: EvaluateConfig) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(config.out_dir) / "report.json").read_text())["reports"][0]
-    return found
+    found: dict[str, Any] = json.loads((Path(config.out_dir) / "report.json").read_text())
+    return dict(found.get("reports", [found])[0])
 
 
 @pytest.mark.slow
@@ -60,7 +68,8 @@ def test_of_an_engine_that_does_as_we_do(config: MakeConfig, tmp_path: Path) -> 
     """The same acceptance at every depth; and what was measured is not measured again."""
     made = config("out")
     evaluate(made)
-    evaluate(served(made, stand_in(tmp_path, made)))
+    with patch("os.getloadavg", return_value=(0.1,)):
+        evaluate(served(made, stand_in(tmp_path, made)))
     found = report(made)
     (row,), ours = found["served"], [r.turns[0].generations["chain"] for r in read_results(Path(made.out_dir)).values()]
     assert (row["draft_tokens"], row["requests"], row["engine"]) == (3, len(QUESTIONS), "stand-in 1")
@@ -74,6 +83,9 @@ def test_of_an_engine_that_does_as_we_do(config: MakeConfig, tmp_path: Path) -> 
     assert "served_judgement" not in found
     tree = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][1]
     assert "served" not in tree  # no engine drafts trees
+    assert row["tokens_per_second"] == {PLAIN: made.max_new_tokens, DRAFTED: 2 * made.max_new_tokens}
+    assert row["verdict"] == "faster"
+    assert "<h2>In stand-in 1</h2>" in (Path(made.out_dir) / "report.html").read_text()
     before = (tmp_path / "log").read_text()
     assert "stand-in 1" in (Path(made.out_dir) / "report.md").read_text()
     evaluate(served(made, stand_in(tmp_path, made, dies=0)))  # it is not started
@@ -95,14 +107,24 @@ def test_a_token_that_is_not_the_targets_is_a_fault(config: MakeConfig, tmp_path
     assert "faults" in "".join(served_lines([found]))
 
 
+def stopped(plugin: Any, where: str, target: Any, dtype: Any, folder: Path) -> None:
+    """An export that was stopped on its way."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 def test_an_engine_that_dies_says_why_and_loses_nothing(config: MakeConfig, tmp_path: Path) -> None:
     made = config("out", methods={"chain": METHODS["chain"]})
     evaluate(made)
+    with patch.object(EarlyExitPlugin, "serve", stopped), pytest.raises(KeyboardInterrupt):
+        evaluate(served(made, stand_in(tmp_path, made)))
     with pytest.raises(UserError, match=r"it ended, see .*chain.log; its last words: no memory is left"):
         evaluate(served(made, stand_in(tmp_path, made, dies=3)))  # the first is the warm-up
     assert len((Path(made.out_dir) / FILE).read_text().splitlines()) == 2
     (tmp_path / "log").unlink()
+    assert (Path(made.out_dir) / FOLDER / "early_exit" / "model.safetensors").exists()
     evaluate(served(made, stand_in(tmp_path, made)))
     asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert sum(one["drafts"] and one["max_new_tokens"] == made.max_new_tokens for one in asked) == len(QUESTIONS) - 2
@@ -127,20 +149,138 @@ def test_the_worker_runs_transformers(config: MakeConfig, models: Path, tmp_path
             assert [one["served"] for one in row["acceptance"]] == [one["here"] for one in row["acceptance"]]
 
 
+@pytest.mark.slow
+def test_an_engine_chooses_tokens_as_the_run_does(config: MakeConfig, tmp_path: Path) -> None:
+    """And draws each answer by a seed of its own; all of these are audited, and the file of them can be again."""
+    sampling = SamplingConfig(temperature=1.0, top_p=0.9, repetition_penalty=1.3)
+    made = config("out", methods={"chain": METHODS["chain"]}, sampling=sampling, repeats=2)
+    evaluate(made)
+    with patch("os.getloadavg", return_value=(99.0,)):
+        evaluate(served(made, stand_in(tmp_path, made)))
+    asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert {one["temperature"] for one in asked} == {1.0}
+    assert all(one["sampling"] == {"top_p": 0.9, "repetition_penalty": 1.3} for one in asked)
+    measured = [one["seeds"] for one in asked if one["drafts"] and one["max_new_tokens"] == made.max_new_tokens]
+    assert len({seed for seeds in measured for seed in seeds}) == 2 * len(QUESTIONS)
+    found = report(made)
+    assert found["served"][0]["identical_to_plain"] is None
+    assert found["served"][0]["verdict"] == "undecided"  # of a busy machine
+    assert "the load average was 99.0" in (Path(made.out_dir) / "report.md").read_text().partition("## In")[2]
+    assert {*found["served_judgement"]} == {PLAIN, DRAFTED}
+    for judgement in found["served_judgement"].values():
+        assert judgement["texts"] == len(QUESTIONS)  # in both repeats the stand-in says the same
+        answers = read_answers(str(Path(made.out_dir) / judgement["file"]), open_target(found["target"]))
+        assert len(answers) == len(QUESTIONS)
+        assert {replace(SamplingConfig(), **vars(sampling))} == {
+            SamplingConfig(**{key: getattr(answer, key) for key in vars(sampling)}) for answer in answers.values()
+        }
+
+
+def a_text(accepted: int, rounds: int = 6, first: int = 1, seconds: float = 0.1) -> Generation:
+    """The first step says `first` tokens, and each round `accepted` ones and one more."""
+    said = Round((1,) * (accepted + 1), 2, accepted, 2, seconds)
+    return Generation((0,) * (first + rounds * (accepted + 1)), 0.1, rounds * seconds, (said,) * rounds)
+
+
+def a_row(texts: list[tuple[Generation, Generation]], repeats: int = 1, here: int = 1) -> dict[str, Any]:
+    """Of the engine's plain and drafted texts after prompts that this runtime accepted `here` tokens in every round."""
+    results = [
+        PromptResult(f"{place}/{repeat}", "", (0,), {AUTOREGRESSIVE: plain, "m": drafted}, AUTOREGRESSIVE,
+                     conversation=str(place))
+        for repeat in range(repeats) for place, (plain, drafted) in enumerate(texts)
+    ]  # fmt: skip
+    return served_row(
+        "m", 2, results, [a_text(here)] * len(results), None, {PLAIN: 1.0, DRAFTED: 1.0}, QUIET, Streams(0)
+    )
+
+
+def test_a_speed_up_is_of_what_follows_the_first_step() -> None:
+    """Which may hold drafted tokens; a text that has no others has no speed."""
+    drafted = a_text(2, rounds=2, first=3, seconds=1.5)  # 0.5 seconds a token
+    texts = [(a_text(0, rounds=8, seconds=1.0), drafted)] * 5
+    assert a_row(texts)["speedup"]["median"] == pytest.approx(2)
+    short = [(a_text(0, rounds=3), a_text(0, rounds=0, first=4)), (a_text(0, rounds=0), a_text(0, rounds=0))]
+    assert a_row([*texts, *short])["speedup"] == a_row(texts)["speedup"]
+    assert a_row(short)["speedup"]["median"] is None
+
+
+def test_repeats_and_few_prompts_make_nothing_sure() -> None:
+    texts = [(a_text(0), a_text(place % 3)) for place in range(8)]
+    once, often = (a_row(texts, repeats)["acceptance"] for repeats in (1, 4))
+    assert once == often
+    assert not any(one["differs"] for one in a_row([(a_text(0), a_text(2))] * 4)["acceptance"])
+    assert a_row([(a_text(0), a_text(2))] * 5)["acceptance"][1]["differs"]
+
+
+def test_the_words_on_a_difference() -> None:
+    """A look-up of the engine's own is no drafter that could be misread, and drawn drafts may differ by design."""
+    row = a_row([(a_text(0), a_text(2))] * 5) | {"engine": "e", "concurrency": 1}
+
+    def words(source: str, temperature: float) -> str:
+        settings = {"method": "m", "settings": {"source": source}, "temperature": temperature}
+        return "".join(served_lines([{**settings, "served": [row]}]))
+
+    assert "doctor" in words("early_exit", 0)
+    assert "are drawn" not in words("early_exit", 0)
+    assert "are drawn" in words("early_exit", 1)
+    assert "doctor" not in words("prompt_lookup", 0)
+
+
+@pytest.mark.parametrize("prompts", [1, 5, 8, 13, 24, 100])
+def test_every_block_has_as_many_prompts_as_requests_at_a_time(prompts: int, config: MakeConfig) -> None:
+    """Of as many as there are; each prompt is in one block of each repeat."""
+    made = config("out", engine="vllm", concurrency=(1, 4), repeats=2, methods={"chain": METHODS["chain"]})
+    keys = [*block_keys(made, "chain", range(3, 3 + prompts))]
+    for count in (1, 4):
+        for repeat in (0, 1):
+            blocks = [key.positions for key in keys if (key.concurrency, key.repeat) == (count, repeat)]
+            assert [place for block in blocks for place in block] == [*range(3, 3 + prompts)]
+            assert min(map(len, blocks)) >= min(count, prompts)
+            assert max(map(len, blocks)) < 2 * 3 * count
+    assert len(set(keys)) == len(keys)
+    other = {*block_keys(replace(made, engine_python="/other"), "chain", range(3, 3 + prompts))}
+    assert not other & {*keys}  # what another environment said is measured again
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "taken", "processes", "named"),
+    [
+        ({}, "cpu", {}, 2, "engine='vllm': expected null with 2 processes"),
+        ({"concurrency": (1, 9)}, "cpu", {}, 1, "concurrency=9: expected at most 8"),
+        ({"engine": "openvino"}, "cuda:1", {}, 1, "device='cuda:1': expected cpu"),
+        ({}, "cpu", {"min_length": 3, "repetition_penalty": 2.0}, 1, r"generation_config=\['min_length'\]"),
+        ({"engine_python": __file__}, "cpu", {}, 1, "engine_python="),
+    ],
+)
+def test_what_an_engine_cannot_measure_is_said_first(
+    changes: dict[str, Any], device: str, taken: dict[str, Any], processes: int, named: str, config: MakeConfig
+) -> None:
+    made = config("out", methods={"chain": METHODS["chain"]}, **{"engine": "vllm", **changes})
+    setup: Any = SimpleNamespace(device=torch.device(device), inherited=SimpleNamespace(taken=taken))
+    with pytest.raises(UserError, match=named):
+        require_served(made, setup, 8, processes)
+
+
+def test_an_engine_sees_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    seen = [visible_to(torch.device(name)) for name in ("cpu", "cuda", "cuda:1")]
+    assert seen == [{"CUDA_VISIBLE_DEVICES": ""}, {}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert visible_to(torch.device("cuda:1")) == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert visible_to(torch.device("cpu")) == {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def test_an_acceptance_that_differs_is_named() -> None:
     """By the depth from which it does."""
 
-    def text(accepted: int) -> Generation:
-        return Generation((0,), 0.1, 1.0, (Round((1,) * (accepted + 1), 2, accepted, 2, 0.1),) * 6)
-
     def row(there: Callable[[int], int]) -> dict[str, Any]:
         results = [
-            PromptResult(str(place), "", (0,), {AUTOREGRESSIVE: text(0), "m": text(there(place))}, AUTOREGRESSIVE)
+            PromptResult(str(place), "", (0,), {AUTOREGRESSIVE: a_text(0), "m": a_text(there(place))}, AUTOREGRESSIVE)
             for place in range(8)
         ]
-        here = [text(place % 2) for place in range(8)]
+        here = [a_text(place % 2) for place in range(8)]
         seconds = {PLAIN: 1.0, DRAFTED: 1.0}
-        return served_row("m", 2, results, here, None, seconds, Streams(0))
+        return served_row("m", 2, results, here, None, seconds, QUIET, Streams(0))
 
     assert [one["differs"] for one in row(lambda place: place % 2)["acceptance"]] == [False, False]
     assert [one["differs"] for one in row(lambda place: 1)["acceptance"]] == [True, False]
@@ -167,6 +307,7 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         (replace(chain, stop=StopConfig(max_draft="auto")), "draft_tokens"),
         (MethodConfig("skip_layers"), "skip_layers"),
         (MethodConfig("ngrams"), "mixed"),
+        (MethodConfig("ngrams", ngrams=NgramConfig(evidence="mixed", recycle=2)), "no other option"),
         (MethodConfig("small_lm", verify="naive"), "exactly"),
     ):
         assert reason in str(why_not("vllm", method))
@@ -177,6 +318,8 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         "chain_k1": 1, "chain_k5": 5, "ngrams_k1": 1, "ngrams_k5": 5,
     }  # fmt: skip
     assert many["tree"] == tree
+    survival = {"survival": replace(chain, stop=StopConfig(rule="survival"))}
+    assert with_lengths("vllm", survival, (99,)) == survival  # of which it cannot be, but no engine runs it
 
 
 @pytest.mark.parametrize(
