@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from data_prep.formats.door import as_safetensors
+from draft_models.ngrams.table import TrigramTable
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.drafters.ngram.ngrams import open_table
@@ -226,12 +227,10 @@ def as_results(blocks: Sequence[Block], rendered: Sequence[Sequence[int]]) -> li
     ]  # fmt: skip
 
 
-def _by_the_table(config: EvaluateConfig, setup: TargetSetup, method: MethodConfig, result: PromptResult) -> Generation:
+def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:
     """The rounds of the engine's plain text by what `NgramProposer` drafts there: table and text alone decide."""
-    where, text = config.where(KINDS[method.source]), result.generations[AUTOREGRESSIVE].tokens
-    assert where is not None
-    table = open_table(where, setup.target.vocabulary_digest, setup.target.vocabulary_size)
-    rounds = chain_rounds(table, result.prompt, text, draft_length(method))
+    text = result.generations[AUTOREGRESSIVE].tokens
+    rounds = chain_rounds(table, result.prompt, text, most)
     return Generation(text, 0.0, 0.0, tuple(Round(said, many, len(said) - 1, many, 0.0) for many, said in rounds))
 
 
@@ -252,13 +251,16 @@ def serve_methods(
     texts = {position: ours[position].generations[ours[position].reference].tokens for position in ours}
     found: dict[str, Row] = {}
     for name, method in methods.items():
-        rows = []
+        kind, rows = KINDS[method.source], []
         for count in config.concurrency:
             some = [block for block in blocks if (block.key.method, block.key.concurrency) == (name, count)]
             results, places = as_results(some, rendered), [place for block in some for place in block.key.positions]
             here = [ours[place].generations[name] for place in places]
-            if KINDS[method.source].served == "custom_class":  # here it drafts trees
-                here = [_by_the_table(config, setup, method, result) for result in results]
+            if kind.served == "custom_class":  # here it drafts trees
+                table = open_table(
+                    str(config.where(kind)), setup.target.vocabulary_digest, setup.target.vocabulary_size
+                )
+                here = [_by_the_table(table, draft_length(method), result) for result in results]
             totals = {arm: sum(block.seconds[arm] for block in some) for arm in (PLAIN, DRAFTED)}
             references = None if drawn else [texts[place] for place in places]
             load = machine_load((), (block.load for block in some), os.cpu_count() or 1)

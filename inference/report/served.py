@@ -63,7 +63,9 @@ def served_row(
         "rounds": sum(max(0, len(g.rounds) - 1) for g in own),
         "acceptance": _compared((own, here), [r.unit for r in results], drafted, streams),
         "identical_to_plain": None if references is None else sum(r.identical(method) for r in results),
-        "plain_identical_to_reference": None if references is None else _equal(plain, references),
+        "plain_identical_to_reference": None if references is None else sum(
+            g.tokens == tuple(text) for g, text in zip(plain, references, strict=True)
+        ),
         "tokens_per_second": {arm: sum(len(g.tokens) for g in made) / totals[arm] for arm, made in
                               ((PLAIN, plain), (DRAFTED, own))},
         "speedup": gained,
@@ -75,10 +77,6 @@ def served_row(
 def after_first_step(generation: Generation) -> float:
     """Seconds per token after the engine's first step, which reads the prompt and may already verify a draft."""
     return generation.decode_seconds / sum(len(r.tokens) for r in generation.rounds)
-
-
-def _equal(generations: Sequence[Generation], references: Sequence[Sequence[int]]) -> int:
-    return sum(g.tokens == tuple(text) for g, text in zip(generations, references, strict=True))
 
 
 def _whole(generation: Generation) -> Generation:
@@ -163,8 +161,11 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
 
 
 def _why_otherwise(report: Report) -> str:
+    """A sentence on the first depth at which the engine accepts otherwise."""
     if KINDS[report["settings"]["source"]].served == "ngram":
         return "It looks up in another way."
+    if report["served"][0]["options"].get("speculative_config"):
+        return "Its own options say how it drafts."
     drawn = (
         "It may choose the tokens of a draft in another way where they are drawn, or one"
         if report["temperature"]

@@ -1,5 +1,6 @@
 """Settings of the runtime and of evaluate-checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,7 @@ from outrider.wandb_config import WandbConfig
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
 Threads = Count | Literal["auto"] | None
+_SERVED = only(engine=get_args(Engine))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +91,13 @@ class EvaluateConfig(RehearsedConfig):
     # also measure the methods in a serving engine that can run them (docs/engines.md), without a drafter and with each
     engine: Engine | None = free(None)
     # directory of the engine's environment, or its Python; null: the one that runs this
-    engine_python: Annotated[str, Place("an environment with the engine")] | None = free(None)
-    engine_options: dict[str, Any] = free(factory=dict)  # of the engine itself, as +engine_options.NAME=VALUE
-    concurrency: tuple[Count, ...] = free((1,))  # requests to the engine at a time, one measurement for each
+    engine_python: Annotated[Annotated[str, Place("an environment with the engine")] | None, _SERVED] = free(None)
+    # of the engine itself, as +engine_options.NAME=VALUE
+    engine_options: Annotated[dict[str, Any], _SERVED] = free(factory=dict)
+    # requests to the engine at a time, one measurement for each
+    concurrency: Annotated[tuple[Count, ...], _SERVED] = free((1,))
     # lengths K of the drafts of all methods that the engine runs, one method for each; empty: their own
-    draft_tokens: tuple[Count, ...] = ()
+    draft_tokens: Annotated[tuple[Count, ...], _SERVED] = ()
     # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
     show_prompts: Annotated[int, Ge(0)] = free(4)
     # the table and the page in Weights & Biases too
@@ -164,25 +168,21 @@ class EvaluateConfig(RehearsedConfig):
 
     def _check_engine(self, replayed: bool) -> None:
         if self.engine is None:
-            for key, off in (
-                ("engine_python", None),
-                ("engine_options", {}),
-                ("concurrency", (1,)),
-                ("draft_tokens", ()),
-            ):
-                require(getattr(self, key) == off, key, getattr(self, key), f"{off}: it is read with engine=")
             return
+        own = self.engine_options.get("speculative_config", {})
+        chosen = isinstance(own, Mapping) and not own.keys() & {"method", "model", "num_speculative_tokens"}
+        for key, fits, expected in (
+            ("target", not replayed, f"a model with engine={self.engine}"),
+            ("dtype", self.dtype != "int8", f"another one with engine={self.engine}"),
+            ("stop_strings", not self.stop_strings, f"none with engine={self.engine}"),
+            ("concurrency", self.engine == "vllm" or self.concurrency == (1,), f"[1] with engine={self.engine}"),
+            ("concurrency", len({*self.concurrency}) == len(self.concurrency) > 0, "numbers, each once"),
+            ("engine_options", chosen, "no drafter and no length: method and draft_tokens say them"),
+        ):
+            require(fits, key, getattr(self, key), expected)
         reasons = {name: why_not(self.engine, method) for name, method in self.all_methods.items()}
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         require(None in reasons.values(), "engine", self.engine, f"a method that it can run ({told})")
-        one = self.engine == "vllm" or self.concurrency == (1,)
-        require(one, "concurrency", self.concurrency, f"[1] with engine={self.engine}")
-        for key, value, unfit in (
-            ("target", self.target, replayed),
-            ("dtype", self.dtype, self.dtype == "int8"),
-            ("stop_strings", self.stop_strings, self.stop_strings != []),
-        ):
-            require(not unfit, key, value, "another value with engine=, which cannot do so")
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:

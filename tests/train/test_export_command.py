@@ -5,6 +5,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from draft_models.targets.architectures import load_config
 from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
+from inference.drafters.eagle3 import Eagle3Plugin
+from inference.drafters.small_lm import PLUGIN
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
@@ -29,6 +32,14 @@ from tests.tiny import VOCABULARY as TINY
 from tests.tiny import byte_tokenizer, random_prompt, save_target
 from train.exporting import export_drafter
 from train.settings.export import ExportConfig
+
+
+def require_same_model(one: Path, other: Path) -> None:
+    """What evaluate-checkpoint writes for an engine is what is exported."""
+    weights, others = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert json.loads((one / "config.json").read_text()) == json.loads((other / "config.json").read_text())
 
 
 def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
@@ -76,8 +87,12 @@ def test_a_head_whose_config_is_wrong_is_written_as_it_should_be_read(tmp_path: 
     given = ExportConfig(checkpoint=head, target=str(tmp_path / "target"), out_dir=str(tmp_path / "out"))
     with pytest.raises(UserError, match=r"reading\.draft_ids=index reads it otherwise"):
         export_drafter(given)
-    export_drafter(replace(given, reading=ReadingChanges(draft_ids="index", taps=(2, 5, 8))))
+    changes = ReadingChanges(draft_ids="index", taps=(2, 5, 8))
+    export_drafter(replace(given, reading=changes))
     found = open_head(given.out_dir, WIDE_TARGET)
+    measured: Any = SimpleNamespace(config=WIDE_TARGET, source=given.target)
+    Eagle3Plugin(changes).serve(head, measured, torch.float32, tmp_path / "served")
+    require_same_model(Path(given.out_dir), tmp_path / "served")
     assert (found.reading.taps, found.reading.draft_ids, found.made_here) == ((2, 5, 8), "offset", False)
     assert torch.equal(found.tensors()["d2t"], head_weights(facts)["d2t"])
     with pytest.raises(UserError, match=r"reading\.own_head=false: expected null"):
@@ -176,6 +191,8 @@ def test_a_small_lm_over_some_tokens_is_written_over_all(tmp_path: Path) -> None
     given = ExportConfig(checkpoint=str(tmp_path / "small"), out_dir=str(tmp_path / "out"))
     export_drafter(given)
     text = torch.tensor([random_prompt(30)])
+    PLUGIN.serve(given.checkpoint, target, torch.float32, tmp_path / "served")
+    require_same_model(Path(given.out_dir), tmp_path / "served")
     served = AutoModelForCausalLM.from_pretrained(given.out_dir)
     drafted = own.outward(small(own.inward(text)).logits)
     torch.testing.assert_close(served(text).logits[..., own.tokens], drafted[..., own.tokens])

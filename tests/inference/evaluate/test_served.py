@@ -55,7 +55,7 @@ def stand_in(folder: Path, measured: EvaluateConfig, **plan: Any) -> Path:
 
 
 def served(config: EvaluateConfig, python: Path, **changes: Any) -> EvaluateConfig:
-    return replace(config, engine="transformers", engine_python=str(python), resume=True, **changes)
+    return replace(config, **{"engine": "transformers", "engine_python": str(python), "resume": True, **changes})
 
 
 def report(config: EvaluateConfig) -> dict[str, Any]:
@@ -69,9 +69,12 @@ def test_of_an_engine_that_does_as_we_do(config: MakeConfig, tmp_path: Path) -> 
     made = config("out")
     evaluate(made)
     with patch("os.getloadavg", return_value=(0.1,)):
-        evaluate(served(made, stand_in(tmp_path, made)))
+        evaluate(served(made, stand_in(tmp_path, made), engine="vllm", concurrency=(1, 4)))
     found = report(made)
-    (row,), ours = found["served"], [r.turns[0].generations["chain"] for r in read_results(Path(made.out_dir)).values()]
+    (row, many), results = found["served"], read_results(Path(made.out_dir)).values()
+    ours = [result.turns[0].generations["chain"] for result in results]
+    assert {key for key in row if row[key] != many[key]} <= {"concurrency", "tokens_per_second", "acceptance"}
+    assert [one["served"] for one in many["acceptance"]] == [one["served"] for one in row["acceptance"]]
     assert (row["draft_tokens"], row["requests"], row["engine"]) == (3, len(QUESTIONS), "stand-in 1")
     assert row["identical_to_plain"] == row["plain_identical_to_reference"] == len(QUESTIONS)
     assert row["tau"] == row["tau_here"]
@@ -83,12 +86,14 @@ def test_of_an_engine_that_does_as_we_do(config: MakeConfig, tmp_path: Path) -> 
     assert "served_judgement" not in found
     tree = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][1]
     assert "served" not in tree  # no engine drafts trees
-    assert row["tokens_per_second"] == {PLAIN: made.max_new_tokens, DRAFTED: 2 * made.max_new_tokens}
+    alone = {PLAIN: made.max_new_tokens, DRAFTED: 2 * made.max_new_tokens}
+    assert row["tokens_per_second"] == alone
+    assert many["tokens_per_second"] == {arm: len(QUESTIONS) * speed for arm, speed in alone.items()}  # in one block
     assert row["verdict"] == "faster"
     assert "<h2>In stand-in 1</h2>" in (Path(made.out_dir) / "report.html").read_text()
     before = (tmp_path / "log").read_text()
     assert "stand-in 1" in (Path(made.out_dir) / "report.md").read_text()
-    evaluate(served(made, stand_in(tmp_path, made, dies=0)))  # it is not started
+    evaluate(served(made, stand_in(tmp_path, made, dies=0), engine="vllm", concurrency=(4, 1)))  # it is not started
     assert (tmp_path / "log").read_text() == before
 
 
@@ -216,14 +221,16 @@ def test_the_words_on_a_difference() -> None:
     """A look-up of the engine's own is no drafter that could be misread, and drawn drafts may differ by design."""
     row = a_row([(a_text(0), a_text(2))] * 5) | {"engine": "e", "concurrency": 1}
 
-    def words(source: str, temperature: float) -> str:
+    def words(source: str, temperature: float, options: dict[str, Any] | None = None) -> str:
         settings = {"method": "m", "settings": {"source": source}, "temperature": temperature}
-        return "".join(served_lines([{**settings, "served": [row]}]))
+        return "".join(served_lines([{**settings, "served": [{**row, "options": options or {}}]}]))
 
     assert "doctor" in words("early_exit", 0)
     assert "are drawn" not in words("early_exit", 0)
     assert "are drawn" in words("early_exit", 1)
     assert "doctor" not in words("prompt_lookup", 0)
+    schedule = {"speculative_config": {"num_speculative_tokens_per_batch_size": [[1, 2, 0]]}}
+    assert "doctor" not in words("early_exit", 0, schedule)
 
 
 @pytest.mark.parametrize("prompts", [1, 5, 8, 13, 24, 100])
@@ -285,7 +292,7 @@ def test_an_acceptance_that_differs_is_named() -> None:
     assert [one["differs"] for one in row(lambda place: place % 2)["acceptance"]] == [False, False]
     assert [one["differs"] for one in row(lambda place: 1)["acceptance"]] == [True, False]
     assert [one["differs"] for one in row(lambda place: 2 * (place % 2))["acceptance"]] == [False, True]
-    odd = row(lambda place: 1) | {"engine": "e", "concurrency": 1}
+    odd = row(lambda place: 1) | {"engine": "e", "concurrency": 1, "options": {}}
     said = served_lines([{"method": "m", "settings": {"source": "early_exit"}, "served": [odd], "temperature": 0}])
     assert "at depth 1" in "".join(said)
 
@@ -331,6 +338,15 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         ({"engine": "vllm", "methods": {"tree": METHODS["tree"]}}, "chains of fixed length"),
         ({"engine": "vllm", "dtype": "int8"}, "dtype"),
         ({"engine": "vllm", "stop_strings": ["a"]}, "stop_strings"),
+        ({"engine_python": __file__}, "engine_python"),
+        ({"engine_options": {"seed": 1}}, "engine_options"),
+        ({"engine": "vllm", "concurrency": (2, 2)}, "concurrency"),
+        ({"engine": "vllm", "concurrency": ()}, "concurrency"),
+        (
+            {"engine": "vllm", "engine_options": {"speculative_config": {"num_speculative_tokens": 2}}},
+            "draft_tokens say them",
+        ),
+        ({"engine": "vllm", "engine_options": {"speculative_config": 2}}, "draft_tokens say them"),
     ],
 )
 def test_options_of_engines_act_or_are_refused(changes: dict[str, Any], named: str, config: MakeConfig) -> None:
