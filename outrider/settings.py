@@ -147,9 +147,8 @@ def conditions(kind: object) -> tuple[tuple[str, tuple[object, ...]], ...]:
 
 def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
     """Raise `UserError` unless a field is at its default, as another value would have no effect."""
-    field = next(field for field in dataclasses.fields(config) if field.name == name)
+    field, given = next(own for own in dataclasses.fields(config) if own.name == name), getattr(config, name)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    given = getattr(config, name)
     require(given == default, prefix + name, given, f"{default!r}, its default: {why}")
 
 

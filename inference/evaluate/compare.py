@@ -23,7 +23,6 @@ from draft_models.card import add_report
 from inference.core.stopwatch import Clock
 from inference.doctor.table import coloured, refuse, table
 from inference.engines.choose import make_runtime
-from inference.evaluate.served import require_served, serve_methods
 from inference.loading.targets import (
     Models,
     TargetSetup,
@@ -99,6 +98,8 @@ def _evaluate(
     setup = find_setup(config)
     require_own_device(setup.device, state)
     if config.engine is not None:
+        from inference.evaluate.served import require_served, serve_methods  # imported only if requested
+
         require_served(config, setup, len(prompts), state.num_processes)
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]

@@ -13,10 +13,10 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-import torch
-
 from data_prep.formats.door import as_safetensors
 from draft_models.ngrams.table import TrigramTable
+from inference.audit.answers import ServedAnswer
+from inference.audit.audit import judged, read
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.drafters.ngram.ngrams import open_table
@@ -25,7 +25,7 @@ from inference.measure.busy import load_average, machine_load
 from inference.measure.prompt_results import append_line, read_lines
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.report.served import DRAFTED, PLAIN, Row, served_row
-from inference.serving.engine_process import Asked, EngineProcess, require_engine, running
+from inference.serving.engine_process import EngineProcess, require_engine, running
 from inference.serving.page import environment
 from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, chain_rounds
 from inference.settings.evaluate import EvaluateConfig
@@ -67,21 +67,18 @@ class Block:
     load: float | None  # of the machine, when it ended
 
 
-def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, processes: int) -> None:
+def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, processes: int = 1) -> None:
     """Raise `UserError` if the engine of `config` is not there, or cannot run this target on so many prompts."""
     assert config.engine is not None
+    most, alone = max(config.concurrency), setup.device.index is None
+    require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
+    require(alone, "device", str(setup.device), "cpu or cuda with engine=; CUDA_VISIBLE_DEVICES chooses a GPU")
     require(processes == 1, "engine", config.engine, f"null with {processes} processes: an engine has its own")
     others = sorted({*setup.inherited.taken} - {"repetition_penalty"})
     require(not others, "generation_config", others, "none with engine=: the engine has no such processors")
     fits = config.engine != "openvino" or setup.device.type == "cpu"
     require(fits, "device", str(setup.device), "cpu with engine=openvino")
-    _require_enough(config, prompts)
     require_engine(config.engine, python_in(config.engine_python))
-
-
-def _require_enough(config: EvaluateConfig, prompts: int) -> None:
-    most = max(config.concurrency)
-    require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
 
 
 def served_methods(config: EvaluateConfig) -> dict[str, MethodConfig]:
@@ -140,21 +137,21 @@ def _measure(
     arms: Mapping[str, tuple[EngineProcess, int]],
     key: BlockKey,
     rendered: Sequence[Sequence[int]],
-    asked: Asked,
+    asked: Row,
     streams: Streams,
 ) -> Block:
     """One block, by both arms in random order; a first one with few tokens warms them up."""
     count, prompts = key.concurrency, [rendered[position] for position in key.positions]
     own = streams.within(key.method, count, key.repeat)
-    seeds = [own.number(position, bits=56) for position in key.positions]
+    asked = {**asked, "seeds": [own.number(position, bits=56) for position in key.positions], "concurrency": count}
     texts, seconds = dict[str, tuple[Generation, ...]](), dict[str, float]()
     for arm in own.of("order", *key.positions).sample(sorted(arms), len(arms)):
         engine, drafted = arms[arm]
         if engine.warm != count:
-            few = replace(asked, max_new_tokens=min(_WARM_UP_TOKENS, asked.max_new_tokens))
-            engine.continued(prompts, seeds, few, count, drafted)
+            few = min(_WARM_UP_TOKENS, asked["max_new_tokens"])
+            engine.continued(prompts, {**asked, "max_new_tokens": few}, drafted)
             engine.warm = count
-        texts[arm], seconds[arm] = engine.continued(prompts, seeds, asked, count, drafted)
+        texts[arm], seconds[arm] = engine.continued(prompts, asked, drafted)
     return Block(key, arms[DRAFTED][0].version, texts, seconds, load_average())
 
 
@@ -164,18 +161,19 @@ def sampling_of(config: EvaluateConfig, setup: TargetSetup) -> SamplingConfig:
     return replace(config.sampling, repetition_penalty=config.sampling.repetition_penalty or inherited)
 
 
-def _asked(config: EvaluateConfig, sampling: SamplingConfig, eos: Collection[int]) -> Asked:
-    """`sampling` in the engine, of which greedy decoding reads the penalty alone."""
+def _asked(config: EvaluateConfig, sampling: SamplingConfig, eos: Collection[int]) -> Row:
+    """How the engine is to continue prompts. Greedy decoding reads the penalty of `sampling` alone."""
     read = [name for name in vars(sampling) if name != "temperature" and (sampling.temperature or "penalty" in name)]
     said = {name: getattr(sampling, name) for name in read if getattr(sampling, name) != getattr(GREEDY, name)}
-    return Asked(config.max_new_tokens, sorted(eos), sampling.temperature, said)
+    return {"max_new_tokens": config.max_new_tokens, "eos": sorted(eos), "temperature": sampling.temperature,
+            "sampling": said}  # fmt: skip
 
 
 def _begin(
     config: EvaluateConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
 ) -> AbstractContextManager[EngineProcess]:
     """An engine, with the drafter of `method` if it is given."""
-    draft, variables = None, visible_to(setup.device)
+    draft, variables = None, {"CUDA_VISIBLE_DEVICES": ""} if setup.device.type == "cpu" else dict[str, str]()
     if method is not None:
         kind = KINDS[method.source]
         where, model = config.where(kind), None
@@ -192,15 +190,6 @@ def _begin(
         "options": config.engine_options, "work": str(folder.resolve()), "most": max(config.concurrency),
     }  # fmt: skip
     return running(python_in(config.engine_python), job, folder / f"{name}.log", variables)
-
-
-def visible_to(device: torch.device) -> dict[str, str]:
-    """The variable by which an engine sees no GPU but `device`; without an index that is the first."""
-    name, _, index = str(device).partition(":")
-    if name == "cuda" and not index:
-        return {}
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": seen.split(",")[int(index)] if seen and index else index}
 
 
 def _exported(config: EvaluateConfig, setup: TargetSetup, source: str, where: str, folder: Path) -> Path:
@@ -245,7 +234,7 @@ def serve_methods(
 
     ours: the results of this runtime for the first turns of prompts, by position. Raises `UserError`.
     """
-    _require_enough(config, len(ours))  # minutes= may have ended before the others
+    require_served(config, setup, len(ours))  # minutes= may have ended before the others
     methods, streams = served_methods(config), Streams(config.seed).within("served")
     blocks, drawn = measure_served(config, setup, methods, rendered, sorted(ours), out), config.sampling.temperature > 0
     texts = {position: ours[position].generations[ours[position].reference].tokens for position in ours}
@@ -284,9 +273,6 @@ def _judged(
     out: Path,
 ) -> dict[tuple[str, str], Row]:
     """By method and arm, the audit of the engine's texts that are not the `known` ones; nothing where all are."""
-    from inference.audit.answers import ServedAnswer  # the audit: only if an engine was measured
-    from inference.audit.audit import judged, read
-
     model, audited = None, dict[tuple[str, str], Row]()
     said: dict[tuple[str, str], dict[tuple[int, tuple[int, ...]], Row]] = {}
     for block in blocks:

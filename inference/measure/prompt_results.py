@@ -13,16 +13,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 from inference.measure.results import PromptResult, Skipped
 from outrider.errors import UserError
 from outrider.files import parse_json, read_json, sealed, unsealed, write_json
 from outrider.run_dirs import check_identity
 from outrider.settings import Settings, construct
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Record = TypeVar("Record")
 REPORT_FILE = "report.json"
@@ -92,8 +89,8 @@ def append_result(folder: Path, number: int, measured: Measured) -> None:
     append_line(folder / f"results-{number:05d}.jsonl", measured)
 
 
-def append_line(path: Path, record: "DataclassInstance") -> None:
-    """Add `record` as a sealed line of JSON; it is on the disk when this returns. Raises `UserError`."""
+def append_line(path: Path, record: Any) -> None:
+    """Add `record`, a dataclass, as a sealed line of JSON; it is on the disk when this returns. Raises `UserError`."""
     try:
         with open(path, "ab") as file:
             file.write(json.dumps(sealed(asdict(record))).encode() + b"\n")

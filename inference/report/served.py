@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,7 @@ def after_first_step(generation: Generation) -> float:
 
 def _whole(generation: Generation) -> Generation:
     """It without its last round, which ends with the text: how much of its draft was right is not known."""
-    rounds = generation.rounds[:-1]
-    return Generation(tuple(token for r in rounds for token in r.tokens), 0.0, 0.0, rounds)
+    return replace(generation, rounds=generation.rounds[:-1])
 
 
 def _compared(sides: Sequence[Sequence[Generation]], units: Sequence[str], depth: int, streams: Streams) -> list[Row]:
@@ -94,7 +94,8 @@ def _compared(sides: Sequence[Sequence[Generation]], units: Sequence[str], depth
     counts = np.zeros((2, len(places), 1 + depth), np.int64)
     for side, generations in enumerate(sides):
         for unit, generation in zip(units, generations, strict=True):
-            counts[side, places[unit]] += _accepted(_whole(generation), depth)
+            accepted = np.array([r.accepted for r in _whole(generation).rounds], np.int64)
+            counts[side, places[unit]] += (accepted[:, None] >= np.arange(1 + depth)).sum(0)
     picks = streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))
     drawn = counts[:, picks].sum(2)  # [2, draws, 1 + K]
     shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
@@ -111,12 +112,6 @@ def _compared(sides: Sequence[Sequence[Generation]], units: Sequence[str], depth
         }
         for place in range(depth)
     ]
-
-
-def _accepted(generation: Generation, depth: int) -> list[int]:
-    """The number of rounds, and of those accepted to depth 1, 2, …"""
-    accepted = [r.accepted for r in generation.rounds]
-    return [len(accepted), *(sum(count >= place for count in accepted) for place in range(1, depth + 1))]
 
 
 def served_table(reports: Sequence[Report]) -> Table:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from inference.core.generation import Generation
@@ -14,35 +13,22 @@ from inference.core.stopwatch import Round
 from inference.serving import engine_worker
 from inference.serving.engine_worker import Json
 from inference.settings.serving import MODULES, Engine
-from outrider.errors import UserError, reason
+from outrider.errors import UserError, reason, require
 from outrider.progress import Stage
 
 _SHOWN = 600  # characters of an engine's last words in an error
 _PATIENCE = 60  # seconds in which a Python starts
 
 
-@dataclass(frozen=True)
-class Asked:
-    """How an engine is to continue prompts. sampling: as `SamplingConfig`, without what is off."""
-
-    max_new_tokens: int
-    eos: Sequence[int]
-    temperature: float
-    sampling: Mapping[str, float]
-
-
 def require_engine(engine: Engine, python: str) -> None:
     """Raise `UserError` unless `python` is a Python that finds `engine`."""
-    module = MODULES[engine]
-    find = f"from importlib.util import find_spec; print(find_spec({module!r}) is not None)"
+    find = f"from importlib.util import find_spec; print(find_spec({MODULES[engine]!r}) is not None)"
     try:
         ran = subprocess.run([python, "-c", find], capture_output=True, timeout=_PATIENCE, text=True, check=False)
-        found = ran.stdout.strip() or f"it ends with status {ran.returncode}"
+        found = {"True": "", "False": "it is not there"}.get(ran.stdout.strip(), f"its status is {ran.returncode}")
     except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError) as error:
         found = reason(error)
-    if found != "True":
-        why = f"no {module} is installed there" if found == "False" else f"no Python ({found})"
-        raise UserError(f"engine_python={python}: {why}; engine={engine} needs an environment with it (`make engines`)")
+    require(not found, "engine_python", python, f"a Python with {MODULES[engine]} (`make engines`): {found}")
 
 
 class EngineProcess:
@@ -54,13 +40,14 @@ class EngineProcess:
         self.version = str(self._ask(job)["version"])
 
     def continued(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], asked: Asked, concurrency: int, drafted: int
+        self, prompts: Sequence[Sequence[int]], asked: Mapping[str, object], drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
-        """A generation for each prompt, and the seconds of them all, with up to `concurrency` at a time.
+        """A generation for each prompt, and the seconds of them all.
 
-        drafted: tokens of a draft; 0 for plain decoding. Raises `UserError` if a prompt gets no token.
+        asked: how, as `engine_worker` reads it. drafted: tokens of a draft; 0 for plain decoding. Raises `UserError` if
+        a prompt gets no token.
         """
-        answer = self._ask({**vars(asked), "prompts": prompts, "seeds": seeds, "concurrency": concurrency})
+        answer = self._ask({**asked, "prompts": prompts})
         for prompt, one in zip(prompts, answer["requests"], strict=True):
             if not one["tokens"]:
                 raise self._failed(f"it says nothing after a prompt of {len(prompt)} tokens")

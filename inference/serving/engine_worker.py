@@ -43,19 +43,15 @@ class VLLM:
         options = {"max_num_seqs": job["most"], "enable_prefix_caching": False, **shared, **job["options"]}
         draft, own = job["draft"], options.pop("speculative_config", {})
         if draft is not None:
-            options["speculative_config"] = {**self.speculative(draft), **own}
+            ngram = {"prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1}
+            by = ngram if draft["method"] == "ngram" else {"model": draft["model"]}
+            drafts = {"method": draft["method"], "num_speculative_tokens": draft["tokens"], **by}
+            options["speculative_config"] = {**drafts, **own}
         self.llm = vllm.LLM(
             model=job["target"], revision=job["revision"], dtype=job["dtype"], max_model_len=job["context"], seed=0,
             **options,
         )  # fmt: skip
         self.version = vllm.__version__
-
-    @staticmethod
-    def speculative(draft: Json) -> Json:
-        count = {"num_speculative_tokens": draft["tokens"]}
-        if draft["method"] == "ngram":
-            return {"method": "ngram", "prompt_lookup_max": draft["max_ngram"], "prompt_lookup_min": 1, **count}
-        return {"method": draft["method"], "model": draft["model"], **count}
 
     def run(self, asked: Json) -> list[Request]:
         from vllm import SamplingParams

@@ -18,7 +18,7 @@ from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.drafters.early_exit import EarlyExitPlugin
 from inference.evaluate.command import evaluate as run_command
-from inference.evaluate.served import FILE, FOLDER, block_keys, require_served, visible_to
+from inference.evaluate.served import FILE, FOLDER, block_keys, require_served
 from inference.measure.prompt_results import read_results
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.statistics import acceptance_by_position
@@ -32,6 +32,7 @@ from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
 from tests.inference.serving import engine_stand_in
+from tests.tiny import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 MakeConfig = Callable[..., EvaluateConfig]
@@ -164,6 +165,7 @@ def test_an_engine_chooses_tokens_as_the_run_does(config: MakeConfig, tmp_path: 
         evaluate(served(made, stand_in(tmp_path, made)))
     asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert {one["temperature"] for one in asked} == {1.0}
+    assert all(one["eos"] == [byte_tokenizer().eos_token_id] for one in asked)
     assert all(one["sampling"] == {"top_p": 0.9, "repetition_penalty": 1.3} for one in asked)
     measured = [one["seeds"] for one in asked if one["drafts"] and one["max_new_tokens"] == made.max_new_tokens]
     assert len({seed for seeds in measured for seed in seeds}) == 2 * len(QUESTIONS)
@@ -254,7 +256,8 @@ def test_every_block_has_as_many_prompts_as_requests_at_a_time(prompts: int, con
     [
         ({}, "cpu", {}, 2, "engine='vllm': expected null with 2 processes"),
         ({"concurrency": (1, 9)}, "cpu", {}, 1, "concurrency=9: expected at most 8"),
-        ({"engine": "openvino"}, "cuda:1", {}, 1, "device='cuda:1': expected cpu"),
+        ({"engine": "openvino"}, "cuda", {}, 1, "device='cuda': expected cpu"),
+        ({}, "cuda:1", {}, 1, "device='cuda:1': expected cpu or cuda"),
         ({}, "cpu", {"min_length": 3, "repetition_penalty": 2.0}, 1, r"generation_config=\['min_length'\]"),
         ({"engine_python": __file__}, "cpu", {}, 1, "engine_python="),
     ],
@@ -268,13 +271,12 @@ def test_what_an_engine_cannot_measure_is_said_first(
         require_served(made, setup, 8, processes)
 
 
-def test_an_engine_sees_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    seen = [visible_to(torch.device(name)) for name in ("cpu", "cuda", "cuda:1")]
-    assert seen == [{"CUDA_VISIBLE_DEVICES": ""}, {}, {"CUDA_VISIBLE_DEVICES": "1"}]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert visible_to(torch.device("cuda:1")) == {"CUDA_VISIBLE_DEVICES": "7"}
-    assert visible_to(torch.device("cpu")) == {"CUDA_VISIBLE_DEVICES": ""}
+@pytest.mark.slow
+def test_an_engine_is_looked_for_before_anything_is_measured(config: MakeConfig) -> None:
+    made = config("out", methods={"chain": METHODS["chain"]}, engine="vllm", engine_python=__file__)
+    with pytest.raises(UserError, match="engine_python"):
+        evaluate(made)
+    assert not list(Path(made.out_dir).glob("r*"))
 
 
 def test_an_acceptance_that_differs_is_named() -> None:
