@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -117,7 +117,7 @@ def measure_served(
                     arms = {PLAIN: (plain, 0), DRAFTED: (drafted, draft_length(method))}
                     for key in counted(missing, f"measuring {name} in {config.engine}", "blocks"):
                         done[key] = _measure(arms, key, rendered, asked, streams)
-                        append_line(file, done[key])
+                        append_line(file, asdict(done[key]))
             found += [done[key] for key in todo]
     return found
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from inference.measure.results import PromptResult, Skipped
 from outrider.errors import UserError
@@ -86,14 +86,14 @@ def next_number(folder: Path) -> int:
 
 def append_result(folder: Path, number: int, measured: Measured) -> None:
     """Add a line to file `number`; it is on the disk when this returns. Raises `UserError`."""
-    append_line(folder / f"results-{number:05d}.jsonl", measured)
+    append_line(folder / f"results-{number:05d}.jsonl", asdict(measured))
 
 
-def append_line(path: Path, record: Any) -> None:
-    """Add `record`, a dataclass, as a sealed line of JSON; it is on the disk when this returns. Raises `UserError`."""
+def append_line(path: Path, record: Mapping[str, object]) -> None:
+    """Add `record` as a sealed line of JSON; it is on the disk when this returns. Raises `UserError`."""
     try:
         with open(path, "ab") as file:
-            file.write(json.dumps(sealed(asdict(record))).encode() + b"\n")
+            file.write(json.dumps(sealed(record)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -45,7 +45,7 @@ def served_row(
     here: Sequence[Generation],
     references: Sequence[Sequence[int]] | None,
     totals: Mapping[str, float],
-    load: Mapping[str, Any],
+    load: Report,
     streams: Streams,
 ) -> Row:
     """The figures of a method in an engine at one concurrency, where its drafts have `drafted` tokens.
@@ -149,24 +149,14 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
             lines.append(f"- {report['method']}, {arm}: of {judged['texts']} texts audited ({judged['file']}): "
                          f"{judged['verdict']}.")  # fmt: skip
         odd = {one["depth"] for row in report["served"] for one in row["acceptance"] if one["differs"]}
-        if odd:
-            lines.append(f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd)}. "
-                         f"{_why_otherwise(report)}")  # fmt: skip
+        schedule = report["served"][0]["options"].get("speculative_config")
+        if odd and not schedule and KINDS[report["settings"]["source"]].served != "ngram":
+            lines.append(
+                f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd)}. One of "
+                "them reads the drafter in another way (doctor=true says whether it is this one), or chooses drafted "
+                "tokens in another way, as engines may where tokens are drawn."
+            )
     return lines + schedule_lines(served)
-
-
-def _why_otherwise(report: Report) -> str:
-    """A sentence on the first depth at which the engine accepts otherwise."""
-    if KINDS[report["settings"]["source"]].served == "ngram":
-        return "It looks up in another way."
-    if report["served"][0]["options"].get("speculative_config"):
-        return "Its own options say how it drafts."
-    drawn = (
-        "It may choose the tokens of a draft in another way where they are drawn, or one"
-        if report["temperature"]
-        else "One"
-    )
-    return f"{drawn} of them reads the drafter in another way; doctor=true says whether it is this one."
 
 
 def served_faults(report: Report) -> list[str]:

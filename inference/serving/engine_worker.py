@@ -189,19 +189,14 @@ class Transformers:
         return done
 
 
-ENGINES: dict[str, type[VLLM | OpenVINO | Transformers]] = {
-    "vllm": VLLM,
-    "openvino": OpenVINO,
-    "transformers": Transformers,
-}
-
-
 def main() -> None:
     """Answer the jobs on stdin, the first of which loads the engine, until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints goes to the log
     job = json.loads(sys.stdin.readline())
-    engine = ENGINES[job["engine"]](job)
+    kind: type[VLLM | OpenVINO | Transformers]
+    kind = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}[job["engine"]]
+    engine = kind(job)
     print(json.dumps({"version": f"{job['engine']} {engine.version}"}), file=answers, flush=True)
     for line in sys.stdin:
         asked, started = json.loads(line), time.perf_counter()

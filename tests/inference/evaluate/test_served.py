@@ -11,8 +11,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from draft_models.ngrams.table import TrigramTable
+from draft_models.targets.architectures import load_config
 from draft_models.targets.open_target import open_target
+from draft_models.targets.settings import SMALL_LM, TABLE, TARGET
 from inference.audit.answers import read_answers
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
@@ -23,6 +27,7 @@ from inference.measure.prompt_results import read_results
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.statistics import acceptance_by_position
 from inference.report.served import DRAFTED, PLAIN, schedule, served_lines, served_row
+from inference.serving.proposer import NgramProposer, chain_rounds
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig
@@ -45,7 +50,9 @@ def stand_in(folder: Path, measured: EvaluateConfig, **plan: Any) -> Path:
     said = {json.dumps(list(r.prompt)): r.generations for r in results}
     plan = {
         "texts": {prompt: made[AUTOREGRESSIVE].tokens for prompt, made in said.items()},
-        "accepted": {prompt: [r.accepted for r in made["chain"].rounds] for prompt, made in said.items()},
+        "accepted": {
+            prompt: [r.accepted for r in made[next(iter(measured.methods))].rounds] for prompt, made in said.items()
+        },
         "log": str(folder / "log"),
     } | plan
     python = folder / "python"
@@ -183,6 +190,52 @@ def test_an_engine_chooses_tokens_as_the_run_does(config: MakeConfig, tmp_path: 
         }
 
 
+@pytest.mark.slow
+def test_an_engine_loads_what_the_run_says(tiny_models: Path, tmp_path: Path) -> None:
+    """Each arm its drafter, with room for the texts; what a table drafts here is what its class drafts there."""
+    methods = {
+        "table": MethodConfig("ngrams", ngrams=NgramConfig(evidence="mixed", depth=3)),
+        "lm": MethodConfig("small_lm", stop=StopConfig(max_draft=2)),
+        "lookup": MethodConfig("prompt_lookup", max_ngram=5, stop=StopConfig(max_draft=4)),
+    }
+    target, table = (str(tiny_models / name) for name in (TARGET, TABLE))
+    made = EvaluateConfig(target=target, table=table, small_lm=str(tiny_models / SMALL_LM), methods=methods, threads=1,
+                          max_new_tokens=12, device="cpu", dtype="bfloat16", show_prompts=0, template="none",
+                          ignore_eos=True, out_dir=str(tmp_path / "out"))  # fmt: skip
+    evaluate(made)
+    evaluate(served(made, stand_in(tmp_path, made), engine="vllm", concurrency=(1, 2), engine_options={"some": [1]}))
+    plain, *drafted = [json.loads(line) for line in (tmp_path / "log.jobs").read_text().splitlines()]
+    texts = [one.turns[0] for one in read_results(Path(made.out_dir)).values()]
+    longest = max(len(text.prompt) for text in texts) + made.max_new_tokens
+    for job in (plain, *drafted):
+        assert (job["target"], job["dtype"], job["device"], job["options"]) == (
+            target,
+            "bfloat16",
+            "cpu",
+            {"some": [1]},
+        )
+        assert job["most"] == 2
+        assert longest <= job["context"] <= load_config(target).max_position_embeddings
+        assert job["variables"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert plain["draft"] is None
+    exported = str(Path(made.out_dir).resolve() / FOLDER / "small_lm")
+    assert [(job["draft"]["method"], job["draft"]["model"], job["draft"]["tokens"]) for job in drafted] == [
+        ("custom_class", "inference.serving.proposer.NgramProposer", 3),
+        ("draft_model", exported, 2),
+        ("ngram", None, 4),
+    ]
+    assert drafted[2]["draft"]["max_ngram"] == 5
+    assert drafted[0]["variables"]["OUTRIDER_TABLE"] == str(Path(table).resolve())
+    assert Path(drafted[0]["variables"]["PYTHONPATH"], *NgramProposer.__module__.split(".")).with_suffix(".py").exists()
+    assert [*AutoTokenizer.from_pretrained(exported).get_vocab()]
+    rows = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]["served"]
+    rounds = [
+        tokens for text in texts
+        for _, tokens in chain_rounds(TrigramTable.open(table), text.prompt, text.generations[AUTOREGRESSIVE].tokens, 3)[:-1]
+    ]  # fmt: skip
+    assert [row["tau_here"] for row in rows] == pytest.approx([sum(map(len, rounds)) / len(rounds)] * 2)
+
+
 def a_text(accepted: int, rounds: int = 6, first: int = 1, seconds: float = 0.1) -> Generation:
     """The first step says `first` tokens, and each round `accepted` ones and one more."""
     said = Round((1,) * (accepted + 1), 2, accepted, 2, seconds)
@@ -220,19 +273,17 @@ def test_repeats_and_few_prompts_make_nothing_sure() -> None:
 
 
 def test_the_words_on_a_difference() -> None:
-    """A look-up of the engine's own is no drafter that could be misread, and drawn drafts may differ by design."""
+    """A look-up of the engine's own, or its own schedule, is no drafter that could be misread."""
     row = a_row([(a_text(0), a_text(2))] * 5) | {"engine": "e", "concurrency": 1}
 
-    def words(source: str, temperature: float, options: dict[str, Any] | None = None) -> str:
-        settings = {"method": "m", "settings": {"source": source}, "temperature": temperature}
-        return "".join(served_lines([{**settings, "served": [{**row, "options": options or {}}]}]))
+    def words(source: str, options: dict[str, Any]) -> str:
+        settings = {"method": "m", "settings": {"source": source}}
+        return "".join(served_lines([{**settings, "served": [{**row, "options": options}]}]))
 
-    assert "doctor" in words("early_exit", 0)
-    assert "are drawn" not in words("early_exit", 0)
-    assert "are drawn" in words("early_exit", 1)
-    assert "doctor" not in words("prompt_lookup", 0)
-    schedule = {"speculative_config": {"num_speculative_tokens_per_batch_size": [[1, 2, 0]]}}
-    assert "doctor" not in words("early_exit", 0, schedule)
+    assert "doctor=true" in words("early_exit", {})
+    assert "doctor=true" not in words("prompt_lookup", {})
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 0]]}
+    assert "doctor=true" not in words("early_exit", {"speculative_config": schedule})
 
 
 @pytest.mark.parametrize("prompts", [1, 5, 8, 13, 24, 100])
@@ -295,7 +346,7 @@ def test_an_acceptance_that_differs_is_named() -> None:
     assert [one["differs"] for one in row(lambda place: 1)["acceptance"]] == [True, False]
     assert [one["differs"] for one in row(lambda place: 2 * (place % 2))["acceptance"]] == [False, True]
     odd = row(lambda place: 1) | {"engine": "e", "concurrency": 1, "options": {}}
-    said = served_lines([{"method": "m", "settings": {"source": "early_exit"}, "served": [odd], "temperature": 0}])
+    said = served_lines([{"method": "m", "settings": {"source": "early_exit"}, "served": [odd]}])
     assert "at depth 1" in "".join(said)
 
 

@@ -2,10 +2,11 @@
 
 The plan: texts: by prompt, as JSON, its tokens; accepted: of the drafted arm, by prompt, how many tokens every step
 takes of a draft; changed: what the drafted arm says in the place of the token at an index, for every text; dies: after
-so many blocks; log: a file that gets a line for every block: what was asked, with `drafts` and without the prompts.
+so many blocks; log: a file that gets a line for every block: what was asked, with `drafts` and without the prompts; beside it LOG.jobs: each job and its variables.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,9 @@ def main() -> None:
         return
     plan = json.loads(Path(sys.argv[0] + ".json").read_text())
     job = json.loads(sys.stdin.readline())
+    variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OUTRIDER_TABLE", "PYTHONPATH")}
+    with open(plan["log"] + ".jobs", "a") as log:
+        log.write(json.dumps({**job, "variables": variables}) + "\n")
     print(json.dumps({"version": "stand-in 1", "seconds": 0.0}), flush=True)
     for blocks, line in enumerate(sys.stdin):
         asked, requests, drafts = json.loads(line), [], job["draft"] is not None
