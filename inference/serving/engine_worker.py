@@ -194,9 +194,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engine prints goes to the log
     job = json.loads(sys.stdin.readline())
-    kind: type[VLLM | OpenVINO | Transformers]
-    kind = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}[job["engine"]]
-    engine = kind(job)
+    kinds: dict[str, type[VLLM | OpenVINO | Transformers]]
+    kinds = {"vllm": VLLM, "openvino": OpenVINO, "transformers": Transformers}
+    engine = kinds[job["engine"]](job)
     print(json.dumps({"version": f"{job['engine']} {engine.version}"}), file=answers, flush=True)
     for line in sys.stdin:
         asked, started = json.loads(line), time.perf_counter()

@@ -47,12 +47,10 @@ QUIET = {"busy": None}
 def stand_in(folder: Path, measured: EvaluateConfig, **plan: Any) -> Path:
     """A Python that answers what `measured` found, with its own drafts' acceptance unless `plan` says otherwise."""
     results = [one.turns[0] for one in read_results(Path(measured.out_dir)).values()]
-    said = {json.dumps(list(r.prompt)): r.generations for r in results}
+    said, first = {json.dumps(list(r.prompt)): r.generations for r in results}, next(iter(measured.methods))
     plan = {
         "texts": {prompt: made[AUTOREGRESSIVE].tokens for prompt, made in said.items()},
-        "accepted": {
-            prompt: [r.accepted for r in made[next(iter(measured.methods))].rounds] for prompt, made in said.items()
-        },
+        "accepted": {prompt: [r.accepted for r in made[first].rounds] for prompt, made in said.items()},
         "log": str(folder / "log"),
     } | plan
     python = folder / "python"
@@ -208,13 +206,8 @@ def test_an_engine_loads_what_the_run_says(tiny_models: Path, tmp_path: Path) ->
     texts = [one.turns[0] for one in read_results(Path(made.out_dir)).values()]
     longest = max(len(text.prompt) for text in texts) + made.max_new_tokens
     for job in (plain, *drafted):
-        assert (job["target"], job["dtype"], job["device"], job["options"]) == (
-            target,
-            "bfloat16",
-            "cpu",
-            {"some": [1]},
-        )
-        assert job["most"] == 2
+        assert (job["target"], job["dtype"], job["device"]) == (target, "bfloat16", "cpu")
+        assert (job["options"], job["most"]) == ({"some": [1]}, 2)
         assert longest <= job["context"] <= load_config(target).max_position_embeddings
         assert job["variables"]["CUDA_VISIBLE_DEVICES"] == ""
     assert plain["draft"] is None
@@ -229,10 +222,8 @@ def test_an_engine_loads_what_the_run_says(tiny_models: Path, tmp_path: Path) ->
     assert Path(drafted[0]["variables"]["PYTHONPATH"], *NgramProposer.__module__.split(".")).with_suffix(".py").exists()
     assert [*AutoTokenizer.from_pretrained(exported).get_vocab()]
     rows = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]["served"]
-    rounds = [
-        tokens for text in texts
-        for _, tokens in chain_rounds(TrigramTable.open(table), text.prompt, text.generations[AUTOREGRESSIVE].tokens, 3)[:-1]
-    ]  # fmt: skip
+    said, grams = [(text.prompt, text.generations[AUTOREGRESSIVE].tokens) for text in texts], TrigramTable.open(table)
+    rounds = [tokens for text in said for _, tokens in chain_rounds(grams, *text, 3)[:-1]]
     assert [row["tau_here"] for row in rows] == pytest.approx([sum(map(len, rounds)) / len(rounds)] * 2)
 
 

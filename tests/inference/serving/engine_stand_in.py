@@ -2,7 +2,8 @@
 
 The plan: texts: by prompt, as JSON, its tokens; accepted: of the drafted arm, by prompt, how many tokens every step
 takes of a draft; changed: what the drafted arm says in the place of the token at an index, for every text; dies: after
-so many blocks; log: a file that gets a line for every block: what was asked, with `drafts` and without the prompts; beside it LOG.jobs: each job and its variables.
+so many blocks; log: a file that gets a line for every block: what was asked, with `drafts` and without the prompts.
+Beside it LOG.jobs gets each job and its variables.
 """
 
 import json
