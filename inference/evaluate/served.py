@@ -58,11 +58,14 @@ class BlockKey:
 
 @dataclass(frozen=True)
 class Block:
-    """Prompts that an engine continued in both arms, without a drafter and with one; seconds: of them all together."""
+    """Prompts that an engine continued in both arms, without a drafter and with one.
+
+    results: a repeat is one more turn of a prompt. seconds: by arm, of all prompts together.
+    """
 
     key: BlockKey
     version: str  # of the engine
-    texts: Mapping[str, tuple[Generation, ...]]
+    results: tuple[PromptResult, ...]
     seconds: Mapping[str, float]
     load: float | None  # of the machine, when it ended
 
@@ -70,14 +73,13 @@ class Block:
 def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, processes: int = 1) -> None:
     """Raise `UserError` if the engine of `config` is not there, or cannot run this target on so many prompts."""
     assert config.engine is not None
-    most, alone = max(config.concurrency), setup.device.index is None
+    most, devices = max(config.concurrency), ("cpu",) if config.engine == "openvino" else ("cpu", "cuda")
     require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
-    require(alone, "device", str(setup.device), "cpu or cuda with engine=; CUDA_VISIBLE_DEVICES chooses a GPU")
+    expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
+    require(str(setup.device) in devices, "device", str(setup.device), expected)
     require(processes == 1, "engine", config.engine, f"null with {processes} processes: an engine has its own")
     others = sorted({*setup.inherited.taken} - {"repetition_penalty"})
     require(not others, "generation_config", others, "none with engine=: the engine has no such processors")
-    fits = config.engine != "openvino" or setup.device.type == "cpu"
-    require(fits, "device", str(setup.device), "cpu with engine=openvino")
     require_engine(config.engine, python_in(config.engine_python))
 
 
@@ -152,7 +154,14 @@ def _measure(
             engine.continued(prompts, {**asked, "max_new_tokens": few}, drafted)
             engine.warm = count
         texts[arm], seconds[arm] = engine.continued(prompts, asked, drafted)
-    return Block(key, arms[DRAFTED][0].version, texts, seconds, load_average())
+    results = tuple(
+        PromptResult(
+            f"{position}/{key.repeat}", "", tuple(prompt), {AUTOREGRESSIVE: plain, key.method: drafted}, AUTOREGRESSIVE,
+            conversation=str(position),
+        )
+        for position, prompt, plain, drafted in zip(key.positions, prompts, texts[PLAIN], texts[DRAFTED], strict=True)
+    )  # fmt: skip
+    return Block(key, arms[DRAFTED][0].version, results, seconds, load_average())
 
 
 def sampling_of(config: EvaluateConfig, setup: TargetSetup) -> SamplingConfig:
@@ -203,19 +212,6 @@ def _exported(config: EvaluateConfig, setup: TargetSetup, source: str, where: st
     return made
 
 
-def as_results(blocks: Sequence[Block], rendered: Sequence[Sequence[int]]) -> list[PromptResult]:
-    """Blocks of one method as results of its prompts, a repeat as one more turn of a prompt."""
-    return [
-        PromptResult(
-            f"{position}/{block.key.repeat}", "", tuple(rendered[position]),
-            {AUTOREGRESSIVE: block.texts[PLAIN][place], block.key.method: block.texts[DRAFTED][place]},
-            AUTOREGRESSIVE, conversation=str(position),
-        )
-        for block in blocks
-        for place, position in enumerate(block.key.positions)
-    ]  # fmt: skip
-
-
 def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:
     """The rounds of the engine's plain text by what `NgramProposer` drafts there: table and text alone decide."""
     text = result.generations[AUTOREGRESSIVE].tokens
@@ -238,20 +234,19 @@ def serve_methods(
     methods, streams = served_methods(config), Streams(config.seed).within("served")
     blocks, drawn = measure_served(config, setup, methods, rendered, sorted(ours), out), config.sampling.temperature > 0
     texts = {position: ours[position].generations[ours[position].reference].tokens for position in ours}
+    vocabulary = setup.target.vocabulary_digest, setup.target.vocabulary_size
     found: dict[str, Row] = {}
     for name, method in methods.items():
         kind, rows = KINDS[method.source], []
         for count in config.concurrency:
             some = [block for block in blocks if (block.key.method, block.key.concurrency) == (name, count)]
-            results, places = as_results(some, rendered), [place for block in some for place in block.key.positions]
-            here = [ours[place].generations[name] for place in places]
+            results = [result for block in some for result in block.results]
+            here = [ours[int(result.unit)].generations[name] for result in results]
             if kind.served == "custom_class":  # here it drafts trees
-                table = open_table(
-                    str(config.where(kind)), setup.target.vocabulary_digest, setup.target.vocabulary_size
-                )
+                table = open_table(str(config.where(kind)), *vocabulary)
                 here = [_by_the_table(table, draft_length(method), result) for result in results]
             totals = {arm: sum(block.seconds[arm] for block in some) for arm in (PLAIN, DRAFTED)}
-            references = None if drawn else [texts[place] for place in places]
+            references = None if drawn else [texts[int(result.unit)] for result in results]
             load = machine_load((), (block.load for block in some), os.cpu_count() or 1)
             row = served_row(
                 name, draft_length(method), results, here, references, totals, load, streams.within(name, count)
@@ -259,28 +254,23 @@ def serve_methods(
             versions = " and ".join(sorted({block.version for block in some}))
             rows.append({"engine": versions, "options": config.engine_options, "concurrency": count, **row})
         found[name] = {"served": rows}
-    for (name, arm), judgement in _judged(config, setup, rendered, blocks, {} if drawn else texts, out).items():
+    for (name, arm), judgement in _judged(config, setup, blocks, {} if drawn else texts, out).items():
         found[name].setdefault("served_judgement", {})[arm] = judgement
     return found
 
 
 def _judged(
-    config: EvaluateConfig,
-    setup: TargetSetup,
-    rendered: Sequence[Sequence[int]],
-    blocks: Sequence[Block],
-    known: Mapping[int, Sequence[int]],
-    out: Path,
+    config: EvaluateConfig, setup: TargetSetup, blocks: Sequence[Block], known: Mapping[int, Sequence[int]], out: Path
 ) -> dict[tuple[str, str], Row]:
     """By method and arm, the audit of the engine's texts that are not the `known` ones; nothing where all are."""
     model, audited = None, dict[tuple[str, str], Row]()
-    said: dict[tuple[str, str], dict[tuple[int, tuple[int, ...]], Row]] = {}
-    for block in blocks:
-        for arm, texts in block.texts.items():
-            for position, text in zip(block.key.positions, texts, strict=True):
-                if text.tokens != known.get(position):
-                    row = {"prompt_ids": [*rendered[position]], "output_ids": [*text.tokens]}
-                    said.setdefault((block.key.method, arm), {})[position, text.tokens] = row
+    said: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], Row]] = {}
+    for method, result in ((block.key.method, result) for block in blocks for result in block.results):
+        for arm, generated in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)):
+            prompt, text = result.prompt, result.generations[generated].tokens
+            if text != known.get(int(result.unit)):
+                row = {"prompt_ids": [*prompt], "output_ids": [*text]}
+                said.setdefault((method, arm), {})[prompt, text] = row
     for (name, arm), rows in said.items():
         sampling, file = vars(sampling_of(config, setup)), out / FOLDER / f"{name}-{arm}.jsonl"
         write_atomically(file, "".join(json.dumps({**row, **sampling}) + "\n" for row in rows.values()).encode())

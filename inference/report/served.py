@@ -170,6 +170,8 @@ def schedule_lines(served: Sequence[Report]) -> list[str]:
     lines: list[str] = []
     for source in dict.fromkeys(report["settings"]["source"] for report in served):
         rows = [row for report in served if report["settings"]["source"] == source for row in report["served"]]
+        if any(busy_sentences(row) or row["speedup"]["prompts"] < MIN_PROMPTS for row in rows):
+            continue  # then nothing can be faster
         steps = schedule(rows)
         said = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
         lines += ["", f"Draft lengths that pay for {source} by requests at a time: {', '.join(said)}."]

@@ -275,6 +275,11 @@ def test_the_words_on_a_difference() -> None:
     assert "doctor=true" not in words("prompt_lookup", {})
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 0]]}
     assert "doctor=true" not in words("early_exit", {"speculative_config": schedule})
+    assert "Draft lengths that pay for early_exit" in words("early_exit", {})
+    for unsure in ({"load": {"busy": "The machine was busy."}}, {"speedup": {**row["speedup"], "prompts": 4}}):
+        row |= unsure
+        assert "Draft lengths" not in words("early_exit", {})
+        row |= a_row([(a_text(0), a_text(2))] * 5)
 
 
 @pytest.mark.parametrize("prompts", [1, 5, 8, 13, 24, 100])
