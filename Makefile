@@ -29,7 +29,7 @@ kernels: $(STAMP)
 
 # Every subject, every mechanism, every planted fault; of what repeats for further models the typical ones.
 test: $(STAMP)
-	$(RUN)python -m pytest -n auto --dist worksteal -m "not thorough"
+	$(RUN)python -m pytest -n auto --dist worksteal -m "not thorough and not engine"
 
 # All models and combinations besides: before a release, and after a change of what runs a target.
 test-all: $(STAMP)
@@ -37,7 +37,7 @@ test-all: $(STAMP)
 
 # The quick tier: every subject, without what is marked slow.
 test-fast: $(STAMP)
-	$(RUN)python -m pytest -n auto --dist worksteal -m "not slow and not thorough and not gpu"
+	$(RUN)python -m pytest -n auto --dist worksteal -m "not slow and not thorough and not gpu and not engine"
 
 test-gpu: $(STAMP)
 	$(RUN)python -m pytest -m gpu

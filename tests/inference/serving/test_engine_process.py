@@ -1,5 +1,6 @@
 """The process of an engine: one that cannot run is named before, and none is left afterwards."""
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -53,9 +54,12 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["it ends", "Ctrl-C while it loads", "Ctrl-C while it runs", "no error"])
-def test_no_process_is_left(how: str, script: Callable[[str], str], tmp_path: Path) -> None:
+def test_no_process_is_left(
+    how: str, script: Callable[[str], str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Neither of the engine nor of what it started."""
-    pids = tmp_path / "pids"
+    pids, before = tmp_path / "pids", signal.signal(signal.SIGINT, signal.default_int_handler)  # workers ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     python = script(f"""
 child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
 open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
