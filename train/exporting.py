@@ -7,7 +7,7 @@ import torch
 
 from data_prep.formats.original import CONFIG_FILE
 from draft_models.card import CARD_FILE, write_card
-from draft_models.draft_vocabulary import read_draft_vocabulary, widen
+from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.checkpoint import make_head, open_head
 from draft_models.eagle3.export import save_head
@@ -15,9 +15,9 @@ from draft_models.early_exit.checkpoint import from_pretrained, open_target_of
 from draft_models.early_exit.export import USE, as_causal_lm
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import USE as USE_OF_SMALL_LM
+from draft_models.small_lm.model import load_whole_lm
 from draft_models.targets.architectures import read_config
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.open_target import load_tokenizer, open_target, special_tokens, stored_dtype
+from draft_models.targets.open_target import load_tokenizer, open_target, stored_dtype
 from inference.drafters.ngram.ngrams import open_table
 from inference.serving.page import serving_page
 from inference.serving.proposer import TABLE_VARIABLE, NgramProposer
@@ -87,8 +87,7 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
         raise UserError(f"checkpoint={config.checkpoint}: {said}")
     tokenizer = load_tokenizer(config.checkpoint, None, role="small_lm")
     dtype = "auto" if config.dtype is None else getattr(torch, config.dtype)
-    model = load_causal_lm(config.checkpoint, None, role="small_lm", dtype=dtype)
-    widen(model, own, special_tokens(tokenizer))
+    model = load_whole_lm(config.checkpoint, tokenizer, dtype)
     export(model, tokenizer, out_dir)
     facts = {"small LM": config.checkpoint, "drafts": f"{len(own.tokens)} of {own.vocabulary} tokens"}
     write_card(out_dir, USE_OF_SMALL_LM, config.target or "MODEL", facts)

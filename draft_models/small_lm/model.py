@@ -1,15 +1,15 @@
 """A small causal LM as a drafter: any model that shares the target's vocabulary and can run a tree."""
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.card import serving
-from draft_models.draft_vocabulary import read_draft_vocabulary
+from draft_models.draft_vocabulary import read_draft_vocabulary, widen
 from draft_models.targets.architectures import read_config, why_not_by_layers
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_tokenizer, special_tokens
 from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
@@ -49,6 +49,17 @@ def load_small_lm(
         return load_plain_lm(source, config, revision, dtype, device)
     model.draft_vocabulary = None if own is None else own.to(device)  # type: ignore[assignment]
     return layer_stack(model)
+
+
+def load_whole_lm(source: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str) -> PreTrainedModel:
+    """The causal LM in `source` as engines load it: one over some of the tokens is widened to all of them.
+
+    Raises `UserError` if it cannot be loaded.
+    """
+    model = load_causal_lm(source, None, role="small_lm", dtype=dtype)
+    if (own := read_draft_vocabulary(source, None, read_config(source, role="small_lm"))) is not None:
+        widen(model, own, special_tokens(tokenizer))
+    return model
 
 
 def load_plain_lm(

@@ -84,7 +84,7 @@ def draws_of(
     if not simulate:
         return drawn, {}
     chances = torch.rand(len(p), COPIES, dtype=torch.float64, generator=coins).to(p.device)
-    return drawn, {name: Draws(*placed(invert(law, chances)), *about) for name, law in _faults(p).items()}
+    return drawn, {name: Draws(*placed(invert(faulty, chances)), *about) for name, faulty in _faults(p).items()}
 
 
 def _cumulants(p: Tensor, entropy: Tensor) -> Tensor:

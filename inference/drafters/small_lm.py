@@ -11,14 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from draft_models.calibration.checkpoint import drafter_digest
-from draft_models.draft_vocabulary import read_draft_vocabulary, widen
+from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.checkpoint import holds_head
-from draft_models.small_lm.model import TRAINING_FILE, SmallLM, load_small_lm
+from draft_models.small_lm.model import TRAINING_FILE, SmallLM, load_small_lm, load_whole_lm
 from draft_models.targets.architectures import position_limit, read_config
 from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.narrowed import is_narrowed
-from draft_models.targets.open_target import OpenTarget, special_tokens
+from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.target import Target
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.drafter import DraftModel
@@ -148,10 +147,7 @@ class SmallLMPlugin(ModelDrafterPlugin[Model]):
         return None if own is None else own.tokens.tolist()
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        model = load_causal_lm(where, None, dtype=dtype)
-        if (own := read_draft_vocabulary(where, None, read_config(where, role="small_lm"))) is not None:
-            widen(model, own, special_tokens(target.tokenizer))
-        model.save_pretrained(folder)
+        load_whole_lm(where, target.tokenizer, dtype).save_pretrained(folder)
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         config = read_config(where, role="small_lm")
