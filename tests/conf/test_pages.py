@@ -221,7 +221,7 @@ def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) ->
     ("name", "record"),
     [("README.md", "smollm2_mixed"), ("docs/results.md", "smollm2_cpu"), ("docs/results.md", "smollm2_intel"),
      ("docs/results.md", "smollm2_mixed"), ("docs/results.md", "smollm2_amx"), ("docs/results.md", "smollm2_peers"),
-     ("docs/sizes-and-graphs.md", "layouts_cpu")],
+     ("docs/how-it-works.md", "layouts_cpu")],
 )  # fmt: skip
 def test_tables_have_the_figures_of_the_record(monkeypatch: pytest.MonkeyPatch, name: str, record: str) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -140,7 +140,7 @@ class CalibrateConfig(RehearsedConfig):
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     # how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too
     reading: ReadingChanges = free(factory=ReadingChanges)
-    # what continues texts: the target, or its greedy answers, which are then `data` (see docs/calibrate.md): of the
+    # what continues texts: the target, or its greedy answers, which are then `data` (see docs/when-to-stop.md): of the
     # target only the layers that the drafter shares are read, and the head sees no hidden state of the last one
     answers: Literal["target", "recorded"] = "target"
     prompts: Count = free(400)  # texts continued to learn from; a row's start each
