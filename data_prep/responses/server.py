@@ -80,7 +80,7 @@ class Server:
             self.model, self.context = self._find_model(context)
             self._try_out()
         except ReplyError as error:
-            raise UserError(f"server={config.server}: {error}; see docs/self-distillation.md for servers") from None
+            raise UserError(f"server={config.server}: {error}; see docs/data.md for servers") from None
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt by at most as many tokens as it has `draws`; the first draw determines its seed."""

@@ -88,7 +88,7 @@ class EvaluateConfig(RehearsedConfig):
     # texts of so many tokens, joined from the prompts, on which agreement is looked at too
     doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = ()
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
-    # also measure the methods in a serving engine that can run them (docs/engines.md), without a drafter and with each
+    # also measure the methods in a serving engine that can run them (docs/deploy.md), without a drafter and with each
     engine: Engine | None = free(None)
     # directory of the engine's environment, or its Python; null: the one that runs this
     engine_python: Annotated[Annotated[str, Place("an environment with the engine")] | None, _SERVED] = free(None)
