@@ -26,7 +26,8 @@ from tests.tiny import byte_tokenizer
 
 BENCHMARKS = ROOT / "benchmarks"
 DEMO = BENCHMARKS / "results/demo_cpu.json"
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+TABLES = sorted((BENCHMARKS / "results").glob("*.md"))
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *TABLES])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:python |make |evaluate-checkpoint )[^`]*)`")
@@ -171,9 +172,22 @@ def test_files_that_pages_name_are_there() -> None:
     for page in PAGES:
         for name in named.findall(page.read_text()):
             assert Path(name).stem == READERS_OWN or (ROOT / name).exists(), f"{page.name}: {name}"
-    results = (ROOT / "docs/results.md").read_text()
-    for name in re.findall(r"`(\w+\.(?:json|png))`", results):
-        assert (BENCHMARKS / "results" / name).exists(), name
+    for page in [ROOT / "docs/results.md", *TABLES]:
+        for name in re.findall(r"`(\w+\.(?:json|png))`", page.read_text()):
+            assert (BENCHMARKS / "results" / name).exists(), f"{page.name}: {name}"
+
+
+def test_summaries_have_the_figures_of_the_full_tables() -> None:
+    """Every ratio with its interval that docs/results.md says is in a full table."""
+    full = "\n".join(page.read_text() for page in TABLES)
+    found = re.findall(r"\d+\.\d+×? \[[^\]]+\]", (ROOT / "docs/results.md").read_text().replace("[95 %]", ""))
+    assert len(found) > 50
+    assert [ratio for ratio in found if ratio not in full and ratio.replace("× ", " × ") not in full] == []
+
+
+def test_every_full_table_is_linked() -> None:
+    linked = {name.partition("#")[0] for name in LINK.findall((ROOT / "docs/results.md").read_text())}
+    assert {f"../benchmarks/results/{page.name}" for page in TABLES} <= linked
 
 
 def test_a_fresh_machine_is_told_its_two_commands() -> None:
@@ -209,19 +223,20 @@ def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) ->
     from fill_tables import BLOCK, TAU, fill
 
     reports = json.loads(DEMO.read_text())["reports"]
-    for name in ("README.md", "docs/results.md"):
+    for name in ("README.md", "docs/results.md", "benchmarks/results/demos.md"):
         page = (ROOT / name).read_text()
         assert fill(page, reports) == page, f"{name}: run benchmarks/fill_tables.py"
-    (block,) = BLOCK.findall((ROOT / "docs/results.md").read_text())
-    assert all(f"| {report['method']} |" in block[1] for report in reports)
+    for name in ("docs/results.md", "benchmarks/results/demos.md"):
+        (block,) = BLOCK.findall((ROOT / name).read_text())
+        assert all(f"| {report['method']} |" in block[1] for report in reports)
     assert len(TAU.findall((ROOT / "README.md").read_text())) >= 4
 
 
 @pytest.mark.parametrize(
     ("name", "record"),
-    [("README.md", "smollm2_mixed"), ("docs/results.md", "smollm2_cpu"), ("docs/results.md", "smollm2_intel"),
-     ("docs/results.md", "smollm2_mixed"), ("docs/results.md", "smollm2_amx"), ("docs/results.md", "smollm2_peers"),
-     ("docs/how-it-works.md", "layouts_cpu")],
+    [("README.md", "smollm2_mixed"), ("docs/results.md", "smollm2_mixed"),
+     ("benchmarks/results/speed.md", "layouts_cpu"),
+     *(("benchmarks/results/smollm2.md", f"smollm2_{name}") for name in ("cpu", "intel", "mixed", "amx", "peers"))],
 )  # fmt: skip
 def test_tables_have_the_figures_of_the_record(monkeypatch: pytest.MonkeyPatch, name: str, record: str) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
