@@ -39,7 +39,7 @@ from inference.report.drafter_facts import drafter_lines
 from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section
 from inference.report.served import served_lines
 from inference.report.tables import methods_table, whole_table
-from inference.report.wording import busy_sentences, conditions, method_sentence, plain_sentence
+from inference.report.wording import busy_sentences, conditions, method_sentence, plain_sentence, recommendation
 from inference.sizing.policy import Tuning
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.machine import describe_machine
@@ -154,6 +154,8 @@ def markdown(reports: Sequence[Report]) -> str:
         f"# {first['drafter']} on {first['target']}",
         "",
         *(f"**{busy}**\n" for busy in busy_sentences(first)),
+        f"**Verdict:** {recommendation(reports)}",
+        "",
         conditions(reports),
         "",
         *methods_table(reports).markdown(),

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inference.measure.verdict import MIN_PROMPTS
+from inference.measure.verdict import MARGIN, MIN_PROMPTS
 from inference.settings.sampling import SamplingConfig
 
 Report = Mapping[str, Any]
@@ -18,7 +18,53 @@ INT8 = (
 def busy_sentences(report: Report) -> list[str]:
     """A warning for the top of the report if the machine was busy."""
     busy = (report.get("load") or {}).get("busy")
-    return [f"{busy} So no speed is judged."] if busy else []
+    return [f"{busy} Do not quote these speeds; no speed is judged."] if busy else []
+
+
+def recommendation(reports: Sequence[Report]) -> str:
+    """What to do, in one sentence: the fastest method, "nothing pays here", or why it is undecided.
+
+    The first word is lower-case: a label stands before it. A method is named in backticks. Texts that are not the
+    target's are never recommended.
+    """
+    wrong = [f"`{one['method']}`" for one in reports if one["verdict"] == "not lossless"]
+    warning = f"; do not use {' or '.join(wrong)}: not lossless" if wrong else ""
+    right = [one for one in reports if one["verdict"] != "not lossless" and one["speedup"]["median"] is not None]
+    return f"{_recommended(sorted(right, key=lambda one: -one['speedup']['median']))}{warning}."
+
+
+def _recommended(ranked: Sequence[Report]) -> str:
+    """The sentence for lossless methods that were timed, the fastest first."""
+    if not ranked:
+        return "undecided: no lossless method was timed"
+    if any(map(busy_sentences, ranked)):
+        return "undecided: the machine was busy; measure again when nothing else runs on it"
+    if (prompts := ranked[0]["speedup"]["prompts"]) < MIN_PROMPTS:
+        return f"undecided: a verdict needs {MIN_PROMPTS} timed prompts, here: {prompts}"
+    best = next(one for kind in ("faster", "undecided", "slower") for one in ranked if one["verdict"] == kind)
+    found = f"{best['speedup']['median']:.2f}× plain decoding {_range(best['speedup'])}"
+    if best["verdict"] == "faster":
+        return f"`{best['method']}` is the fastest: {found}{_rivals(best, ranked)}"
+    if best["verdict"] == "slower":
+        return f"nothing pays here: the best, `{best['method']}`, has {found}{_needed(best)}"
+    wanted = f"all of it must be above {1 + MARGIN}; more prompts narrow it"
+    return f"undecided: the best, `{best['method']}`, has {found}, and {wanted}"
+
+
+def _rivals(best: Report, ranked: Sequence[Report]) -> str:
+    """The methods whose intervals overlap with the best one's."""
+    low = best["speedup"]["ci95"][0]
+    names = [f"`{one['method']}`" for one in ranked if one is not best and one["speedup"]["ci95"][1] >= low]
+    said = " and ".join(names) if len(names) < 3 else f"{len(names)} others"
+    return f"; {said} may be as fast, as the intervals overlap" if names else ""
+
+
+def _needed(report: Report) -> str:
+    """The acceptance at which a method that is slower would break even."""
+    even, rate = report["break_even_acceptance"], report["acceptance_rate"]
+    if even is None or even <= rate:
+        return ""
+    return f"; it would need an acceptance of {even:.2f}{' (so never pays)' if even > 1 else ''} and has {rate:.2f}"
 
 
 def conditions(reports: Sequence[Report]) -> str:
@@ -134,8 +180,12 @@ def interval_text(speedup: Mapping[str, Any] | None) -> str:
     """A speed-up's median and interval; a dash if nothing was timed."""
     if speedup is None or speedup["median"] is None:
         return "–"
+    return f"{times_text(speedup)} {_range(speedup)}"
+
+
+def _range(speedup: Mapping[str, Any]) -> str:
     low, high = speedup["ci95"]
-    return f"{times_text(speedup)} [{low:.2f}, {high:.2f}]"
+    return f"[{low:.2f}, {high:.2f}]"
 
 
 def times_text(speedup: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from inference.report.wording import (
     method_sentence,
     number_text,
     plain_sentence,
+    recommendation,
 )
 from outrider.tables import Table
 
@@ -42,6 +43,7 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
     body = (
         tag("h1", title),
         *(tag("p", busy, class_="wrong") for busy in busy_sentences(first)),
+        tag("p", tag("strong", "Verdict: "), *_code(recommendation(reports)), id="verdict"),
         tag("p", conditions(reports)),
         *_section("What each method gains", *_gains(reports), _counted(reports)),
         *_served(reports),
@@ -55,6 +57,11 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
         tag("script", Markup((HERE / "page.js").read_text(encoding="utf-8"))),
     )
     return "<!doctype html>\n" + tag("html", tag("head", *head), tag("body", *body), lang="en") + "\n"
+
+
+def _code(text: str) -> list[str]:
+    """The text with what stands in backticks as code."""
+    return [tag("code", part) if place % 2 else part for place, part in enumerate(text.split("`"))]
 
 
 def _section(title: str, *content: Markup) -> tuple[Markup, ...]:
