@@ -11,10 +11,10 @@ A page marks its table with two comments. The header of the table names its colu
 
 Every row under the header is replaced, baselines first, and so is every figure of the form "`eesd_beta` τ 3.64"
 elsewhere on the page. The tables of the record (bench_real.py) are between "float32 table: begin" and "float32 table:
-end", likewise for each dtype; between the marks of "float32 summary" they have no categories. The tables of
-bench_layouts.py are between "NAME layouts: begin" and "NAME layouts: end". The verdicts on a paper's claims (paper.py)
-are between "gsd tables: begin" and "gsd tables: end", likewise for each paper. --check writes nothing, and ends with
-status 1 if a page differs from the report.
+end", likewise for each dtype; between the marks of "float32 summary" they have no categories, and between those of "all
+dtypes" both dtypes are side by side. The tables of bench_layouts.py are between "NAME layouts: begin" and "NAME
+layouts: end". The verdicts on a paper's claims (paper.py) are between "gsd tables: begin" and "gsd tables: end",
+likewise for each paper. --check writes nothing, and ends with status 1 if a page differs from the report.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.writing import markdown
-from record_tables import interval, layouts, summary, tables
+from record_tables import by_dtype, interval, layouts, summary, tables
 
 Report = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
@@ -52,10 +52,11 @@ def fill(page: str, reports: Sequence[Report]) -> str:
 
 def fill_record(page: str, entries: Mapping[str, Any]) -> str:
     """`page` with the tables of every entry that it has a place for. Raises `ValueError` where there is none."""
-    shapes = {"table": tables, "summary": summary, "layouts": layouts}
-    names = "|".join(map(re.escape, entries))
+    shapes = {"table": tables, "summary": summary, "layouts": layouts, "dtypes": by_dtype}
+    places_of = {**entries, "all": entries}
+    names = "|".join(map(re.escape, places_of))
     places = re.compile(rf"(<!-- ({names}) ({'|'.join(shapes)}): begin -->\n)(.*?)(<!-- \2 \3: end -->)", re.DOTALL)
-    filled, count = places.subn(lambda found: found[1] + shapes[found[3]](entries[found[2]]) + found[5], page)
+    filled, count = places.subn(lambda found: found[1] + shapes[found[3]](places_of[found[2]]) + found[5], page)
     if not count:
         raise ValueError(f"no place for {', '.join(entries)}; expected <!-- {next(iter(entries))} table: begin -->")
     return filled

@@ -4,6 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 Figures = Mapping[str, Any]
+# What a reader calls an arm, and `method=` today.
+CALLED = {
+    "transformers_generate": "transformers' `generate`", "transformers_prompt_lookup": "transformers' prompt lookup",
+    "llama_cpp": "llama.cpp, no drafter", "autoregressive": "**Outrider, no drafter**",
+    "vanilla_survival": "small LM, chains (`small_lm/survival`)", "opt_tree_auto": "small LM, trees (`opt_tree_auto`)",
+    "eesd_survival": "early exit, chains (`eesd_survival`)",
+    "eesd_tree_auto": "early exit, trees (`early_exit/opt_tree_auto`)", "prompt_lookup": "`prompt_lookup`",
+    "fused_small_lm": "small LM and n-grams, one tree (`small_lm/fused`)", "ngrams": "n-grams (`ngrams`)",
+}  # fmt: skip
 
 
 def tables(entry: Mapping[str, Any]) -> str:
@@ -20,6 +29,26 @@ def summary(entry: Mapping[str, Any]) -> str:
     told = {name for name in arms if not name.endswith("_default")}
     asked = {name: arm for name, arm in arms.items() if name in told or name.removesuffix("_default") not in told}
     return "\n".join(part for part in [said(entry), table(asked), judgement(asked)] if part)
+
+
+def by_dtype(entries: Mapping[str, Any]) -> str:
+    """The arms of a record's float32 entry beside those of its bfloat16 entry, slowest in bfloat16 first."""
+    arms = {entry["dtype"]: entry["arms"] for entry in entries.values()}
+    full, half = arms["float32"], arms["bfloat16"]
+    lines = [
+        "| method | identical to `generate`, float32 | tokens/s | over no drafter [95 %] | bfloat16: tokens/s | "
+        "over no drafter [95 %] |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in by_speed(half):
+        f = full.get(name)
+        cells = [f"{f['identical']}/{f['prompts']}" if f else "–", *map(_rate, (f, half[name]))]
+        lines.append(f"| {CALLED.get(name, name)} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rate(figures: Figures | None) -> str:
+    return f"{number(figures['tokens_per_second'], 1)} | {interval(figures['speedup'])}" if figures else "– | –"
 
 
 def said(entry: Mapping[str, Any]) -> str:

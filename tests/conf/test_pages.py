@@ -34,7 +34,7 @@ SPAN = re.compile(r"`((?:python |make |evaluate-checkpoint )[^`]*)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 INSTALLING = {
     "python3 -m venv .venv && . .venv/bin/activate",
-    ". .venv/bin/activate   # after any make",
+    "make install && . .venv/bin/activate",
     "pip install -c constraints.txt -e '.[dev]'",
 }
 RUN_ELSEWHERE = {"python docs/make_options.py"}  # test_options.py
@@ -104,7 +104,7 @@ def test_commands_are_understood(monkeypatch: pytest.MonkeyPatch, page: str, lin
     if entry:
         ((command, overrides),) = entry
         compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
-    elif words[0] == "make":
+    elif words[0] == "make" and line not in INSTALLING:
         options = [word for word in words[1:] if "=" in word]
         assert {*words[1:]} - {*options} <= MADE_BY_MAKE, page
         if options:  # of the pipeline
@@ -192,10 +192,9 @@ def test_every_full_table_is_linked() -> None:
 
 def test_a_fresh_machine_is_told_its_two_commands() -> None:
     """With the minutes that each takes; the second is what every change must pass."""
-    first = next(block for language, block in FENCE.findall((ROOT / "README.md").read_text()) if not language)
-    told = {line.partition("#")[0].strip(): line.partition("#")[2] for line in first.splitlines()}
-    assert list(told)[:2] == ["make demo", "make test"]
-    assert all(re.search(r"about \d+ minutes", told[command]) for command in list(told)[:2])
+    lines = code_of((ROOT / "README.md").read_text())
+    told = {line.partition("#")[0].strip(): line.partition("#")[2] for line in lines}
+    assert all(re.search(r"about \d+ minutes", told[command]) for command in ("make demo", "make test"))
     assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
 
 
@@ -215,12 +214,12 @@ def test_what_make_is_given_its_command_gets(command: str) -> None:
 
 
 def test_the_readme_is_one_screen_or_two() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 125
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from fill_tables import BLOCK, TAU, fill
+    from fill_tables import BLOCK, fill
 
     reports = json.loads(DEMO.read_text())["reports"]
     for name in ("README.md", "docs/results.md", "benchmarks/results/demos.md"):
@@ -229,7 +228,6 @@ def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("docs/results.md", "benchmarks/results/demos.md"):
         (block,) = BLOCK.findall((ROOT / name).read_text())
         assert all(f"| {report['method']} |" in block[1] for report in reports)
-    assert len(TAU.findall((ROOT / "README.md").read_text())) >= 4
 
 
 @pytest.mark.parametrize(
