@@ -1,6 +1,7 @@
 """Decoding from Python: a target with a drafter, loaded once and used for many generations.
 
 The runtime is evaluate-checkpoint's. Greedy text is the target's, token for token; sampled text has its distribution.
+Several threads may use a model: one round is computed at a time, and the others wait.
 """
 
 import functools
@@ -15,7 +16,8 @@ from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from threading import RLock
+from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, overload
 
 from transformers import PreTrainedTokenizerBase
 
@@ -47,9 +49,10 @@ from outrider.streams import Streams
 from outrider.words import did_you_mean
 
 Messages = Sequence[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}; the last is a user's
+Asked = str | Messages | Sequence[int]  # a text, a conversation, or token ids
 _FIELDS = ("role", "content")
 _ROLES = ("system", "user", "assistant")
-_PROMPT = "one text, or one conversation: a list of messages {'role': …, 'content': …}"
+_PROMPT = "one text, one conversation (a list of messages {'role': …, 'content': …}), or one list of token ids"
 _UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 _Text = Annotated[str, Named("a text")]
 _Turns = Annotated[list[_Text], Named("a list of the user's turns")]
@@ -97,7 +100,8 @@ class Passes:
 class Model:
     """A target and its drafter, ready to decode one text at a time. Made by `load`.
 
-    last: the counts of the last text that was generated to its end.
+    Threads may share it, and what `by` makes of it: their rounds are computed one at a time. last: the counts of the
+    last text that was generated to its end, by whichever thread.
     """
 
     def __init__(self, config: EvaluateConfig, name: str):
@@ -110,20 +114,34 @@ class Model:
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
             prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
+        self._turn = RLock()  # held while anything of this target is computed
         self.last: Passes | None = None
         self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}
         self._tuning: Tuning | None = None
         self._tuned = False
 
-    def generate(self, prompt: str | Messages, **options: Any) -> str:
-        """The text that follows `prompt`; options as in `stream`."""
+    @overload
+    def generate(self, prompt: Asked, **options: object) -> str: ...
+
+    @overload
+    def generate(self, prompt: list[str] | list[Messages] | list[list[int]], **options: object) -> list[str]: ...
+
+    def generate(self, prompt: Any, **options: Any) -> str | list[str]:
+        """The text that follows `prompt`; options as in `stream`.
+
+        A list of prompts gives a list of texts. They are decoded one after another, not as a batch, each as if it were
+        alone. All prompts are checked before the first is decoded.
+        """
         _require_known("generate", options, _options_of(self.stream))
-        return "".join(self.stream(prompt, **options))
+        if not _are_several(prompt):
+            return "".join(self.stream(prompt, **options))
+        asked = [self._ids(one, f"prompt[{number}]") for number, one in enumerate(prompt)]
+        return ["".join(self.stream(ids, **options)) for ids in asked]
 
     @_knowing_its_options
     def stream(
         self,
-        prompt: str | Messages,
+        prompt: Asked,
         *,
         max_new_tokens: int = 128,
         do_sample: bool = False,
@@ -137,7 +155,8 @@ class Model:
     ) -> Iterator[str]:
         """Yield the text after `prompt` in pieces, each as soon as its round is decoded.
 
-        prompt: a text to continue, or a conversation, which is rendered by a chat template (see `load`).
+        prompt: a text to continue; a conversation, which is rendered by a chat template (see `load`); or token ids, to
+        which nothing is added.
         The options mean the same as in transformers; top_k=0 keeps all tokens. Settings of the target's generation
         config that affect greedy decoding apply unless an option overrides them.
         seed: of sampling. The same seed gives the same text if the drafts are the same. Drafts whose sizes depend on
@@ -156,7 +175,7 @@ class Model:
     @_knowing_its_options
     def rounds(
         self,
-        prompt: str | Messages,
+        prompt: Asked,
         sampling: SamplingConfig = GREEDY,
         *,
         max_new_tokens: int = 128,
@@ -168,16 +187,14 @@ class Model:
 
         The first is the prefill. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
         """
-        turns, template = (
-            ([prompt], "none") if isinstance(prompt, str) else (_conversation(prompt), self.setup.chat_template)
-        )
-        ids = render_prompt(turns, self.tokenizer, template)
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
         count = construct(Count, max_new_tokens, "max_new_tokens")
         texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         stops = tuple(construct(list[_Text], texts, "stop_strings"))
         streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
-        return _closed_in_time(self._decode(ids, sampling, count, stops, streams, speculate))
+        with self._turn:
+            rounds = self._decode(self._ids(prompt), sampling, count, stops, streams, speculate)
+        return _in_turn(rounds, self._turn)
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> "Model":
         """The same loaded target with another method: a preset, or your own settings.
@@ -189,9 +206,10 @@ class Model:
         other.method = preset(method) if isinstance(method, str) else method
         other.name, other.config = name, replace(self.config, methods={name: other.method})
         setup = self.setup
-        other.drafters = load_drafters(other.config, setup.target, dtype=setup.dtype, device=setup.device)
-        for kind, model in other.drafters.items():
-            KINDS[kind].load_plugin().prepare(model, self.stack)
+        with self._turn:
+            other.drafters = load_drafters(other.config, setup.target, dtype=setup.dtype, device=setup.device)
+            for kind, model in other.drafters.items():
+                KINDS[kind].load_plugin().prepare(model, self.stack)
         other.last, other._tuning, other._tuned = None, None, False
         return other
 
@@ -222,14 +240,29 @@ class Model:
     def close(self) -> None:
         """Save the drafter's learnt state (ngrams.keep) and release its file to other processes; this model can no
         longer use the file. Raises `UserError`."""
-        finish(self.drafters)
-        for name in self.drafters:
-            KINDS[name].load_plugin().release(self.method)
+        with self._turn:
+            finish(self.drafters)
+            for name in self.drafters:
+                KINDS[name].load_plugin().release(self.method)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's tokenizer."""
         return self.setup.tokenizer
+
+    def _ids(self, prompt: Asked, key: str = "prompt") -> list[int]:
+        """The token ids of one prompt. Raises `UserError` naming `key`."""
+        most = self.setup.config.vocab_size
+        if _are_ids(prompt):
+            for place, token in enumerate(prompt):
+                require(0 <= token < most, f"{key}[{place}]", token, f"a token id of the target: 0 to {most - 1}")
+            return [*prompt]
+        if isinstance(prompt, str):
+            ids = render_prompt([prompt], self.tokenizer, "none")
+        else:
+            ids = render_prompt(_conversation(prompt, key), self.tokenizer, self.setup.chat_template)
+        require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
+        return ids
 
     def _decode(
         self,
@@ -363,35 +396,50 @@ def _sampling(
     return SamplingConfig(repetition_penalty=repetition_penalty)
 
 
-def _conversation(prompt: object) -> Messages:
-    """`prompt` as messages, the last of them the user's. Raises `UserError` for anything else."""
+def _are_ids(prompt: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(type(item) is int for item in prompt)
+
+
+def _are_several(prompt: object) -> bool:
+    """Whether `prompt` is a list of prompts."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(item, Sequence) for item in prompt)
+
+
+def _conversation(prompt: object, key: str) -> Messages:
+    """`prompt` as messages, the last of them the user's. Raises `UserError` naming `key` for anything else."""
     items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
     if not items or not all(isinstance(item, Mapping) for item in items):
-        remedy = ""
-        if items and all(isinstance(item, int) for item in items):
-            remedy = "; token ids are not taken: give their text, tokenizer.decode(ids)"
-        elif items and all(isinstance(item, str | Sequence) for item in items):
-            remedy = "; several prompts are decoded one after the other, each by a call of its own"
-        raise UserError(f"prompt={reprlib.repr(prompt)}: expected {_PROMPT}{remedy}")
+        remedy = "; stream a prompt at a time: only generate takes a list of them" if _are_several(prompt) else ""
+        raise UserError(f"{key}={reprlib.repr(prompt)}: expected {_PROMPT}{remedy}")
     for place, message in enumerate(items):
-        whole = all(isinstance(message.get(key), str) for key in _FIELDS)
-        hint = next(filter(None, (did_you_mean(str(key), _FIELDS) for key in message if key not in _FIELDS)), "")
-        require(whole, f"prompt[{place}]", message, f"a text as its 'role' and one as its 'content'{hint}")
+        whole = all(isinstance(message.get(field), str) for field in _FIELDS)
+        hint = next(filter(None, (did_you_mean(str(name), _FIELDS) for name in message if name not in _FIELDS)), "")
+        require(whole, f"{key}[{place}]", message, f"a text as its 'role' and one as its 'content'{hint}")
         role = message["role"]
         expected = f"one of {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
-        require(role in _ROLES, f"prompt[{place}]['role']", role, expected)
-    require(items[-1]["role"] == "user", "prompt[-1]['role']", items[-1]["role"], "user: the last message asks")
+        require(role in _ROLES, f"{key}[{place}]['role']", role, expected)
+    require(items[-1]["role"] == "user", f"{key}[-1]['role']", items[-1]["role"], "user: the last message asks")
     return items
 
 
-def _closed_in_time(rounds: Iterator[Round]) -> Iterator[Round]:
-    """`rounds`, closed once the returned iterator is unreachable, at the latest when the process exits.
+def _in_turn(rounds: Iterator[Round], turn: RLock) -> Iterator[Round]:
+    """`rounds`, each computed while `turn` is held; closed once the returned iterator is unreachable.
 
-    A generation's resources cannot be released later, while the interpreter tears down modules.
+    That is at the latest when the process exits: a generation's resources cannot be released later, while the
+    interpreter tears down modules.
     """
-    asked = (r for r in rounds)
+    asked = _each(rounds, turn)
     weakref.finalize(asked, _close, rounds)
     return asked
+
+
+def _each(rounds: Iterator[Round], turn: RLock) -> Iterator[Round]:
+    while True:
+        with turn:
+            found = next(rounds, None)
+        if found is None:
+            return
+        yield found
 
 
 def _close(rounds: Iterator[Round]) -> None:

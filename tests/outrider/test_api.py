@@ -5,8 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from inference.core.stopwatch import Round
+from inference.core.target_session import TargetSession
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.api.model import Model
 from outrider.errors import UserError
@@ -220,20 +224,67 @@ ODD = (None, "x", "", -1, 1.5, float("nan"), True, [], [1], {"a": 1}, object())
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (["def f(", "class A:"], "several prompts are decoded one after the other"),
-        ([[MESSAGE], [MESSAGE]], "several prompts are decoded one after the other"),
-        ([1, 2, 3], "token ids are not taken"),
+        (["def f(", ["class A:"]], r"prompt\[1\]=\['class A:'\]: expected one text, one conversation"),
+        ([[1, 2], [3, 9999]], r"prompt\[1\]\[1\]=9999: expected a token id of the target: 0 to "),
+        ([-1], r"prompt\[0\]=-1: expected a token id"),
+        (["def f(", ""], r"prompt\[1\]='': expected at least one token"),
+        ([1, "a"], r"prompt=\[1, 'a'\]: expected one text, "),
         ([{"rol": "user", "content": "hi"}], r"prompt\[0\]=.*; did you mean 'role'\?"),
         ([MESSAGE, {"role": "user", "content": 5}], r"prompt\[1\]=.*: expected a text as its 'role' and one as its"),
         ([{"role": "usr", "content": "hi"}], "'usr': expected one of system, user, assistant; did you mean 'user'"),
         ([MESSAGE, {"role": "assistant", "content": "hi"}], "the last message asks"),
-        *((odd, "prompt") for odd in (*ODD[3:], None, MESSAGE, b"ab", [None], "")),
+        *((odd, "prompt") for odd in (*ODD[3:], None, MESSAGE, b"ab", [None], "") if odd != [1]),
     ],
     ids=lambda value: repr(value).split(" at ")[0],
 )
-def test_what_is_no_prompt_is_refused_by_what_it_is(model: Any, prompt: Any, message: str) -> None:
+def test_what_is_no_prompt_is_refused_by_what_it_is(
+    model: Any, prompt: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is decoded, also what comes before it in a list."""
+    monkeypatch.setattr(model, "_decode", Mock(side_effect=AssertionError))
     with pytest.raises(UserError, match=message):
         model.generate(prompt, max_new_tokens=2)
+
+
+def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_texts(model: Any) -> None:
+    """Each of them as if it were alone, sampled text too."""
+    texts = [PROMPT, "class A:", PROMPT]
+    ids = [model.tokenizer(text)["input_ids"] for text in texts]
+    for options in ({"max_new_tokens": 12}, {"max_new_tokens": 8, "do_sample": True, "seed": 3}):
+        alone = [model.generate(text, **options) for text in texts]
+        assert alone[0] != alone[1]
+        assert model.generate(ids[1], **options) == "".join(model.stream(ids[1], **options)) == alone[1]
+        assert model.generate(texts, **options) == model.generate(tuple(ids), **options) == alone
+    with pytest.raises(UserError, match="stream a prompt at a time: only generate takes a list of them"):
+        model.stream(texts)
+
+
+@pytest.mark.parametrize("runtime", ["graphed", "eager"])
+def test_threads_take_turns_and_get_the_texts_that_they_would_get_alone(
+    folder: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that ask for a piece each, and with two methods before one target."""
+    first = shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu", runtime=runtime))
+    models = [first, first.by("prompt_lookup")]
+    alone = {prompt: first.generate(prompt, max_new_tokens=12) for prompt in (PROMPT, "class A:", "import os")}
+    within, most, finish = [0], [0], TargetSession.finish
+
+    def watched(session: TargetSession, *given: Any, **more: Any) -> torch.Tensor:
+        within[0] += 1
+        most[0] = max(most[0], within[0])
+        time.sleep(0.002)  # in which another thread would begin
+        within[0] -= 1
+        return finish(session, *given, **more)
+
+    monkeypatch.setattr(TargetSession, "finish", watched)
+    asked = [*alone] * 4
+    with ThreadPoolExecutor(4) as pool:
+        texts = pool.map(lambda n: models[n % 2].generate(asked[n], max_new_tokens=12), range(len(asked)))
+        assert [*texts] == [alone[prompt] for prompt in asked]
+        streams = [first.stream(prompt, max_new_tokens=12) for prompt in alone]
+        pieces = [[*pool.map(lambda stream: next(stream, ""), streams)] for _ in range(14)]
+    assert ["".join(text) for text in zip(*pieces, strict=True)] == [*alone.values()]
+    assert most == [1]
 
 
 @pytest.mark.parametrize("name", [*[*inspect.signature(Model.stream).parameters][2:], "max_tokens"])
