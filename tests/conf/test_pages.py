@@ -250,9 +250,9 @@ def test_tables_have_the_figures_of_the_papers(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from fill_tables import filled_from
 
-    page = (ROOT / "docs/papers.md").read_text()
+    page = (BENCHMARKS / "results/papers.md").read_text()
     record = json.loads((BENCHMARKS / f"results/paper_{name}.json").read_text())
-    assert filled_from(record, page) == page, "docs/papers.md: run benchmarks/fill_tables.py"
+    assert filled_from(record, page) == page, "benchmarks/results/papers.md: run benchmarks/fill_tables.py"
     assert "**holds**" in page
 
 
