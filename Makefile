@@ -73,10 +73,15 @@ demo: $(STAMP)
 demo-real: $(STAMP)
 	$(RUN)python train/pipeline.py experiment=smollm2_demo resume=true $(OPTIONS)
 
-# A real chat model in the place of the demo's toy: two hours on two cores. What is done is skipped. target=MODEL takes
-# another one, in runs/mine or in out_dir=DIR; minutes=45 takes less time.
+# `outrider auto` for a real chat model, in two hours on two cores. What is done is skipped. target=MODEL takes another
+# one, which goes to runs/auto/MODEL; minutes=45 takes less time.
 smollm2: $(STAMP)
-	$(RUN)python train/pipeline.py experiment=smollm2 resume=true $(if $(filter 'target=%,$(OPTIONS)),out_dir=runs/mine) $(OPTIONS)
+ifeq ($(filter target=%,$(MAKEOVERRIDES)),)
+	$(RUN)python data_prep/fetch_target.py out_dir=runs/smollm2/fetch resume=true
+	$(RUN)outrider auto target=runs/smollm2/fetch out_dir=runs/smollm2 minutes=120 resume=true $(OPTIONS)
+else
+	$(RUN)outrider auto minutes=120 resume=true $(OPTIONS)
+endif
 
 # Talk to that chat model in the terminal, one of its drafters before it: /off and /on to feel the difference.
 chat: $(STAMP)

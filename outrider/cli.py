@@ -44,6 +44,10 @@ COMMANDS = {
     command.name: command
     for command in (
         Command(
+            "auto", "train.auto", "train.settings.auto:AutoConfig",
+            "from a target to a drafter, a report and exports, in the minutes that are given",
+        ),
+        Command(
             "evaluate_checkpoint", "inference.evaluate_checkpoint", "inference.settings.evaluate:EvaluateConfig",
             "measure drafters on a target: losslessness, speed, a report",
         ),

@@ -2,7 +2,7 @@
 
 python train/pipeline.py experiment=demo               # a laptop's CPU, 12 minutes
 python train/pipeline.py experiment=smollm2_demo       # a real chat model and existing drafters, 10 minutes
-python train/pipeline.py experiment=smollm2            # a real chat model on a laptop's CPU, two hours
+python train/pipeline.py experiment=auto target=MODEL  # a chat model, drafters of every kind; `outrider auto` chooses
 python train/pipeline.py experiment=gpu_validation     # one GPU, 25 minutes
 """
 

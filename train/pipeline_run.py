@@ -44,11 +44,14 @@ class Record:
     made_from: dict[str, float]
 
 
-def check_steps(config: PipelineConfig, config_for: Callable[[str, Sequence[str]], Any]) -> None:
+ConfigFor = Callable[[str, Sequence[str]], Any]  # the settings of a script, by its options
+
+
+def check_steps(config: PipelineConfig, config_for: ConfigFor) -> None:
     """Raise `UserError`, naming the step, for options that a command refuses and for inputs that it cannot read.
 
     Inputs are files, a target with its tokenizer, and records, unless an earlier step writes them. Finished steps are
-    skipped. config_for: the settings of a script, by its options.
+    skipped.
     """
     for name in config.to_do:
         if not config.debug and (Path(config.out_dir) / STEPS[name].product).exists():
@@ -157,8 +160,7 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
-    command = [sys.executable, str(ROOT / step.script), *config.placed(options)]
-    command += [f"out_dir={out_dir / name}", "resume=true"]
+    words = [*config.placed(options), f"out_dir={out_dir / name}", "resume=true"]
     began, cut = time.time(), out_dir / LOGS / f"{name}.seconds.json"
     spent = read_as(dict[str, float], cut, "seconds of a step that was cut", "remove it") if cut.exists() else {}
     before = spent.get("seconds", 0.0)
@@ -166,7 +168,7 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
         with step_stage(config, name, records, before) as stage:
             left = "unknown" if stage.left is None else in_words(stage.left)
             print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
-            status = _tee(command, log)
+            status = run_command(step.script, words, log)
     finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
         seconds = before + time.time() - began
         write_json(cut, {"seconds": seconds})
@@ -179,6 +181,11 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
     write_json(out_dir / LOGS / f"{name}.json", asdict(record))
     cut.unlink()
     return record
+
+
+def run_command(script: str, words: Sequence[str], log: Path) -> int:
+    """Run a command of this project in a process of its own; its exit status. Its output goes to stdout and `log`."""
+    return _tee([sys.executable, str(ROOT / script), *words], log)
 
 
 def _tee(command: list[str], log: Path) -> int:

@@ -6,6 +6,7 @@ prompts.json   their provenance, their counts, and the SHA-256 of each file; wri
 """
 
 import hashlib
+import json
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -17,13 +18,17 @@ from data_prep.python_docs.instructions import Instruction, as_lines, halves, ma
 from data_prep.python_docs.modules import PACKAGES, STANDARD_LIBRARY
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.python_docs.subjects import Collector
+from data_prep.text.prompt_records import as_record
+from data_prep.text.prompts import read_prompts
 from data_prep.text.sources import Split
+from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import finished
 
 RECORD_FILE = "prompts.json"
 FILES: dict[Split, str] = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
+_FEWEST, _HELDOUT = 10, 12  # prompts of a user's file at least, and of them to be held out
 
 
 def write_prompts(config: PromptsConfig) -> None:
@@ -35,6 +40,9 @@ def write_prompts(config: PromptsConfig) -> None:
 
 
 def _write(config: PromptsConfig, folder: Path) -> None:
+    if config.file is not None:
+        _write_own(config, config.file, folder)
+        return
     installed = [name for name in config.packages if find_spec(name) is not None]
     for name in sorted(set(config.packages) - set(installed)):
         print(f"python_docs: {name} is not installed; nothing is asked about it", flush=True)
@@ -58,6 +66,27 @@ def _write(config: PromptsConfig, folder: Path) -> None:
     write_json(folder / RECORD_FILE, {"made_of": identity, "left_out": collector.skipped, **files})
     counts = " ".join(f"{split}={about['prompts']}" for split, about in files.items())
     print(f"write_prompts out_dir={folder} objects={len(subjects)} {counts}", flush=True)
+
+
+def _write_own(config: PromptsConfig, file: str, folder: Path) -> None:
+    """The prompts of a file, each once, those held out evenly spread over it. Raises `UserError` for fewer than two."""
+    prompts = [*{prompt.turns: prompt for prompt in read_prompts(file)}.values()]
+    identity = {**config.deciding(), "file": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+    if finished(folder / RECORD_FILE, identity, config.resume, config):
+        print(f"{folder}: finished already")
+        return
+    if len(prompts) < _FEWEST:
+        raise UserError(f"file={file}: {len(prompts)} different prompts; expected at least {_FEWEST}")
+    count = max(round(config.heldout_fraction * len(prompts)), min(_HELDOUT, len(prompts) // 2))
+    held = {number * len(prompts) // count for number in range(count)}
+    made: dict[str, dict[str, object]] = {}
+    for split, name in FILES.items():
+        some = [prompt for number, prompt in enumerate(prompts) if (number in held) == (split == "heldout")]
+        content = "".join(json.dumps(as_record(prompt), ensure_ascii=False) + "\n" for prompt in some).encode()
+        write_atomically(folder / name, content)
+        made[split] = {"prompts": len(some), "sha256": hashlib.sha256(content).hexdigest()}
+    write_json(folder / RECORD_FILE, {"made_of": identity, **made})
+    print(f"write_prompts out_dir={folder} train={len(prompts) - count} heldout={count}", flush=True)
 
 
 def _save(made: Sequence[Instruction], path: Path) -> dict[str, object]:

@@ -27,6 +27,12 @@ class Prompt:
         return tuple(f"{self.id}/turn{number}" for number in range(1, len(self.turns) + 1))
 
 
+def as_record(prompt: Prompt) -> dict[str, object]:
+    """A record that `to_prompt` reads as `prompt`."""
+    said = {"turns": prompt.turns} if prompt.chat else {"prompt": prompt.turns[0]}
+    return {"id": prompt.id, "category": prompt.category, **said}
+
+
 def to_prompt(raw: object, where: str, number: int) -> Prompt:
     """The prompt in a record or text, by the record's columns; `where` (file:line) is named in errors.
 

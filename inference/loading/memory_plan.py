@@ -48,13 +48,21 @@ def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
     """The memory of each device in an evaluation: a greppable line, then one per part. Raises `UserError`."""
     device = planned_device(config.device)
     place, dtype = place_of(config, target, context_limit(target), device)
+    held = evaluation_bytes(config, target)
+    return describe(held, place, "int8" if config.dtype == "int8" else name_of(dtype), device)
+
+
+def evaluation_bytes(config: EvaluateConfig, target: PreTrainedConfig) -> dict[str, int]:
+    """Bytes of each device in an evaluation, by purpose. Raises `UserError`."""
+    device = planned_device(config.device)
+    place, _ = place_of(config, target, context_limit(target), device)
     held = target_bytes(config, target, place, device)
     held["caches of plain decoding"] = cache_bytes(target, place) + pass_bytes(target, place)
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
             held |= config.plugin(kind).held(where, target, place)
-    return describe(held, place, "int8" if config.dtype == "int8" else name_of(dtype), device)
+    return held
 
 
 def plan_capture(

@@ -522,9 +522,15 @@ def written_commands(lines: list[str]) -> list[tuple[str, list[str]]]:
 def test_makefile_commands_compose() -> None:
     lines = re.sub(r"\$\((if .*|OPTIONS|RUN)\)", "", (ROOT / "Makefile").read_text()).splitlines()
     found = written_commands([line.strip() for line in lines if line.startswith("\t")])
-    assert [command for command, _ in found] == ["pipeline"] * 3 + ["fetch_target", "chat"]
+    assert [command for command, _ in found] == ["pipeline"] * 2 + [
+        "fetch_target",
+        "auto",
+        "auto",
+        "fetch_target",
+        "chat",
+    ]
     for command, overrides in found:
-        compose_and_build(command, overrides)
+        compose_and_build(command, overrides if command != "auto" else [*overrides, "target=x"])
 
 
 def test_make_smollm2_takes_another_target() -> None:
@@ -532,7 +538,9 @@ def test_make_smollm2_takes_another_target() -> None:
     found = []
     for words in ((), ("target=org/model",), ("target=org/model", "out_dir=runs/other")):
         done = subprocess.run(["make", "-n", "smollm2", *words], cwd=ROOT, capture_output=True, text=True, check=True)
-        [line] = [line for line in done.stdout.splitlines() if "experiment=smollm2" in line]
-        config = compose_and_build("pipeline", shlex.split(line.partition("pipeline.py")[2]))
+        [line] = [line for line in done.stdout.splitlines() if "outrider auto" in line]
+        config = compose_and_build("auto", shlex.split(line.partition("outrider auto")[2]))
         found.append((config.target, config.out_dir))
-    assert found == [(None, "runs/smollm2"), ("org/model", "runs/mine"), ("org/model", "runs/other")]
+        assert ("fetch_target" in done.stdout) == (not words)
+    mine = [("org/model", "runs/auto/model"), ("org/model", "runs/other")]
+    assert found == [("runs/smollm2/fetch", "runs/smollm2"), *mine]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
@@ -47,7 +48,12 @@ with open(given["calls"], "a") as calls:
 
 
 def run_here(*words: str) -> str:
-    """What the command says; it and its steps run in this process, without the seconds that imports take."""
+    """What the pipeline says; it and its steps run in this process, without the seconds that imports take."""
+    return said_by(lambda: run_pipeline(compose_and_build("pipeline", list(words))))
+
+
+def said_by(run: Callable[[], object]) -> str:
+    """What `run` says, whose steps run in this process."""
     said = StringIO()
 
     def call(command: list[str], log: Path) -> int:
@@ -58,11 +64,11 @@ def run_here(*words: str) -> str:
         return 0
 
     with patch("train.pipeline_run._tee", call), redirect_stdout(said):
-        run_pipeline(compose_and_build("pipeline", list(words)))
+        run()
     return said.getvalue()
 
 
-@pytest.mark.parametrize("experiment", typical_where("smollm2".__eq__, ["gpu_validation", "smollm2"]))
+@pytest.mark.parametrize("experiment", typical_where("auto".__eq__, ["gpu_validation", "auto"]))
 @pytest.mark.slow
 def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experiment: str) -> None:
     """One test, for it takes long: what it leaves, what it says, and that nothing of it is done again."""
@@ -76,7 +82,7 @@ def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.
         assert (out_dir / "logs" / f"{name}.log").read_text().startswith("$ ")
         assert said.count(f"pipeline step={name} ") == 2
     check_summary(out_dir, experiment)
-    check_cards(out_dir, "eesd_survival" if experiment == "smollm2" else "eesd_beta")
+    check_cards(out_dir, "eesd_survival" if experiment == "auto" else "eesd_beta")
     before = {path: path.stat().st_mtime_ns for path in out_dir.rglob("*.safetensors")}
     again = run_here(*words, "resume=true")
     assert again.count("state=done-before") == len(made)
@@ -88,11 +94,13 @@ def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.thorough
 def test_steps_are_processes(tmp_path: Path) -> None:
     """Started as from a shell, in a directory of the user's."""
-    left_out = [f"~steps.{name}" for name in ("responses", "small_lm", "trigrams", "eesd", "calibrate", "report")]
-    command = [sys.executable, ROOT / "train/pipeline.py", "experiment=smollm2", "debug=true"]
+    left_out = [
+        f"~steps.{name}" for name in ("responses", "small_lm", "trigrams", "eesd", "eagle3", "calibrate", "report")
+    ]
+    command = [sys.executable, ROOT / "train/pipeline.py", "experiment=auto", "debug=true"]
     done = subprocess.run([*command, *left_out], capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
-    made = json.loads((tmp_path / "runs/smollm2-debug/pipeline.json").read_text())
+    made = json.loads((tmp_path / "runs/auto-debug/pipeline.json").read_text())
     assert (made["complete"], set(made["steps"])) == (True, {"fetch", "prompts"})
 
 
@@ -100,17 +108,17 @@ def check_summary(out_dir: Path, experiment: str) -> None:
     summary = json.loads((out_dir / "pipeline.json").read_text())
     assert (summary["complete"], summary["debug"]) == (True, True)
     assert summary["seconds"] == pytest.approx(sum(step["seconds"] for step in summary["steps"].values()))
-    if experiment == "smollm2":
+    if experiment == "auto":
         assert summary["target"]["made_of"]["model"] == "tiny"
         assert all((out_dir / name / "steps.json").exists() for name in ("eesd", "small_lm"))
     else:
         assert summary["dtype"] == "bfloat16"
         assert summary["target"]["steps"] == json.loads((out_dir / "target/steps.json").read_text())["steps"] <= 20
-    assert len(summary["methods"]) == 11
+    assert len(summary["methods"]) == (13 if experiment == "auto" else 11)
     for figures in summary["methods"].values():
         lossless = figures["lossless"]
         assert lossless["identical"] + lossless["excused_ties"] == lossless["checked"]
-        turns = 2 if experiment == "smollm2" else 1  # of its conversations
+        turns = 2 if experiment == "auto" else 1  # of its conversations
         assert summary["prompts"] <= lossless["checked"] <= turns * summary["prompts"] == turns * 2
         assert figures["tau"] >= 1
         assert len(figures["speedup"]["ci95"]) == len(figures["speedup"]["vs_transformers_generate"]["ci95"]) == 2
@@ -125,7 +133,7 @@ def check_cards(out_dir: Path, method: str) -> None:
 # ------------------------------------------------------------------------------------------ before the first step
 
 
-@pytest.mark.parametrize("experiment", typical_where({"demo", "smollm2_eagle3"}.__contains__, EXPERIMENTS))
+@pytest.mark.parametrize("experiment", typical_where({"demo", "auto"}.__contains__, EXPERIMENTS))
 def test_what_steps_leave_for_others_need_not_be_there(tmp_path: Path, experiment: str) -> None:
     check_steps(compose_and_build("pipeline", [f"experiment={experiment}", f"out_dir={tmp_path / 'run'}"]), config_for)
 
@@ -139,7 +147,8 @@ def test_what_steps_leave_for_others_need_not_be_there(tmp_path: Path, experimen
         (['steps.eesd.more=["data=local","data.path=nowhere"]'], "eesd", "data.path='nowhere': expected"),
         (["target=nobody/nothing"], "responses", "target=nobody/nothing: "),
         (["target=BARE"], "responses", "has no chat template"),
-        (["target=BARE", "~steps.responses", "~steps.eesd", "~steps.small_lm", "~steps.calibrate",
+        (["target=BARE", "~steps.responses", "~steps.eesd", "~steps.small_lm", "~steps.eagle3", "~steps.calibrate",
+          "~steps.report",
           'steps.trigrams.more=["tokenizer=BARE/config.json"]'], "trigrams", "not a SentencePiece model"),
     ],
 )  # fmt: skip
@@ -147,7 +156,7 @@ def test_no_step_starts_where_a_later_one_could_not(
     tmp_path: Path, tiny_models: Path, words: list[str], step: str, said: str
 ) -> None:
     given = [word.replace("BARE", str(tiny_models / TARGET)) for word in words]
-    config = compose_and_build("pipeline", ["experiment=smollm2", f"out_dir={tmp_path / 'run'}", *given])
+    config = compose_and_build("pipeline", ["experiment=auto", f"out_dir={tmp_path / 'run'}", *given])
     with pytest.raises(UserError, match=f"step {step}, before any has run: .*{said}"):
         import_module("train.pipeline").main.__wrapped__(config)
     assert not (tmp_path / "run").exists()

@@ -13,21 +13,21 @@ from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, Ste
 from train.shipping import SHIPPED
 
 ROOT = Path(__file__).parents[2]
-EXPERIMENTS = ("demo", "gpu_validation", "smollm2", "smollm2_demo", "smollm2_eagle3")
+EXPERIMENTS = ("auto", "demo", "gpu_validation", "smollm2_demo")
 
 
 def steps_of(experiment: str) -> set[str]:
     if experiment == "smollm2_demo":
         return {"fetch", "prompts", "report"}
-    if experiment == "smollm2_eagle3":
+    if experiment == "auto":
         return set(STEPS) - {"target"}
-    return set(STEPS) - {"eagle3"} - ({"target"} if experiment == "smollm2" else {"fetch", "prompts"})
+    return set(STEPS) - {"eagle3", "fetch", "prompts"}
 
 
 @pytest.mark.parametrize(
     ("name", "debug"),
     typical_where(
-        lambda case: case[0] in ("demo", "smollm2_eagle3") or not case[1],  # all steps as rehearsals
+        lambda case: case[0] in ("demo", "auto") or not case[1],  # all steps as rehearsals
         quick_where(lambda case: case[0] == "demo", list(itertools.product(EXPERIMENTS, (False, True)))),
     ),
 )
@@ -56,12 +56,7 @@ def minutes_of(config: PipelineConfig) -> float:
     return sum(float(option.partition("=")[2]) for option in given)
 
 
-def test_the_laptops_two_hours_are_mostly_by_time() -> None:
-    """Of the two hours 105 minutes; fetching, loading, counting and saving take what they take."""
-    assert minutes_of(compose_and_build("pipeline", ["experiment=smollm2"])) == 105
-
-
-@pytest.mark.parametrize("name", ["demo", "smollm2", "smollm2_demo"])
+@pytest.mark.parametrize("name", ["demo", "auto", "smollm2_demo"])
 def test_the_whole_takes_the_minutes_that_are_there(name: str) -> None:
     """The steps get more or less, all in proportion, and what is asked of a step itself counts."""
     plain = compose_and_build("pipeline", [f"experiment={name}"])
@@ -78,15 +73,15 @@ def test_the_whole_takes_the_minutes_that_are_there(name: str) -> None:
 
 
 def test_minutes_that_cannot_be_kept_are_refused() -> None:
-    with pytest.raises(UserError, match=r"minutes=3\.0: expected more than the 7\.5 of loading, counting and saving"):
-        compose_and_build("pipeline", ["experiment=smollm2", "minutes=3"])
+    with pytest.raises(UserError, match=r"minutes=3\.0: expected more than the 9\.5 of loading, counting and saving"):
+        compose_and_build("pipeline", ["experiment=auto", "minutes=3"])
     with pytest.raises(UserError, match=r"expected null: how long target, .* will take is not known"):
         compose_and_build("pipeline", ["experiment=gpu_validation", "minutes=30"])
     with pytest.raises(UserError, match="expected null with debug=true"):
         compose_and_build("pipeline", ["experiment=demo", "minutes=30", "debug=true"])
 
 
-@pytest.mark.parametrize(("name", "most"), [("demo", 12), ("smollm2_demo", 10), ("smollm2", 120)])
+@pytest.mark.parametrize(("name", "most"), [("demo", 12), ("smollm2_demo", 10), ("auto", 130)])
 def test_the_time_left_is_told_by_what_steps_are_expected_to_take(name: str, most: int) -> None:
     """Each step of the three that people wait for, none less than it has by its options; in all what README says."""
     config = compose_and_build("pipeline", [f"experiment={name}"])
@@ -112,11 +107,12 @@ def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
 
 
 def test_a_head_is_compared_where_one_is_trained() -> None:
-    for name in ("smollm2", "smollm2_eagle3"):
-        config = compose_and_build("pipeline", [f"experiment={name}"])
-        options = config.options("report")
-        asked = "eagle3/opt_tree" in next(option for option in options if option.startswith("method="))
-        assert ("eagle3={out_dir}/eagle3" in options) == ("eagle3" in config.to_do) == asked == (name != "smollm2")
+    options = compose_and_build("pipeline", ["experiment=auto"]).options("report")
+    assert "eagle3={out_dir}/eagle3" in options
+    assert "eagle3/opt_tree" in next(option for option in options if option.startswith("method="))
+    assert "eagle3={out_dir}/eagle3" not in compose_and_build("pipeline", ["experiment=auto", "~steps.eagle3"]).options(
+        "report"
+    )
 
 
 def test_drafters_that_no_step_trains_are_given() -> None:
@@ -140,7 +136,9 @@ def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: st
     if name == "smollm2_demo":
         assert given == {"report"}
     else:
-        assert given == {"responses", "eesd", "small_lm", "eagle3"} & steps_of(name)
+        assert given == {"responses", "eesd", "small_lm", "eagle3", *(["report"] if name == "auto" else [])} & steps_of(
+            name
+        )
         assert "tokenizer=mine" in config.options("trigrams")
     assert not any("{target}" in option for step in config.to_do for option in config.options(step))
 

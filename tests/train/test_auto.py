@@ -1,0 +1,172 @@
+"""`outrider auto`: what it chooses by what it measured, its steps, and a run of a tiny target from start to end."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conf import config_for
+from data_prep.text.prompts import read_prompts
+from inference.report.wording import recommendation
+from outrider.errors import UserError
+from tests.conf.test_configs import COMMANDS, compose_and_build
+from tests.train.test_pipeline import said_by
+from train.auto import main
+from train.auto_plan import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of
+from train.auto_run import run_auto
+from train.pipeline_run import reports_in
+from train.pipeline_settings import HERE, STEPS, TIME
+from train.settings.auto import TRAINED, AutoConfig
+
+LOOK = Look("cpu", tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
+CONFIG = AutoConfig(target="org/model", minutes=60.0)
+BASE = config_for("train/pipeline.py", ["experiment=auto"])
+
+
+def test_what_is_trained_follows_from_what_was_measured() -> None:
+    """By tokens of answers that can be had, and by minutes; each kind that is not trained has a reason."""
+    assert choose(CONFIG, LOOK, {}).kinds == ("early_exit", "small_lm")
+    assert choose(CONFIG, replace(LOOK, device="cuda"), {}).kinds == ("eagle3", "early_exit", "small_lm")
+    slow = choose(CONFIG, replace(LOOK, tokens_per_second=50.0), {})
+    few = choose(CONFIG, replace(LOOK, prompts=400), {})
+    short = choose(replace(CONFIG, minutes=15.0), LOOK, {})
+    assert slow.kinds == few.kinds == short.kinds == ()
+    assert "minutes" in slow.not_tried["early_exit"]
+    assert "more prompts" in few.not_tried["small_lm"]
+    assert choose(CONFIG, LOOK, {"early_exit": "no layers"}).kinds == ("small_lm",)
+    for choice in (slow, few, short, choose(CONFIG, LOOK, {})):
+        assert {*choice.kinds, *choice.not_tried} == {*TRAINED}
+
+
+def test_the_minutes_that_a_reason_names_are_enough() -> None:
+    for rate in (50.0, 300.0, 2000.0):
+        look = replace(LOOK, tokens_per_second=rate)
+        why = choose(replace(CONFIG, minutes=10.0), look, {}).not_tried["early_exit"]
+        minutes = float(why.partition("about ")[2].partition(" minutes")[0])
+        assert "early_exit" in choose(replace(CONFIG, minutes=minutes + 1), look, {}).kinds
+        assert "early_exit" not in choose(replace(CONFIG, minutes=0.9 * minutes), look, {}).kinds
+
+
+def test_a_user_has_the_last_word() -> None:
+    slow = replace(LOOK, tokens_per_second=5.0)
+    assert choose(replace(CONFIG, train=("eagle3",)), slow, {}).kinds == ("eagle3",)
+    assert choose(replace(CONFIG, train=()), LOOK, {}).kinds == ()
+    with pytest.raises(UserError, match="train='early_exit': expected another kind: no layers"):
+        choose(replace(CONFIG, train=("early_exit",)), LOOK, {"early_exit": "no layers"})
+    with pytest.raises(UserError, match="each kind once"):
+        AutoConfig(target="org/model", train=("eagle3", "eagle3"))
+
+
+def test_all_minutes_are_given_out() -> None:
+    """To the steps that have a limit, to loading, and to what was spent on the look."""
+    for look in (LOOK, replace(LOOK, device="cuda"), replace(LOOK, tokens_per_second=50.0)):
+        choice = choose(CONFIG, look, {})
+        loads = 2 + sum(2 if kind == "early_exit" else 1 for kind in choice.kinds)
+        assert sum(choice.minutes.values()) + loads * look.loading + 1.5 == pytest.approx(CONFIG.minutes)
+        assert all(choice.minutes[step] >= 0.2 * LEAST[look.device] for step in choice.minutes)
+    with pytest.raises(UserError, match=r"minutes='4': expected 5 or more: loading takes 2\.9"):
+        choose(replace(CONFIG, minutes=4.0), LOOK, {})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kinds", [(), ("early_exit",), ("small_lm", "eagle3"), TRAINED])
+def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...]) -> None:
+    """With the minutes chosen, own prompts and a template, and without the steps of what is not trained."""
+    config = replace(CONFIG, prompts="p.jsonl", template="vicuna", train=kinds)
+    look = replace(LOOK, device=device)
+    choice = choose(config, look, {})
+    pipeline = pipeline_of(config, BASE, choice, look)
+    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
+    made = {"eesd", "small_lm", "eagle3"} & {*pipeline.to_do}
+    assert made == {"eesd" if kind == "early_exit" else kind for kind in kinds}
+    for step in pipeline.to_do:
+        options = [option.replace(HERE, "o") for option in pipeline.options(step)]
+        built = compose_and_build(scripts[STEPS[step].script], options)
+        if step in choice.minutes:
+            assert built.minutes == pytest.approx(choice.minutes[step], rel=0.01)
+        if hasattr(built, "data"):
+            assert built.data.template == "vicuna"
+    report = compose_and_build("evaluate_checkpoint", [o.replace(HERE, "o") for o in pipeline.options("report")])
+    assert report.template == "vicuna"
+    sources = {method.source for method in report.methods.values()}
+    assert sources == {*kinds, "ngrams", "prompt_lookup"}
+    assert pipeline.options("prompts") == ["file=p.jsonl"]
+    assert not any(TIME in option for option in pipeline.options("trigrams"))
+
+
+def test_folders_are_named_after_targets() -> None:
+    assert AutoConfig(target="org/model").out_dir == "runs/auto/model"
+    assert AutoConfig(target="/a/b.gguf").out_dir == "runs/auto/b"
+    assert AutoConfig(target="x", out_dir="here").out_dir == "here"
+
+
+@pytest.fixture(scope="module")
+def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a chat template."""
+    folder = tmp_path_factory.mktemp("fetched")
+    from data_prep.fetch_target import main as fetch
+
+    fetch.__wrapped__(compose_and_build("fetch_target", ["model=tiny", f"out_dir={folder}"]))
+    return str(folder)
+
+
+def own_prompts(folder: Path, count: int = 30) -> Path:
+    path = folder / "mine.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"What is {i}?"]}) + "\n" for i in range(count)))
+    return path
+
+
+@pytest.mark.slow
+def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run, its resumption, and what it refuses to do twice."""
+    monkeypatch.chdir(tmp_path)
+    config = AutoConfig(target=chat_target, prompts=str(own_prompts(tmp_path)), minutes=8.0, out_dir="out")
+    said = said_by(lambda: run_auto(config, config_for))
+    folder = tmp_path / "out"
+    assert "not tried: early_exit: all prompts make" in said
+    assert "give more prompts" in said
+    sentence = recommendation(reports_in(folder / "report/report.json"))
+    assert sentence in said
+    assert sentence in (folder / "README.md").read_text()
+    assert (folder / "export/trigrams/README.md").exists()
+    held = {prompt.turns for prompt in read_prompts(str(folder / "prompts/heldout.jsonl"))}
+    answered = {prompt.turns for prompt in read_prompts(str(folder / "prompts/train.jsonl"))}
+    assert (len(held), len(answered), len(held | answered)) == (12, 18, 30)
+    with pytest.raises(UserError, match="holds an earlier run; resume=true continues it"):
+        run_auto(config, config_for)
+    with pytest.raises(UserError, match=r"minutes=9\.0 \(was 8\.0\)"):
+        run_auto(replace(config, minutes=9.0, resume=True), config_for)
+    again = said_by(lambda: run_auto(replace(config, resume=True), config_for))
+    assert again.count("state=done-before") == 4
+    assert sentence in again
+
+
+def test_a_plan_makes_nothing(
+    tmp_path: Path, chat_target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main.__wrapped__(AutoConfig(target=chat_target, plan=True))
+    said = capsys.readouterr().out
+    assert "memory_gb=" in said
+    assert "early_exit, small_lm" in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_target_that_does_not_fit_is_refused(chat_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.auto_run.evaluation_bytes", lambda *_: {"weights": 10**15})
+    with pytest.raises(UserError, match=r"decoding it takes memory_gb=1000000\.0 of"):
+        run_auto(AutoConfig(target=chat_target, plan=True), config_for)
+
+
+def test_inputs_that_a_later_step_cannot_use_stop_it_first(tmp_path: Path, tiny_models: Path) -> None:
+    config = AutoConfig(target=str(tiny_models / "target"), out_dir=str(tmp_path / "out"))
+    with pytest.raises(UserError, match="has no chat template"):
+        run_auto(config, config_for)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_choice_of_nothing_leaves_the_table() -> None:
+    pipeline = pipeline_of(CONFIG, BASE, Choice((), {}, {}), None)
+    assert pipeline.to_do == ["prompts", "responses", "trigrams", "report"]
+    assert ENOUGH_TOKENS > 281_548  # from which none of three drafters paid

@@ -1,0 +1,19 @@
+"""From a target to a drafter, a report and exports for engines in one command, in the minutes that are given.
+
+outrider auto target=MODEL prompts=prompts.jsonl minutes=30
+"""
+
+from conf import config_for, entry
+from train.settings.auto import AutoConfig
+
+
+@entry("auto", AutoConfig)
+def main(config: AutoConfig) -> None:
+    # Imported once the config is known to be good: torch takes seconds.
+    from train.auto_run import run_auto
+
+    run_auto(config, config_for)
+
+
+if __name__ == "__main__":
+    main()

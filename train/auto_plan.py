@@ -1,0 +1,156 @@
+"""What `outrider auto` does in its minutes: which drafters it trains, by measurement, and the minutes of each step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from outrider.errors import require
+from train.pipeline_settings import STEPS, TIME, PipelineConfig, StepConfig
+from train.settings.auto import TRAINED, AutoConfig, Trained
+
+Device = Literal["cpu", "cuda"]
+# Tokens of a target's answers from which a drafter learns enough to pay: none of three drafters did from 281,548
+# (benchmarks/results/drafters_smollm2_cpu.json), and two did from 360,000 (1.19 and 1.12 times, answers_smollm2.json).
+ENOUGH_TOKENS = 300_000
+# Drafters in the order in which they are worth their minutes. On a CPU an EAGLE-3 head learns from 196 tokens a second,
+# an early exit from 1,090 and a small LM from 2,490 (drafters_smollm2_cpu.json); on a GPU the head guesses best in
+# equal time (drafters_trainings_cuda.json).
+ORDER: Mapping[Device, tuple[Trained, ...]] = {
+    "cpu": ("early_exit", "small_lm"),
+    "cuda": ("eagle3", "early_exit", "small_lm"),
+}
+LEAST: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # minutes of a training: those of the records that paid
+_STEPS: Mapping[Trained, Mapping[str, float]] = {  # of each kind, with shares of its minutes
+    "early_exit": {"eesd": 0.72, "calibrate": 0.28},
+    "small_lm": {"small_lm": 1.0},
+    "eagle3": {"eagle3": 1.0},
+}
+_METHODS: Mapping[Trained, tuple[str, ...]] = {
+    "early_exit": ("eesd_survival", "early_exit/opt_tree_auto"),
+    "small_lm": ("small_lm/survival", "opt_tree_auto", "small_lm/fused"),
+    "eagle3": ("eagle3/auto", "eagle3/opt_tree_auto"),
+}
+_ALWAYS = ("ngrams", "prompt_lookup")
+# Shares of answers, trainings and report in the minutes that loading leaves.
+_WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
+_QUICK = 1.5  # minutes of all that neither loads a target nor has a limit: prompts, table, pages, exports
+_FEWEST = 2.0  # minutes that answers and report need at least
+_LARGER: Mapping[str, list[str]] = {  # on a GPU
+    "responses": ["batch_size=256", "shard_size=256"],
+    "eesd": ["fit.batch_rows=32", "fit.micro_batch_rows=16", "fit.epochs=20"],
+    "small_lm": ["fit.batch_rows=32", "fit.micro_batch_rows=16", "fit.epochs=20"],
+}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the first answers of a target told.
+
+    tokens_per_second: of answers. answer_tokens: of one, the mean. prompts: to be answered. loading: minutes in which a
+    step starts and loads the target. spent: minutes so far.
+    """
+
+    device: Device
+    tokens_per_second: float
+    answer_tokens: float
+    prompts: int
+    loading: float
+    spent: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kinds of drafters to train, why each other one is not, and the minutes of every step that has a limit."""
+
+    kinds: tuple[Trained, ...]
+    not_tried: Mapping[str, str]
+    minutes: Mapping[str, float]
+
+
+def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
+    """What to train, and how long.
+
+    unfit: why the target cannot have a drafter of some kind. Raises `UserError` if loading alone takes all minutes.
+    """
+    if config.train != "auto":
+        for kind in config.train:
+            require(kind not in unfit, "train", kind, f"another kind: {unfit.get(kind)}")
+        return _with_minutes(config, look, config.train, {})
+    fits = [kind for kind in ORDER[look.device] if kind not in unfit]
+    reasons = dict(unfit)
+    if "eagle3" not in ORDER[look.device]:
+        reasons.setdefault("eagle3", "it learns too slowly on a CPU; train=[eagle3] trains it nevertheless")
+    answers, training, _ = _WITH_TRAINING
+    timed = config.minutes - look.spent - _untimed(look, fits[:1])
+    by_time, by_prompts = 60 * answers * timed * look.tokens_per_second, look.prompts * look.answer_tokens
+    if by_prompts < ENOUGH_TOKENS:
+        said = f"all prompts make {by_prompts:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
+        return _with_minutes(config, look, (), reasons | dict.fromkeys(fits, f"{said}: give more prompts"))
+    count = min(len(fits), int(training * timed / LEAST[look.device])) if by_time >= ENOUGH_TOKENS else 0
+    for number, kind in enumerate(fits[count:], count + 1):
+        reasons[kind] = (
+            f"it pays from about {_minutes_for(look, number, fits):.0f} minutes, with which it learns enough"
+        )
+    return _with_minutes(config, look, tuple(fits[:count]), reasons)
+
+
+def _minutes_for(look: Look, number: int, fits: list[Trained]) -> float:
+    """The minutes in which so many drafters would have enough answers to learn from, and the time for it."""
+    answers, training, _ = _WITH_TRAINING
+    timed = max(ENOUGH_TOKENS / look.tokens_per_second / 60 / answers, number * LEAST[look.device] / training)
+    return timed + look.spent + _untimed(look, fits[:1])
+
+
+def _untimed(look: Look, kinds: Sequence[Trained]) -> float:
+    loads = 2 + sum(len(_STEPS[kind]) for kind in kinds)
+    return _QUICK + look.loading * loads
+
+
+def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[Trained, ...], why: Mapping[str, str]) -> Choice:
+    answers, training, report = _WITH_TRAINING if kinds else _WITHOUT
+    untimed = look.spent + _untimed(look, kinds)
+    timed = config.minutes - untimed
+    least = untimed + _FEWEST
+    require(timed >= _FEWEST, "minutes", f"{config.minutes:g}", f"{least:.0f} or more: loading takes {untimed:.1f}")
+    minutes = {"responses": answers * timed + look.spent, "report": report * timed}
+    for kind in kinds:
+        minutes |= {step: share * training * timed / len(kinds) for step, share in _STEPS[kind].items()}
+    return Choice(kinds, why, minutes)
+
+
+def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: Look | None) -> PipelineConfig:
+    """The pipeline that carries out `choice`. base: all steps, as conf/experiment/auto.yaml has them."""
+    left_out = {step for kind in TRAINED if kind not in choice.kinds for step in _STEPS[kind]}
+    methods = [*(method for kind in choice.kinds for method in _METHODS[kind]), *_ALWAYS]
+    own: dict[str, list[str]] = {"report": [f"method=[{','.join(methods)}]"]}
+    if config.prompts is not None:
+        own["prompts"] = [f"file={config.prompts}"]
+    if config.template != "auto":
+        own["report"].append(f"template={config.template}")
+        own |= {step: [f"data.template={config.template}"] for step in base.steps if "data" in _options(base, step)}
+    steps = {}
+    for name, step in base.steps.items():
+        if name in left_out or name == "fetch":
+            continue
+        more = [*own.get(name, ()), *(_LARGER.get(name, ()) if look and look.device == "cuda" else ())]
+        minutes = choice.minutes.get(name)
+        timed = [f"{TIME}={minutes:.3g}"] if minutes and not config.debug else []
+        loading = look.loading if look else 0.0
+        expected = minutes + loading if minutes else step.expected_minutes
+        steps[name] = StepConfig([*step.overrides, *more, *timed], step.debug, step.more, expected)
+    return replace(base, steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug, resume=True)
+
+
+def _options(base: PipelineConfig, step: str) -> set[str]:
+    return {option.partition("=")[0] for option in base.steps[step].overrides}
+
+
+def describe(choice: Choice, look: Look) -> str:
+    """The plan as text."""
+    lines = [
+        f"  looked: {look.tokens_per_second:.0f} tokens of answers a second, {look.answer_tokens:.0f} an answer, "
+        f"{look.prompts} prompts; a step loads for {60 * look.loading:.0f} s"
+    ]
+    lines += [f"  {name}: {minutes:.1f} minutes" for name in STEPS if (minutes := choice.minutes.get(name))]
+    lines += [f"  not tried: {kind}: {why}" for kind, why in choice.not_tried.items()]
+    return "\n".join(lines)

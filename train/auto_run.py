@@ -1,0 +1,170 @@
+"""`outrider auto`: look at the target, choose by what it showed, run the pipeline, export, and say what to use."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from data_prep.responses.directory import SUMMARY_FILE, seconds_spent
+from draft_models.card import CARD_FILE
+from draft_models.targets.open_target import OpenTarget, open_target, pick_device
+from inference.loading.memory_plan import GB, evaluation_bytes
+from inference.report.wording import recommendation
+from outrider.errors import UserError
+from outrider.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.progress import Stage
+from outrider.run_dirs import check_identity, rehearsal_folder
+from outrider.settings import read_as
+from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, pipeline_of
+from train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, run_pipeline
+from train.pipeline_settings import STEPS, TIME, PipelineConfig
+from train.settings.auto import TRAINED, AutoConfig
+
+RECORD, LOG = "auto.json", "auto.log"
+_LOOK = (0.05, 0.5, 3.0)  # share of all minutes in which the target is looked at, and their bounds
+_REMEDY = "give another out_dir"
+_EXPORTED = ("eesd", "small_lm", "eagle3", "trigrams")  # steps whose products engines take
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run began with, as `RECORD` keeps it."""
+
+    made_of: dict[str, object]
+    look: Look
+    choice: Choice
+
+
+def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
+    """Do all of it, or go on with it. config_for: the settings of a script, by its options.
+
+    Raises `UserError`, before anything is made, for inputs that some step could not use.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("auto: started as several processes; start one, its steps are processes of their own")
+    began = time.monotonic()
+    base: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
+    target, device = open_target(config.target, by_layers=False), _device()
+    unfit = _unfit(config)
+    every = Choice(tuple(kind for kind in TRAINED if kind not in unfit), {}, {})
+    check_steps(pipeline_of(config, base, every, None), config_for)
+    memory = _memory(base, target, device, config_for)
+    print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
+    if config.plan:
+        print(_outlook(device, unfit), flush=True)
+        return
+    if config.debug:
+        kinds = ORDER["cpu"] if config.train == "auto" else config.train
+        choice, look = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {}), None
+        folder = rehearsal_folder(config.out_dir)
+    else:
+        folder = require_writable(config.out_dir)
+        start = _start(config, folder, base, device, unfit, began)
+        choice, look = start.choice, start.look
+        print(describe(choice, look), flush=True)
+    run_pipeline(pipeline_of(config, base, choice, look))
+    _conclude(config, folder)
+
+
+def _device() -> Device:
+    return "cuda" if pick_device("auto").type == "cuda" else "cpu"
+
+
+def _unfit(config: AutoConfig) -> dict[str, str]:
+    """Why the target can have no drafter of a kind, by kind."""
+    try:
+        open_target(config.target, by_layers=True)
+    except UserError as error:
+        return dict.fromkeys(("early_exit", "eagle3"), str(error))
+    return {}
+
+
+def _memory(base: PipelineConfig, target: OpenTarget, device: Device, config_for: ConfigFor) -> str:
+    """What an evaluation holds and what there is, in words. Raises `UserError` if that is too little."""
+    options = [f"target={target.source}", "method=[prompt_lookup]"]
+    options += [option for option in base.steps["report"].overrides if option.startswith(("dtype=", "max_new_tokens="))]
+    held = sum(evaluation_bytes(config_for(STEPS["report"].script, options), target.config).values())
+    there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    said = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
+    if held > there:
+        raise UserError(f"target={target.source}: decoding it takes {said} on this {device}; take a smaller one")
+    return said
+
+
+def _outlook(device: Device, unfit: Mapping[str, str]) -> str:
+    kinds = [kind for kind in ORDER[device] if kind not in unfit]
+    return "\n".join([
+        "  prompts, answers, an n-gram table, a report on held-out prompts, exports",
+        f"  {', '.join(kinds) or 'nothing'}: trained if the first answers show that enough of them can be made",
+        *(f"  not tried: {kind}: {why}" for kind, why in unfit.items()),
+    ])  # fmt: skip
+
+
+def _start(
+    config: AutoConfig, folder: Path, base: PipelineConfig, device: Device, unfit: Mapping[str, str], began: float
+) -> Start:
+    """What a stopped run began with; of a new one, what the target's first answers tell."""
+    path, made_of = folder / RECORD, config.deciding()
+    if path.exists():
+        if not config.resume:
+            held = f"out_dir={folder}: holds an earlier run"
+            raise UserError(f"{held}; resume=true continues it, another out_dir keeps both")
+        start = read_as(Start, path, "record of a run", _REMEDY)
+        check_identity(start.made_of, made_of, path, config)
+        return start
+    look = _look(config, folder, base, device, began)
+    start = Start(made_of, look, choose(config, look, unfit))
+    write_json(path, asdict(start))
+    return start
+
+
+def _look(config: AutoConfig, folder: Path, base: PipelineConfig, device: Device, began: float) -> Look:
+    """Let the target answer for a little: these answers stay, and the step `responses` makes more."""
+    share, least, most = _LOOK
+    every = pipeline_of(config, base, Choice((), {}, {}), None)
+    limit = f"{TIME}={min(most, max(least, share * config.minutes)):.3g}"
+    with Stage("looking at the target"):
+        _run(every, "prompts", folder)
+        seconds = _run(every, "responses", folder, limit)
+    answers = folder / "responses"
+    done, timed = read_mapping(answers / SUMMARY_FILE, "summary of answers", _REMEDY), seconds_spent(answers)
+    tokens, count, prompts = (int(str(done[name])) for name in ("tokens", "responses", "prompts"))
+    if not tokens:
+        raise UserError(f"target={config.target}: it answered no prompt; see {folder / LOG}")
+    return Look(
+        device=device,
+        tokens_per_second=tokens / timed,
+        answer_tokens=tokens / count,
+        prompts=prompts,
+        loading=max(0.0, seconds - timed) / 60,
+        spent=(time.monotonic() - began) / 60,
+    )
+
+
+def _run(pipeline: PipelineConfig, name: str, folder: Path, *more: str) -> float:
+    """Run the command of a step, which the pipeline then finds begun; returns the seconds."""
+    began, options = time.monotonic(), [*pipeline.placed(pipeline.options(name)), *more]
+    words = [*options, f"out_dir={folder / name}", "resume=true"]
+    status = run_command(STEPS[name].script, words, folder / LOG)
+    if status:
+        raise UserError(f"target={pipeline.target}: step {name} failed (exit status {status}); see {folder / LOG}")
+    return time.monotonic() - began
+
+
+def _conclude(config: AutoConfig, folder: Path) -> None:
+    """Write the exports and say what to use, on the screen and in the folder's README.md."""
+    report = folder / STEPS["report"].product
+    said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
+    for name in _EXPORTED:
+        if (folder / STEPS[name].product).exists():
+            out_dir = folder / "export" / name
+            words = [f"checkpoint={folder / name}", f"target={config.target}", f"out_dir={out_dir}", "resume=true"]
+            if run_command("train/export.py", words, folder / LOG):
+                raise UserError(f"{folder / name}: its export failed; see {folder / LOG}")
+            said.append(f"for engines: {out_dir}, and {out_dir / CARD_FILE} has their commands")
+    write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in said).encode())
+    print("\n".join([*said, f"auto out_dir={folder} state=complete"]), flush=True)

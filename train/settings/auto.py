@@ -1,0 +1,37 @@
+"""Settings of auto. Light on purpose: a mistake shows before torch is imported."""
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Annotated, Literal, get_args
+
+from draft_models.targets.settings import Model
+from outrider.errors import require
+from outrider.settings import Place, Positive, RunConfig, free
+
+Trained = Literal["early_exit", "small_lm", "eagle3"]
+TRAINED: tuple[Trained, ...] = get_args(Trained)
+NAME = "{target}"  # in out_dir: the target's name
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoConfig(RunConfig):
+    """auto: from a target to a drafter, a report and exports, in the minutes that are given."""
+
+    target: Model = free()  # model directory, GGUF file or Hub name of a chat model
+    # a file of prompts like those that will be asked (docs/evaluate.md), 20 or more: most are answered to train on, the
+    # others measured; null: questions about Python
+    prompts: Annotated[str, Place("a JSONL or JSON file of prompts")] | None = None
+    template: Literal["auto", "vicuna"] = "auto"  # of chats; auto: the tokenizer's own
+    minutes: Positive = 30.0  # for everything; a step that has begun to load or to save still ends
+    # drafters that are trained, besides n-grams; auto: those that pay by what was measured at the start; []: none
+    train: tuple[Trained, ...] | Literal["auto"] = "auto"
+    plan: bool = free(False)  # only say what it would do; needs no weights
+    debug: bool = free(False)  # a rehearsal in <out_dir>-debug: the same steps, everything small
+    out_dir: str = free(f"runs/auto/{NAME}")  # where everything goes; {target}: the target's name
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        once = self.train == "auto" or len({*self.train}) == len(self.train)
+        require(once, "train", self.train, "each kind once")
+        name = PurePath(self.target).name.removesuffix(".gguf")
+        object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
