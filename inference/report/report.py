@@ -47,6 +47,17 @@ from outrider.streams import Streams
 
 Report = dict[str, Any]
 EXACT = ("float32", "float64")  # dtypes in which texts must be equal, and no difference is a rounding tie
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#B5578F",
+    "#E69F00",
+    "#3D9BD3",
+    "#8A6D00",
+    "#5A5A5A",
+)  # as page.css has them
+MARKERS = "os^Dv"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -199,20 +210,19 @@ def write_reports(
 
 
 def plot_speedups(reports: Sequence[Report]) -> Figure:
-    """The sorted speed-ups of the prompts, one line per method, with the median and its interval."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    """One row per method: a dot for every prompt, and the median with its interval above them."""
+    figure = Figure(figsize=(7, 1.2 + 0.6 * len(reports)), layout="constrained")
     axes = figure.subplots()
-    for index, report in enumerate(reports):
-        values = sorted(report["speedup_per_prompt"].values())
-        speedup, colour = report["speedup"], f"C{index}"
-        label = f"{report['method']}: median {speedup['median']:.2f}×" if values else report["method"]
-        axes.plot(range(1, len(values) + 1), values, "o-", markersize=4, color=colour, label=label)
+    for place, report in enumerate(reports):
+        values, speedup, colour = [*report["speedup_per_prompt"].values()], report["speedup"], COLOURS[place % 8]
+        axes.plot(values, [place + 0.15] * len(values), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
         if values:
-            axes.axhspan(*speedup["ci95"], color=colour, alpha=0.15, linewidth=0)
-    axes.axhline(1.0, color="black", linewidth=1, linestyle="--")
-    axes.set(xlabel="prompt, sorted by speed-up", ylabel="speed-up over autoregressive decoding", ylim=(0, None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
+            axes.plot(speedup["ci95"], [place - 0.15] * 2, color=colour, linewidth=3)
+            axes.plot(speedup["median"], place - 0.15, MARKERS[place % 5], markersize=9, color=colour)
+    axes.axvline(1.0, color="black", linewidth=1, linestyle="--")
+    axes.set(xlabel="times as fast as plain decoding: each prompt, and median with 95 % interval", xlim=(0, None))
+    axes.set_yticks(range(len(reports)), [report["method"] for report in reports])
+    axes.set_ylim(len(reports) - 0.5, -0.5)
     return figure
 
 
@@ -220,18 +230,20 @@ def plot_acceptance(reports: Sequence[Report]) -> Figure:
     """Share of rounds accepted to depth i, among rounds that drafted that deep; marker area ∝ rounds."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for index, report in enumerate(reports):
+    for place, report in enumerate(reports):
         table = report["acceptance_by_position"]
         if not table:
             continue
         positions, shares = [row["position"] for row in table], [row["accepted"] for row in table]
-        sizes = [120 * row["rounds"] / table[0]["rounds"] for row in table]
-        axes.plot(positions, shares, color=f"C{index}", label=report["method"])
-        axes.scatter(positions, shares, s=sizes, color=f"C{index}")
+        sizes, colour = [90 * row["rounds"] / table[0]["rounds"] for row in table], COLOURS[place % 8]
+        axes.plot(positions, shares, color=colour, linewidth=1)
+        axes.scatter(
+            positions, shares, s=sizes, color=colour, marker=MARKERS[place % 5], label=report["method"], clip_on=False
+        )
     axes.set(xlabel="depth in the draft", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.lines:  # no legend if nothing was drafted
-        axes.legend()
+        figure.legend(loc="outside right upper")
     return figure
 
 

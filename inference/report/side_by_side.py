@@ -14,7 +14,6 @@ from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import decoding, timed
 from inference.measure.statistics import bootstrap_median
 from inference.measure.verdict import verdict
-from inference.report.wording import busy_sentences
 from inference.settings.compare import CompareConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_atomically, write_json
@@ -188,8 +187,7 @@ def comparison_table(found: Mapping[str, Any]) -> str:
         "",
         *Table(columns, rows).markdown(),
     ]
-    busy = ((folder, busy_sentences({"load": {"busy": why}})) for folder, why in found["busy"].items())
-    lines += [f"\n**{folder}: {said}**" for folder, sentences in busy for said in sentences]
+    lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in found["busy"].items()]
     if found["differences"]:
         lines += ["", f"Not the same in both: {listed(sorted(found['differences']))}."]
     return "\n".join(lines) + "\n"

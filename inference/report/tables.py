@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from inference.measure.results import TRANSFORMERS
-from inference.measure.verdict import MARGIN
+from inference.measure.verdict import MARGIN, MIN_PROMPTS
 from inference.report.wording import (
     Report,
     identical_text,
@@ -16,18 +16,18 @@ from inference.report.wording import (
 from outrider.tables import Table
 
 METHODS = {
-    "method": "how drafts were made; autoregressive: by nobody",
-    "identical": "texts that equal, token for token, what transformers' generate says, of those compared",
-    "τ": "tokens that one pass of the target yields on average, its own included; 1 is decoding without a drafter",
-    "v_d": "share of the drafted tokens that the target accepted",
-    "r_d": "share of the text that was drafted",
-    "HM": "the harmonic mean of the two, in percent",
-    "drafted/round": "tokens drafted before each pass of the target",
-    "tokens/s": "decoded tokens a second, the prefill left out",
-    "speed-up [95 %]": "how many times as fast as decoding without a drafter: the median over prompts, and where the "
-    "median of other such prompts lies with 95 % confidence",
+    "method": "how drafts were made; plain decoding: the target alone, in this runtime",
+    "verdict": f"faster or slower where the whole interval says so by more than {MARGIN:.0%}, else undecided; of fewer "
+    f"than {MIN_PROMPTS} prompts always undecided",
+    "speed-up [95 %]": "how many times as fast as plain decoding: the median over prompts, and where the median of "
+    "other such prompts lies with 95 % confidence",
     "vs transformers": "the same over transformers' own generate",
-    "verdict": f"faster or slower where the whole interval says so by more than {MARGIN:.0%}",
+    "tokens/s": "decoded tokens a second, the prefill left out",
+    "tokens a pass": "τ: tokens that one pass of the target yields on average, its own included; 1 without a drafter",
+    "accepted": "v_d: share of the drafted tokens that the target accepted",
+    "from drafter": "r_d: share of the text that was drafted",
+    "drafted a pass": "tokens drafted before each pass of the target",
+    "identical": "texts that equal, token for token, what transformers' generate says, of those compared",
 }
 WHOLE = {
     "from the prompt on": "how drafts were made",
@@ -36,19 +36,18 @@ WHOLE = {
     "prefill and decoding [95 %]": "the speed-up with the prefill counted",
     "vs transformers": "the same over transformers' own generate",
 }
+PLAIN = "plain decoding"
 
 
 def methods_table(reports: Sequence[Report]) -> Table:
-    """The τ, acceptance and speed-ups of each method."""
-    first, nothing_drafted = reports[0], ("1.00", "", "", "", "")
+    """The verdict, speed-ups, τ and acceptance of each method."""
+    first, nothing_drafted = reports[0], ("1.00", "", "", "")
     speeds = {name: number_text(speed) for name, speed in first["tokens_per_second"].items()}
     identical = identical_text(first, "autoregressive_identical")
-    rows: list[tuple[str, ...]] = [
-        ("autoregressive", identical, *nothing_drafted, speeds["autoregressive"], "1.00", "", "")
-    ]
+    rows: list[tuple[str, ...]] = [(PLAIN, "", "1.00", "", speeds["autoregressive"], *nothing_drafted, identical)]
     if first["tokens_per_second"][TRANSFORMERS] is not None:
         role, faster = "sampled" if first["temperature"] else "reference", interval_text(first[TRANSFORMERS]["speedup"])
-        rows.append(("transformers generate", role, *nothing_drafted, speeds[TRANSFORMERS], faster, "1.00", ""))
+        rows.append(("transformers generate", "", faster, "1.00", speeds[TRANSFORMERS], *nothing_drafted, role))
     return Table(METHODS, [*rows, *map(_gained, reports)])
 
 
@@ -56,7 +55,7 @@ def whole_table(reports: Sequence[Report]) -> Table:
     """The time of whole answers: the prefill, including the drafter's, and decoding."""
     first = reports[0]
     prefills = first["prefill_seconds"]
-    rows = [("autoregressive", milliseconds_text(prefills["autoregressive"]), "1.00", "1.00", "")]
+    rows = [(PLAIN, milliseconds_text(prefills["autoregressive"]), "1.00", "1.00", "")]
     if prefills[TRANSFORMERS] is not None:
         speed, whole = times_text(first[TRANSFORMERS]["speedup"]), interval_text(first[TRANSFORMERS]["end_to_end"])
         rows.append(("transformers generate", milliseconds_text(prefills[TRANSFORMERS]), speed, whole, "1.00"))
@@ -72,12 +71,10 @@ def _gained(report: Report) -> tuple[str, ...]:
     speedup = report["speedup"]
     return (
         report["method"],
-        identical_with_ties(report),
-        *(f"{report[key]:.2f}" for key in ("tau", "acceptance_rate", "draft_share")),
-        f"{100 * report['harmonic_mean']:.1f}",
-        f"{report['drafted_tokens_per_round']:.2f}",
-        number_text(report["tokens_per_second"]["speculative"]),
+        report["verdict"],
         interval_text(speedup),
         interval_text(speedup.get("vs_transformers_generate")),
-        report["verdict"],
+        number_text(report["tokens_per_second"]["speculative"]),
+        *(f"{report[key]:.2f}" for key in ("tau", "acceptance_rate", "draft_share", "drafted_tokens_per_round")),
+        identical_with_ties(report),
     )

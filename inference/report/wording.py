@@ -42,7 +42,7 @@ def _recommended(ranked: Sequence[Report]) -> str:
     if (prompts := ranked[0]["speedup"]["prompts"]) < MIN_PROMPTS:
         return f"undecided: a verdict needs {MIN_PROMPTS} timed prompts, here: {prompts}"
     best = next(one for kind in ("faster", "undecided", "slower") for one in ranked if one["verdict"] == kind)
-    found = f"{best['speedup']['median']:.2f}× plain decoding {_range(best['speedup'])}"
+    found = interval_text(best["speedup"]).replace(" ", " plain decoding ", 1)
     if best["verdict"] == "faster":
         return f"`{best['method']}` is the fastest: {found}{_rivals(best, ranked)}"
     if best["verdict"] == "slower":
@@ -79,8 +79,6 @@ def conditions(reports: Sequence[Report]) -> str:
     ]
     if first["dtype"] == "int8":
         sentences.append(INT8)
-    if any(report["speedup"]["prompts"] < MIN_PROMPTS for report in reports):
-        sentences.append(f"Undecided with fewer than {MIN_PROMPTS} prompts.")
     for key, said in (
         ("taken_over", "Taken over from the target's generation config, in all arms"),
         ("ignored", "Left out of the target's generation config, in all arms"),
@@ -130,7 +128,7 @@ def plain_sentence(report: Report) -> list[str]:
     if token["token_us"] is None:
         return []
     return [
-        f"autoregressive: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
+        f"plain decoding: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
         f"({100 * token['host_share']:.1f} %) are not the model's pass."
     ]
 
@@ -180,12 +178,8 @@ def interval_text(speedup: Mapping[str, Any] | None) -> str:
     """A speed-up's median and interval; a dash if nothing was timed."""
     if speedup is None or speedup["median"] is None:
         return "–"
-    return f"{times_text(speedup)} {_range(speedup)}"
-
-
-def _range(speedup: Mapping[str, Any]) -> str:
     low, high = speedup["ci95"]
-    return f"[{low:.2f}, {high:.2f}]"
+    return f"{times_text(speedup)} [{low:.2f}, {high:.2f}]"
 
 
 def times_text(speedup: Mapping[str, Any]) -> str:

@@ -274,6 +274,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(
         "chat": "max_new_tokens",
         "compare_reports": "resume",
         "audit": "seed",
+        "auto": "resume",
     }[command]
     said = refused_without_torch(command, *COMMANDS[command][2], override.format(typed=typed))
     assert message.format(kind="bool" if typed == "resume" else "int") in said

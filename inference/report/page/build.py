@@ -7,11 +7,11 @@ from inference.measure.results import PromptResult
 from inference.report.drafter_facts import drafter_lines
 from inference.report.overlap import overlap_sentence
 from inference.report.page.markup import Markup, as_table, tag
-from inference.report.page.plots import acceptance, legend, speedups, time_split
+from inference.report.page.plots import acceptance, speedups, time_split
 from inference.report.page.proof import proof_section
 from inference.report.page.texts import Decode, texts_section
 from inference.report.served import served_table
-from inference.report.tables import methods_table, whole_table
+from inference.report.tables import METHODS, methods_table, whole_table
 from inference.report.wording import (
     Report,
     busy_sentences,
@@ -42,12 +42,12 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
     )
     body = (
         tag("h1", title),
-        *(tag("p", busy, class_="wrong") for busy in busy_sentences(first)),
+        *(tag("p", busy, class_="busy") for busy in busy_sentences(first)),
         tag("p", tag("strong", "Verdict: "), *_code(recommendation(reports)), id="verdict"),
         tag("p", conditions(reports)),
         *_section("What each method gains", *_gains(reports), _counted(reports)),
         *_served(reports),
-        *_section("Plots", legend(reports), speedups(reports), acceptance(reports), time_split(reports)),
+        *_section("Plots", tag("div", speedups(reports), acceptance(reports), time_split(reports), class_="plots")),
         *_section("The text itself", texts_section(results, decode)),
         *_section("By category", *_categories(reports)),
         *_section("Is it the target's own text?", *proof_section(reports)),
@@ -79,7 +79,8 @@ def _gains(reports: Sequence[Report]) -> tuple[Markup, ...]:
     gained, whole = methods_table(reports), whole_table(reports)
     columns = {**gained.columns, **whole.columns}
     said = [part for name, text in columns.items() for part in (tag("dt", name), tag("dd", text))]
-    return as_table(gained), as_table(whole), tag("details", tag("summary", "What the columns say"), tag("dl", *said))
+    explained = tag("details", tag("summary", "What the columns say"), tag("dl", *said))
+    return as_table(gained), explained, tag("details", tag("summary", "With the prefill"), as_table(whole))
 
 
 def _counted(reports: Sequence[Report]) -> Markup:
@@ -87,26 +88,28 @@ def _counted(reports: Sequence[Report]) -> Markup:
     depths = range(min(6, max(len(report["acceptance_given_previous"]) for report in reports)))
     heads = {
         "method": "how drafts were made",
-        "τ": "tokens a pass, all passes of all answers together",
-        "τ of requests": "the mean over answers of each one's own τ",
-        "accepted/round": "accepted draft tokens a pass: τ without the target's own token",
-        "accepted/round of requests": "the mean over answers of that",
+        "HM": "the harmonic mean of accepted (v_d) and from drafter (r_d), in percent",
+        "tokens a pass of requests": "the mean over answers of each one's own τ",
+        "accepted a pass": "accepted draft tokens a pass: τ without the target's own token",
+        "accepted a pass of requests": "the mean over answers of that",
         "whole answers, tokens/s": "all tokens over all time from the prompt on",
         **{f"depth {depth + 1}": "how often the draft is right here, where it was right before" for depth in depths},
     }
     rows = []
     for report in reports:
-        keys = ("tau", "tau_of_requests", "accepted_per_round", "accepted_per_round_of_requests")
-        given = [f"{row['accepted']:.2f}" for row in report["acceptance_given_previous"][: len(depths)]]
-        whole = number_text(report["whole_answers_per_second"]["speculative"])
-        rows.append((report["method"], *(f"{report[key]:.2f}" for key in keys), whole, *given))
+        keys = ("tau_of_requests", "accepted_per_round", "accepted_per_round_of_requests")
+        given = [f"{row['accepted']:.2f}" for row in report["acceptance_given_previous"]]
+        given = [*given, *[""] * len(depths)][: len(depths)]
+        mean, whole = 100 * report["harmonic_mean"], number_text(report["whole_answers_per_second"]["speculative"])
+        rows.append((report["method"], f"{mean:.1f}", *(f"{report[key]:.2f}" for key in keys), whole, *given))
     return tag("details", tag("summary", "Counted otherwise"), as_table(Table(heads, rows)))
 
 
 def _categories(reports: Sequence[Report]) -> list[Markup]:
     """One panel per category, the first one open."""
     panels: list[Markup] = []
-    columns = dict.fromkeys(("method", "τ", "v_d", "drafted/round", "speed-up [95 %]"), "")
+    names = ("method", "tokens a pass", "accepted", "drafted a pass", "speed-up [95 %]")
+    columns = {name: METHODS[name] for name in names}
     for name, mine in reports[0]["by_category"].items():
         rows = []
         for report in reports:

@@ -31,10 +31,20 @@ def joined(*content: object) -> Markup:
 
 
 def as_table(table: Table) -> Markup:
-    """A table; the tooltip of a column's name is the column's description."""
+    """A table; the tooltip of a column's name is the column's description. On a phone every cell has its name."""
     names = (tag("abbr", name, title=said, tabindex=0) if said else name for name, said in table.columns.items())
     header = tag("thead", tag("tr", *(tag("th", name) for name in names)))
-    rows = (tag("tr", *(tag("td", cell, class_=CLASSES.get(cell)) for cell in row)) for row in table.rows)
+    cells = (zip(table.columns, row, strict=True) for row in table.rows)
+    rows = (
+        tag(
+            "tr",
+            *(
+                tag("td", text, class_=CLASSES.get(text, "whole" if text.endswith("]") else None), data_name=name)
+                for name, text in row
+            ),
+        )
+        for row in cells
+    )
     return tag("div", tag("table", header, tag("tbody", *rows)), class_="scroll")
 
 

@@ -1,99 +1,102 @@
-"""The page's plots as SVG, coloured by the page's styles for light and dark mode."""
+"""The page's plots as SVG and HTML, coloured by the page's styles for light and dark mode."""
 
 from collections.abc import Sequence
 
-from inference.report.page.markup import Markup, joined, tag
-from inference.report.wording import Report
+from inference.report.page.markup import Markup, tag
+from inference.report.wording import Report, interval_text
 
-WIDTH, LEFT, RIGHT, ROW = 640, 150, 60, 26
+WIDTH, LEFT, RIGHT, ROW = 420, 52, 14, 46
 PARTS = ("draft", "verify", "structure", "other")  # the parts of a round's time (see `parts_of_time`)
+MARKS = (  # methods are told apart by their shapes, too
+    "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0", "M-4.5-4.5h9v9h-9z", "M0-6l6 10h-12z", "M0-6.5l6 6.5-6 6.5-6-6.5z",
+    "M0 6l-6-10h12z",
+)  # fmt: skip
 
 
 def speedups(reports: Sequence[Report]) -> Markup:
     """Every method's median speed-up over plain decoding with its interval, on one axis."""
     timed = [(place, one) for place, one in enumerate(reports) if one["speedup"]["median"] is not None]
     most = max([1.2, *(one["speedup"]["ci95"][1] for _, one in timed)])
-    rows = []
+    bottom, step = ROW * max(1, len(timed)), 0.25
+    while most / step > 6:
+        step *= 2
+    ticks = [step * count for count in range(int(most / step) + 1)]
+    drawn = [part for tick in ticks for part in _tick(_across(tick / most, RIGHT), f"{tick:g}×", bottom)]
+    drawn.append(tag("line", x1=_across(1 / most, RIGHT), x2=_across(1 / most, RIGHT), y1=0, y2=bottom, class_="even"))
     for line, (place, report) in enumerate(timed):
-        y, speedup = ROW * line + ROW / 2, report["speedup"]
-        low, middle, high = (_x(value, most) for value in (speedup["ci95"][0], speedup["median"], speedup["ci95"][1]))
-        colour = f"c{place % 8}"
-        rows += [
-            _label(report["method"], y),
-            tag("line", x1=low, x2=high, y1=y, y2=y, class_=f"interval {colour}"),
-            tag("circle", cx=middle, cy=y, r=5, class_=colour),
-            _text(f"{speedup['median']:.2f}×", high + 8, y),
+        y, speedup = ROW * line + 30, report["speedup"]
+        low, high, middle = (_across(value / most, RIGHT) for value in (*speedup["ci95"], speedup["median"]))
+        drawn += [
+            _text(report["method"], 2, y - 17),
+            _text(interval_text(speedup), WIDTH - 2, y - 17, "end"),
+            tag("line", x1=low, x2=high, y1=y, y2=y, class_=f"interval c{place % 8}"),
+            _mark(place, middle, y),
         ]
-    height = ROW * max(1, len(timed))
-    one = _x(1.0, most)
-    rows.append(tag("line", x1=one, x2=one, y1=0, y2=height, class_="even"))
-    rows.append(_text("1×: as fast as without a drafter", one + 4, height + 14))
-    return _svg(rows, height + 22, "Speed-up of every method over plain decoding, with its 95 % interval")
+    said = "Speed-up over plain decoding (dashed: 1×): the median over prompts with its 95 % interval"
+    return _figure(drawn, bottom + 24, said)
 
 
 def time_split(reports: Sequence[Report]) -> Markup:
     """Every method's decoding time, split by part of a round."""
     rows = []
-    for line, report in enumerate(reports):
+    for report in reports:
         total = sum(report["seconds"].values()) or 1.0
-        x, y = float(LEFT), ROW * line + 4
-        rows.append(_label(report["method"], ROW * line + ROW / 2))
-        for place, part in enumerate(PARTS):
-            width = max(0.0, report["seconds"][part]) / total * (WIDTH - LEFT - RIGHT)
-            said = tag("title", f"{part}: {100 * report['seconds'][part] / total:.0f} %")
-            rows.append(tag("rect", said, x=f"{x:.1f}", y=y, width=f"{width:.1f}", height=ROW - 8, class_=f"c{place}"))
-            x += width
-    height = ROW * len(reports)
-    for place, part in enumerate(PARTS):
-        rows.append(tag("rect", x=LEFT + 110 * place, y=height + 6, width=12, height=12, class_=f"c{place}"))
-        rows.append(_text(part, LEFT + 110 * place + 18, height + 12))
-    return _svg(rows, height + 24, "Where the time of decoding goes")
+        shares = {part: 100 * max(0.0, report["seconds"][part]) / total for part in PARTS}
+        said = ", ".join(f"{part} {share:.0f} %" for part, share in shares.items())
+        bar = (tag("span", class_=part, style=f"flex-grow: {share:.2f}") for part, share in shares.items())
+        rows.append(tag("p", report["method"], tag("small", said)))
+        rows.append(tag("div", *bar, class_="bar", role="img", aria_label=said))
+    axis = tag("div", *(tag("span", f"{share} %") for share in (0, 25, 50, 75, 100)), class_="axis")
+    keys = (tag("span", tag("i", class_=part), part, class_="key") for part in PARTS)
+    said = "Where the time of decoding goes: in the drafter, in the target's pass, in building and pruning drafts"
+    return tag("figure", *rows, axis, tag("div", *keys), tag("figcaption", said, "."), class_="split")
 
 
-def acceptance(reports: Sequence[Report], height: int = 200) -> Markup:
+def acceptance(reports: Sequence[Report], height: int = 220) -> Markup:
     """The share of rounds accepted to each depth, among rounds that drafted that deep."""
     deepest = max([2, *(len(report["acceptance_by_position"]) for report in reports)])
-    lines = []
-    for share in (0.0, 0.5, 1.0):
+    drawn = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = height * (1 - share)
-        lines.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
-        lines.append(_text(f"{100 * share:.0f} %", LEFT - 8, y, "end"))
+        drawn.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
+        drawn.append(_text(f"{100 * share:.0f} %", LEFT - 8, y, "end"))
+    for depth in range(1, deepest + 1, -(-deepest // 12)):
+        drawn += _tick(_across((depth - 1) / (deepest - 1)), str(depth), height)
     for place, report in enumerate(reports):
-        points = [
-            (LEFT + (row["position"] - 1) / (deepest - 1) * (WIDTH - LEFT - RIGHT), height * (1 - row["accepted"]))
-            for row in report["acceptance_by_position"]
-        ]
+        table = report["acceptance_by_position"]
+        points = [(_across((row["position"] - 1) / (deepest - 1)), height * (1 - row["accepted"])) for row in table]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        lines.append(tag("polyline", tag("title", report["method"]), points=path, class_=f"line c{place % 8}"))
-        for (x, y), row in zip(points, report["acceptance_by_position"], strict=True):
-            said = (
-                f"{report['method']}: depth {row['position']:.0f} in {100 * row['accepted']:.0f} % of {row['rounds']}"
+        drawn.append(tag("polyline", points=path, class_=f"line c{place % 8}"))
+        for (x, y), row in zip(points, table, strict=True):
+            said = f"depth {row['position']:.0f} in {100 * row['accepted']:.0f} % of {row['rounds']} rounds"
+            drawn.append(
+                _mark(place, x, y, f"{report['method']}: {said}", 0.4 + 0.6 * row["rounds"] / table[0]["rounds"])
             )
-            title = tag("title", f"{said} rounds")
-            lines.append(tag("circle", title, cx=f"{x:.1f}", cy=f"{y:.1f}", r=3, class_=f"c{place % 8}"))
-    lines.append(_text("depth in the draft: 1", LEFT, height + 16))
-    lines.append(_text(str(deepest), WIDTH - RIGHT, height + 16, "end"))
-    return _svg(lines, height + 26, "How deep drafts were accepted")
+    keys = (tag("span", tag("svg", _mark(place, 7, 7), viewBox="0 0 14 14"), one["method"], class_="key")
+            for place, one in enumerate(reports))  # fmt: skip
+    drawn.append(_text("depth in the draft", WIDTH / 2, height + 36, "middle"))
+    said = "Share of drafts accepted so deep, of those that reached this depth; small marks: few of them"
+    return _figure(drawn, height + 46, said, tag("p", *keys))
 
 
-def _x(value: float, most: float) -> float:
-    return round(LEFT + min(value / most, 1.0) * (WIDTH - LEFT - RIGHT - 20), 1)
+def _across(share: float, left: float = LEFT) -> float:
+    """The horizontal place of a share of the axis."""
+    return round(left + share * (WIDTH - RIGHT - left), 1)
 
 
-def _label(text: str, y: float) -> Markup:
-    return _text(text, LEFT - 8, y, "end")
+def _tick(x: float, text: str, bottom: float) -> list[Markup]:
+    return [tag("line", x1=x, x2=x, y1=0, y2=bottom + 4, class_="grid"), _text(text, x, bottom + 16, "middle")]
+
+
+def _mark(place: int, x: float, y: float, said: str = "", scale: float = 1.0) -> Markup:
+    move = f"translate({x:.1f} {y:.1f}) scale({scale:.2f})"
+    return tag("path", tag("title", said), d=MARKS[place % 5], transform=move, class_=f"c{place % 8}")
 
 
 def _text(text: str, x: float, y: float, anchor: str = "start") -> Markup:
     return tag("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, dominant_baseline="middle")
 
 
-def _svg(content: Sequence[Markup], height: float, said: str) -> Markup:
-    box = f"0 -6 {WIDTH} {height + 8:.0f}"
-    return tag("figure", tag("svg", *content, viewBox=box, role="img", aria_label=said), tag("figcaption", said, "."))
-
-
-def legend(reports: Sequence[Report]) -> Markup:
-    """The colour of each method."""
-    keys = [tag("span", "● ", class_=f"c{place % 8}") + tag("span", one["method"]) for place, one in enumerate(reports)]
-    return tag("p", joined(*(tag("span", Markup(key), class_="key") for key in keys)), class_="legend")
+def _figure(content: Sequence[Markup], height: float, said: str, *after: Markup) -> Markup:
+    svg = tag("svg", *content, viewBox=f"0 -8 {WIDTH} {height + 10:.0f}", role="img", aria_label=said)
+    return tag("figure", svg, *after, tag("figcaption", said, "."))

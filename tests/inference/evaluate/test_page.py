@@ -1,5 +1,6 @@
 """report.html shows the decoded texts and trees, is self-contained, and escapes every text."""
 
+import html
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from data_prep.text.prompts import Prompt
 from inference.core.tree import ROOT
+from inference.measure.busy import machine_load
 from inference.measure.prompt_results import read_results
 from inference.measure.results import Noting, PromptResult, ShownRound
 from inference.report.overlap import RUN, overlap
@@ -192,22 +194,68 @@ def test_overlap_of_training_text_and_prompts_by_hand(tmp_path: Path) -> None:
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium (apt-get install chromium)")
 CLICK = """<script>
 document.getElementById("choose-method").value = "tree";
 document.getElementById("choose-method").dispatchEvent(new Event("change"));
 document.querySelector('[data-text="0/tree"] [data-round="1"]').click();
 </script>"""
+WIDE = {"median": 10.25, "ci95": [10.11, 12.75], "prompts": 5, "vs_transformers_generate": None}
+WIDE["vs_transformers_generate"] = {**WIDE, "median": 20.5, "ci95": [19.25, 21.75]}
+MEASURE = """<script>
+const below = (name) => document.querySelector(name).getBoundingClientRect().bottom;
+const seen = {width: innerWidth, busy: below(".busy"), verdict: below("#verdict")};
+document.querySelectorAll("details").forEach((one) => (one.open = true));
+const letters = [...document.querySelectorAll("figure text")].map((one) => one.getBoundingClientRect().height);
+const boxes = [document.documentElement, ...document.querySelectorAll(".scroll")];
+seen.sideways = Math.max(...boxes.map((one) => one.scrollWidth - one.clientWidth));
+seen.letters = Math.min(...letters);
+parent.postMessage(JSON.stringify(seen), "*");
+</script>"""
+
+
+# A window of Chromium is 500 pixels wide or more, a frame in it is not.
+FRAME = """<script>addEventListener("message", (event) => (document.title = event.data));</script>
+<iframe src="report.html" style="border: 0; width: {}px; height: 800px"></iframe>"""
+
+
+def browsed(file: Path) -> str:
+    """The page's DOM in Chromium, after its scripts."""
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={file.parent}/profile",
+               "--window-size=1300,900", "--virtual-time-budget=2000", "--dump-dom", file.as_uri()]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium (apt-get install chromium)")
+@needs_browser
+@pytest.mark.parametrize("width", [1200, 800, 390])
+def test_a_window_shows_the_verdict_first_and_never_scrolls_sideways(
+    alone: EvaluateConfig, tmp_path: Path, width: int
+) -> None:
+    """Twelve methods, a long name, a busy machine, and every table unfolded."""
+    reports, results = kept(alone)
+    busy = machine_load([0.34], [4.0], cores=2)
+    many = [{**report, "target": "/a/long/name/" * 9, "load": busy, "speedup": WIDE} for report in reports] * 6
+    page = make_page(many, results, decode).replace("</body>", MEASURE + "</body>")
+    (tmp_path / "report.html").write_text(page)
+    (tmp_path / "frame.html").write_text(FRAME.format(width))
+    dom = browsed(tmp_path / "frame.html")
+    title = re.search("<title>(.*?)</title>", dom)
+    assert title is not None
+    seen = json.loads(html.unescape(title[1]))
+    assert seen["width"] == width
+    assert seen["sideways"] <= 0
+    assert seen["busy"] < seen["verdict"] < 800
+    assert seen["letters"] >= 10  # pixels from a line of a plot to the next
+
+
+@pytest.mark.slow
+@needs_browser
 def test_a_browser_draws_the_tree_of_a_round_that_is_clicked(alone: EvaluateConfig, tmp_path: Path) -> None:
     reports, results = kept(alone)
     page = make_page(reports, results, lambda ids: EVIL * len(ids)).replace("</body>", CLICK + "</body>")
     (tmp_path / "report.html").write_text(page)
-    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile",
-               "--virtual-time-budget=2000", "--dump-dom", (tmp_path / "report.html").as_uri()]  # fmt: skip
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    dom = browsed(tmp_path / "report.html")
     seen = Page(dom)
     title = re.search("<title>(.*?)</title>", dom)
     assert title is not None
