@@ -216,6 +216,22 @@ def test_the_readme_is_one_screen_or_two() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def test_pages_by_hand_stay_short() -> None:
+    """Generated tables and the list of options are not counted."""
+    generated = re.compile(r"<!-- [^>]* begin -->.*?end -->", re.DOTALL)
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "options.md"]
+    words = {page.name: len(generated.sub("", page.read_text()).split()) for page in pages}
+    assert sum(words.values()) <= 25_000
+    assert words["results.md"] <= 2_500
+    assert len((ROOT / "CHANGELOG.md").read_text().split()) <= 600
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1].startswith(version)
+
+
 def test_tables_have_the_figures_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from fill_tables import BLOCK, fill
