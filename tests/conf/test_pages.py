@@ -260,6 +260,20 @@ def test_tables_have_the_figures_of_the_record(monkeypatch: pytest.MonkeyPatch, 
     assert fill_record(page, entries) == page, f"{name}: run benchmarks/fill_tables.py"
 
 
+def test_the_summary_of_layouts_has_the_figures_of_the_record() -> None:
+    xeon = "Intel(R) Xeon(R) Processor"
+    names = {"AMD EPYC": "AMD EPYC", "Intel Xeon without AMX": xeon, "Intel Xeon with AMX": f"{xeon} with AMX"}
+    entries = json.loads((BENCHMARKS / "results/layouts_cpu.json").read_text())["entries"]
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    rows = re.findall(rf"^\| ({'|'.join(names)}) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for cpu, dtype, figures in rows:
+        (found,) = [result for result in entries[f"{dtype} on {names[cpu]}"]["results"] if result["threads"] == 2]
+        chosen, layers = found["milliseconds"]["chosen"], found["milliseconds"]["layer by layer"]
+        measured = [chosen["1"], chosen["4"], chosen["16"], layers["1"], found["generate_milliseconds_a_token"]]
+        assert figures == " | ".join(f"{figure:.1f}" for figure in measured)
+
+
 @pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd"])
 def test_tables_have_the_figures_of_the_papers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
