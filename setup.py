@@ -47,6 +47,6 @@ else:
     setup(
         packages=[*places, *(name for name in packages if name.partition(".")[0] == "outrider")],
         package_dir=places,
-        package_data={f"outrider.{name}": files for name, files in DATA.items()},
+        package_data={"outrider": ["usage.txt"], **{f"outrider.{name}": files for name, files in DATA.items()}},
         cmdclass={"build_py": BuildUnderOutrider},
     )

@@ -28,10 +28,10 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from conf.methods import no_such_method, store_composed
 from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
-from outrider.cli import COMMANDS
+from outrider.cli import COMMANDS, usage
 from outrider.errors import UserError
 from outrider.progress import command
-from outrider.settings import Settings, construct, listed
+from outrider.settings import Named, Settings, construct, listed
 from outrider.words import did_you_mean
 
 Config = TypeVar("Config")
@@ -80,6 +80,9 @@ def entry(
                 with reported():
                     print_help(name, schema)
                 return
+            if not sys.argv[1:] and not is_whole(name, schema, complete([])):
+                print("\n".join([*usage_of(name), "--help says all options"]), file=sys.stderr)
+                sys.exit(USER_ERROR_STATUS)
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
             with reported():
                 refuse_flags(name, schema, sys.argv[1:])
@@ -115,15 +118,29 @@ def config_for(script: str, words: Sequence[str]) -> Any:
         raise UserError(explain(error, schema)) from None
 
 
+def usage_of(name: str) -> list[str]:
+    """The usual command lines of the command whose config is conf/<name>.yaml."""
+    return usage(name.replace("_", "-"))
+
+
+def is_whole(name: str, schema: type, overrides: list[str]) -> bool:
+    """Whether `overrides` are all that the command needs to be told."""
+    try:
+        build(schema, compose_defaults(name, overrides))
+    except UserError:
+        return False
+    return True
+
+
 def refuse_flags(name: str, schema: type, words: Sequence[str]) -> None:
-    """Raise `UserError` for an option of the command that is written as a flag, "--target X"."""
-    if not any(word.startswith("--") for word in words):
+    """Raise `UserError` for an option of the command that is written as a flag, "--target X" or "-target X"."""
+    if not any(word.startswith("-") for word in words):
         return
     options = {field.name for field in dataclasses.fields(schema)} | groups_of(name).keys()
     for word, following in zip(words, [*words[1:], ""], strict=True):
-        key, equals, value = word.removeprefix("--").partition("=")
+        key, equals, value = word.lstrip("-").partition("=")
         key = key.replace("-", "_")
-        if word.startswith("--") and key.partition(".")[0] in options:
+        if word.startswith("-") and key.partition(".")[0] in options:
             value = value if equals else "VALUE" if following[:1] in ("", "-") else following
             raise UserError(f"{word}: options are written without dashes, as {key}={value}")
 
@@ -161,7 +178,7 @@ def print_help(name: str, schema: type) -> None:
     """Print the options of a command, with the overrides in sys.argv applied. A pager may close stdout meanwhile."""
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     try:
-        text = help_text(name, schema, overrides)
+        text = "\n".join([*usage_of(name), "", help_text(name, schema, overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         _fail(explain(error, schema))
     try:
@@ -206,7 +223,10 @@ def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] =
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
-        raise UserError(f"{key}: missing; give it as {key}=VALUE. {_describe(schema, key)}".rstrip()) from None
+        hint = typing.get_type_hints(schema, include_extras=True).get(key)
+        what = [one.what for one in getattr(hint, "__metadata__", ()) if isinstance(one, Named)]
+        expected = f": {what[0]}" if what else f". {_describe(schema, key)}".rstrip(". ")
+        raise UserError(f"{key}: missing; give it as {key}=VALUE{expected}") from None
     config = construct(schema, _at_home(values))
     if overrides:
         keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
@@ -236,7 +256,8 @@ def explain(error: Exception, schema: type) -> str:
     allowed = _fields_at(schema, key.rpartition(".")[0])
     leaf = key.rpartition(".")[2]
     if allowed and leaf not in allowed:
-        return f"{key}: no such option{did_you_mean(leaf, allowed) or ';'} Allowed here: {', '.join(allowed)}"
+        hint = did_you_mean(leaf, [*allowed, "experiment", "method"])
+        return f"{key}: no such option{hint or ';'} Allowed here: {', '.join(allowed)}"
     if isinstance(cause, ConfigKeyError):
         return f"{key}: {key.rpartition('.')[0]} holds no {leaf!r} in this run; choose it first, or check the name"
     return f"{key}: {first_line}. {_describe(schema, key)}"

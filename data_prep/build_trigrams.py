@@ -1,7 +1,4 @@
-"""Build the n-gram table of a corpus, for drafting without a draft model.
-
-python data_prep/build_trigrams.py data=ultrachat tokenizer=MODEL out_dir=runs/trigrams
-"""
+"""Build the n-gram table of a corpus, for drafting without a draft model."""
 
 from conf import entry
 from data_prep.ngrams.settings import TrigramConfig

@@ -1,7 +1,4 @@
-"""Let the target answer the prompts of a data set; a drafter is then trained on the answers.
-
-accelerate launch data_prep/generate_responses.py target=MODEL data=sharegpt out_dir=runs/responses
-"""
+"""Let the target answer the prompts of a data set; a drafter is then trained on the answers."""
 
 from conf import entry
 from data_prep.responses.settings import GenerateConfig

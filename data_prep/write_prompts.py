@@ -1,7 +1,4 @@
-"""Write chat prompts about the documentation of Python and its packages, for training and for evaluation.
-
-python data_prep/write_prompts.py out_dir=runs/prompts
-"""
+"""Write chat prompts about the documentation of Python and its packages, for training and for evaluation."""
 
 from conf import entry
 from data_prep.python_docs.settings import PromptsConfig

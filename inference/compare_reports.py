@@ -1,7 +1,4 @@
-"""compare-reports: compares two finished evaluations, with intervals over the prompts that both measured.
-
-python inference/compare_reports.py compare=[runs/a,runs/b]
-"""
+"""compare-reports: compares two finished evaluations, with intervals over the prompts that both measured."""
 
 from conf import entry
 from inference.settings.compare import CompareConfig

@@ -1,7 +1,4 @@
-"""evaluate-checkpoint: a drafter checkpoint and prompts in, a report of losslessness and speed out.
-
-evaluate-checkpoint checkpoint=runs/eesd prompts=python_stdlib method=eesd_survival
-"""
+"""evaluate-checkpoint: a drafter checkpoint and prompts in, a report of losslessness and speed out."""
 
 import os
 from collections.abc import Sequence
@@ -22,11 +19,10 @@ def with_methods(options: Sequence[str]) -> list[str]:
     if asked & {"method", "experiment"}:
         return [*options]
     presets = presets_of({key: os.path.expanduser(value) for key, value in given.items() if value != "null"})
-    if not presets and "target" in given and "drafters" not in asked:
-        presets = ["prompt_lookup"]
-    if not presets:
+    if not presets and "drafters" in asked:
         return [*options]
-    end = places[-1] + 1  # Hydra takes no option after a flag and its value
+    presets = presets or ["prompt_lookup"]
+    end = places[-1] + 1 if places else 0  # Hydra takes no option after a flag and its value
     return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
 
 

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 from outrider.errors import UserError
 from outrider.words import did_you_mean
@@ -122,13 +123,18 @@ def find(typed: str) -> Command:
     return COMMANDS[name]
 
 
+def usage(typed: str = "") -> list[str]:
+    """The usual command lines of the command called `typed`, or those to begin with, as usage.txt has them."""
+    first, _, others = Path(__file__).with_name("usage.txt").read_text("utf-8").partition("\n\n")
+    return [line for line in others.splitlines() if line.split()[1:2] == [typed]] if typed else first.splitlines()
+
+
 def overview() -> str:
     """The list of commands as text."""
     width = max(len(command.typed) for command in COMMANDS.values())
     lines = [f"  {command.typed:{width}}  {command.does}" for command in COMMANDS.values()]
-    return "\n".join(
-        ["usage: outrider COMMAND key=value …", *lines, "outrider COMMAND --help says what its options are"]
-    )
+    more = "outrider COMMAND shows its usual lines, outrider COMMAND --help all its options"
+    return "\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *lines, more])
 
 
 def main() -> None:

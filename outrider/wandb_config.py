@@ -17,9 +17,10 @@ ID_FILE = "wandb_run_id"
 
 @dataclass(frozen=True)
 class WandbConfig(Settings):
-    """Weights & Biases: `auto` is online when a key is at hand (WANDB_API_KEY or netrc), else offline."""
+    """Weights & Biases, which is off unless asked for."""
 
-    mode: WandbMode = "auto"  # offline: written to disk
+    # offline: written to disk; auto: as WANDB_MODE says, else online if a key is at hand (WANDB_API_KEY or netrc), else
+    mode: WandbMode = "disabled"  # offline
     project: Annotated[str, Named("a project name")] = "outrider"  # the W&B project
     name: str | None = None  # of the run there; null: W&B makes one up
 

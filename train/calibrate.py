@@ -1,8 +1,4 @@
-"""Train the calibration head of a drafter (EESD §3.3) and store it in the drafter's checkpoint.
-
-accelerate launch train/calibrate.py checkpoint=runs/eesd data=ultrachat
-accelerate launch train/calibrate.py checkpoint=runs/small_lm target=runs/target data=ultrachat
-"""
+"""Train the calibration head of a drafter (EESD §3.3) and store it in the drafter's checkpoint."""
 
 from conf import entry
 from train.settings.drafters import CalibrateConfig

@@ -1,7 +1,4 @@
-"""Train an EAGLE-3 head for a target.
-
-accelerate launch train/eagle3.py target=MODEL data=ultrachat out_dir=runs/eagle3
-"""
+"""Train an EAGLE-3 head for a target."""
 
 from conf import entry
 from train.settings.eagle3 import Eagle3Config

@@ -1,7 +1,4 @@
-"""Train EESD's early-exit drafter for a target.
-
-accelerate launch train/eesd.py target=MODEL data=ultrachat out_dir=runs/eesd
-"""
+"""Train EESD's early-exit drafter for a target."""
 
 from conf import entry
 from train.settings.drafters import EesdConfig

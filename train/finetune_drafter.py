@@ -1,7 +1,4 @@
-"""Train a small LM as a drafter for a target.
-
-accelerate launch train/finetune_drafter.py target=MODEL drafter=llama_68m data=ultrachat out_dir=runs/llama_68m
-"""
+"""Train a small LM as a drafter for a target."""
 
 from conf import entry
 from train.settings.drafters import FinetuneConfig

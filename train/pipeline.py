@@ -1,10 +1,4 @@
-"""The whole pipeline in one command: a target, its drafters, and one comparison of all of them.
-
-python train/pipeline.py experiment=demo               # a laptop's CPU, 12 minutes
-python train/pipeline.py experiment=smollm2_demo       # a real chat model and existing drafters, 10 minutes
-python train/pipeline.py experiment=auto target=MODEL  # a chat model, drafters of every kind; `outrider auto` chooses
-python train/pipeline.py experiment=gpu_validation     # one GPU, 25 minutes
-"""
+"""The whole pipeline in one command: a target, its drafters, and one comparison of all of them."""
 
 from conf import config_for, entry
 from train.pipeline_settings import PipelineConfig

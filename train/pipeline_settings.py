@@ -124,8 +124,8 @@ class PipelineConfig(RunConfig):
     """
 
     steps: dict[str, StepConfig] = field(default_factory=dict)  # a missing one is left out (~steps.NAME)
-    # model directory or Hub name; null: what step target or fetch leaves, which are passed over where this is given
-    target: Model | None = None
+    # model directory, GGUF file or Hub name; null: what step target or fetch leaves, which are passed over where it is
+    target: Model | None = None  # given
     out_dir: str = free("runs/pipeline")  # where everything goes
     # what all steps together may take on two CPU cores: it shortens or lengthens the minutes that the experiment gives
     # them, all in proportion; null: as the experiment says

@@ -22,7 +22,7 @@ class GenerateConfig(TargetConfig):
 
     asks: ClassVar[bool] = True  # its records are prompts
 
-    # model directory or Hub name: a causal LM of transformers whose forward takes past_key_values
+    # model directory, GGUF file or Hub name: a causal LM of transformers whose forward takes past_key_values
     target: Model = free()
     # whose user turns, or beginnings of plain texts, are the prompts; held-out records are left out; it may grow
     data: DataConfig = free()

@@ -14,7 +14,7 @@ from outrider.settings import Place, RunConfig, free
 class ConvertConfig(RunConfig):
     """convert-target: a target of any readable format in, an ordinary directory of safetensors out."""
 
-    target: Model  # what is converted
+    target: Model  # what is converted: model directory, GGUF file or Hub name
     revision: str | None = None  # of the target on the Hub: branch, tag or commit
     out_dir: str = free("runs/convert_target")  # where everything goes
     dtype: Dtype = "auto"  # of what is written; auto: the type of every tensor, of quantised ones float32

@@ -47,5 +47,5 @@ class RehearsedConfig(RunConfig, ABC):
 class TargetConfig(RehearsedConfig):
     """A command that is about one target, which is known by what its files hold."""
 
-    target: Model = free()  # model directory or Hub name
+    target: Model = free()  # model directory, GGUF file or Hub name
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit

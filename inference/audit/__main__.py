@@ -1,7 +1,4 @@
-"""audit: are the answers of a server those of the target? Status 0 where they only round, 1 for a fault.
-
-outrider audit target=MODEL answers=FILE.jsonl
-"""
+"""audit: are the answers of a server those of the target? Status 0 where they only round, 1 for a fault."""
 
 from conf import entry
 from inference.settings.audit import AuditConfig

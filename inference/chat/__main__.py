@@ -1,7 +1,4 @@
-"""Chat with a target in the terminal, accelerated by a drafter, and see the drafter's share of every answer.
-
-outrider chat target=runs/demo/target checkpoint=runs/demo/eesd
-"""
+"""Chat with a target in the terminal, accelerated by a drafter, and see the drafter's share of every answer."""
 
 import sys
 

@@ -15,11 +15,12 @@ from outrider.settings import Count, Settings, free
 class ChatConfig(Settings):
     """inference.chat: talk to a target in the terminal, with a drafter before it."""
 
-    target: Model | None = None  # model directory or Hub name; null: the one that the early exit was trained for
+    # model directory, GGUF file or Hub name; null: the one that the early exit was trained for
+    target: Model | None = None
     # directory of a drafter: an early exit, a small LM, an EAGLE-3 head or an n-gram table; null: none of its own
     checkpoint: DrafterFolder | None = None
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    small_lm: Model | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    small_lm: Model | None = None  # causal LM, as `target`, for methods with source=small_lm
     eagle3: Head | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
     table: TableFolder | None = None  # n-gram table directory, for methods with source=ngrams
     # how to draft; method=NAME chooses a preset, the first is used until /method NAME; none: what fits the drafter

@@ -40,7 +40,7 @@ class EvaluateConfig(RehearsedConfig):
 
     # directory of a drafter: an early exit, or what small_lm, eagle3 and table take, whichever lies there
     checkpoint: DrafterFolder | None = None
-    small_lm: Model | None = None  # causal LM directory or Hub name, for methods with source=small_lm
+    small_lm: Model | None = None  # causal LM, as `target`, for methods with source=small_lm
     eagle3: Head | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
     # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
     table: TableFolder | None = None
@@ -101,7 +101,7 @@ class EvaluateConfig(RehearsedConfig):
     # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
     show_prompts: Annotated[int, Ge(0)] = free(4)
     # the table and the page in Weights & Biases too
-    wandb: WandbConfig = free(factory=lambda: WandbConfig(mode="disabled"))
+    wandb: WandbConfig = free(factory=WandbConfig)
     card: bool = free(False)  # also put the table into README.md of the drafters evaluated
     out_dir: str = free("runs/evaluate")  # where the report goes
 
@@ -201,7 +201,7 @@ class EvaluateConfig(RehearsedConfig):
             for name, method in self.methods.items()
         }
         given |= {"engine": None, "engine_python": None, "engine_options": {}, "concurrency": (1,), "draft_tokens": ()}
-        given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig(mode="disabled")}
+        given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig()}
         small = replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
         return small.cut(prompt_chars=120, max_new_tokens=16)
 

@@ -255,7 +255,7 @@ register(
         "small_lm",
         "inference.drafters.small_lm:PLUGIN",
         option="small_lm",
-        needs="a causal LM directory or Hub name",
+        needs="a causal LM (directory, GGUF file or Hub name)",
         file="config.json",
         preset="vanilla",
         calibration=HEAD_FOLDER,

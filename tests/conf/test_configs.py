@@ -1,5 +1,6 @@
 """Every command's config composes with every choice, and says clearly what is wrong with a bad one."""
 
+import importlib
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
 from conf.methods import RENAMED, choices_of, known_as, settings_of
 from conf.options import compose_defaults
+from inference.evaluate_checkpoint import with_methods
 from inference.settings.chat import ChatConfig
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
@@ -40,7 +42,10 @@ MANDATORY = {
     "calibrate": ["checkpoint=c"],
     "export": ["checkpoint=c"],
     "compare_reports": ["compare=[a,b]"],
-    **{name: ["target=t"] for name in ("eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")},
+    **{
+        name: ["target=t"]
+        for name in ("auto", "eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")
+    },
     "chat": ["target=t"],
     "audit": ["target=t", "answers=a"],
 }
@@ -241,11 +246,13 @@ OF_A_TYPE = ("{typed}=many", "Expected {kind}")
 BAD_OVERRIDES = [  # of any command, as one function reads them; every command has its own options
     *(("eesd", *bad) for bad in (
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
+        ("expriment=x", "expriment: no such option; did you mean 'experiment'? Allowed here: "),
         ("data=nowhere", "data"),
         ("experiment=nowhere", "experiment=nowhere: no such choice"),
         ("experiment=eesd/dem", "experiment=eesd/dem: no such choice; did you mean 'eesd/demo'?"),
         ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
         ("--seq-len=7", "--seq-len=7: options are written without dashes, as seq_len=7"),
+        ("-target=m", "-target=m: options are written without dashes, as target=m"),
         ("out_dir=~/runs", "out_dir=~/runs: not an option; give key=VALUE, a value with ~"),
     )),
     *((command, *OF_A_TYPE) for command in COMMANDS),
@@ -447,13 +454,56 @@ def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("eesd", r"target: missing; give it as target=VALUE\. Expected str"),
+        ("eesd", r"target: missing; give it as target=VALUE: a Hugging Face model directory, a GGUF file or a Hub"),
+        ("calibrate", r"checkpoint: missing; give it as checkpoint=VALUE: a drafter directory"),
         ("evaluate_checkpoint", r"checkpoint=None: expected an early-exit drafter directory for eesd_survival"),
     ],
 )
 def test_missing_mandatory_values(command: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         compose_and_build(command, [])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_without_options_shows_its_usual_lines(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One to three, which compose; `--help` begins with them. A command that needs no options runs."""
+    lines = cli.usage(cli.COMMANDS[command].typed)
+    used = [overrides for found, overrides in written_commands(lines) if found == command]
+    assert 1 <= len(used) == len(lines) <= 3
+    for overrides in used:
+        compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
+    main = importlib.import_module(cli.COMMANDS[command].module).main
+    monkeypatch.setattr(sys, "argv", [command, "--help"])
+    main()
+    assert capsys.readouterr().out.startswith("\n".join(lines))
+    monkeypatch.setattr(sys, "argv", [command])
+    if not MANDATORY.get(command):
+        compose_and_build(command, [])
+        return
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert capsys.readouterr().err.splitlines() == [*lines, "--help says all options"]
+
+
+def test_the_first_lines_are_of_different_commands() -> None:
+    begun = written_commands(cli.usage())
+    assert len({command for command, _ in begun}) == len(begun) == 3
+    for command, overrides in begun:
+        compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_nothing_goes_to_weights_and_biases_unless_asked(command: str) -> None:
+    config = compose_and_build(command, COMMANDS[command][2])
+    settings = getattr(getattr(config, "fit", config), "wandb", None)
+    assert settings is None or settings.mode == "disabled"
+
+
+def test_an_evaluation_of_nothing_lacks_its_target() -> None:
+    with pytest.raises(UserError, match="target=None: expected the model that is to decode"):
+        compose_and_build("evaluate_checkpoint", with_methods(["max_new_tokens=3"]))
 
 
 def test_a_path_at_home(monkeypatch: pytest.MonkeyPatch) -> None:

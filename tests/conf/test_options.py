@@ -26,6 +26,7 @@ def test_every_option_has_a_meaning(name: str) -> None:
     register(name, schema)
     options = list(options_of(schema, compose_defaults(name, [])))
     assert [option.key for option in options if not option.meaning] == []
+    assert all("GGUF" in option.meaning for option in options if option.key == "target") or name == "ship_drafters"
     keys = [option.key for option in options]
     assert len(set(keys)) == len(keys) >= 5
 
@@ -70,7 +71,7 @@ class Declared:
 def test_the_command_prints_it_without_torch_and_whoever_reads_may_leave() -> None:
     command = [sys.executable, ROOT / "train/eesd.py", "--help"]
     whole = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert whole.stdout.startswith("Options are key=value;")
+    assert whole.stdout.startswith("outrider eesd target=MODEL ")
     assert whole.stderr == ""
     reader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert reader.stdout is not None

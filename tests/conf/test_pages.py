@@ -212,6 +212,14 @@ def test_what_make_is_given_its_command_gets(command: str) -> None:
     assert not any(word.startswith("PYTHON") for word in words)
 
 
+def test_make_says_what_each_of_its_commands_does() -> None:
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
+    for words in (["make"], ["make", "help"]):
+        said = subprocess.run(words, cwd=ROOT, env=outside, capture_output=True, text=True, check=True).stdout
+        assert {tuple(line.split()[:2]) for line in said.splitlines()} == {("make", name) for name in MADE_BY_MAKE}
+        assert all(len(line.split()) > 3 for line in said.splitlines())
+
+
 def test_the_readme_is_one_screen_or_two() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

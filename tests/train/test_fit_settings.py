@@ -89,13 +89,13 @@ def test_wandb_is_online_where_a_key_is_at_hand(tmp_path: Path, monkeypatch: pyt
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert WandbConfig().resolved_mode() == "offline"
+    assert WandbConfig(mode="auto").resolved_mode() == "offline"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
-    assert WandbConfig().resolved_mode() == "online"
+    assert WandbConfig(mode="auto").resolved_mode() == "online"
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.here:8080")
-    assert WandbConfig().resolved_mode() == "offline"  # the key is for another host
+    assert WandbConfig(mode="auto").resolved_mode() == "offline"  # the key is for another host
     monkeypatch.setenv("WANDB_API_KEY", "key")
-    assert WandbConfig().resolved_mode() == "online"
+    assert WandbConfig(mode="auto").resolved_mode() == "online"
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert WandbConfig().resolved_mode() == "disabled"
+    assert WandbConfig(mode="auto").resolved_mode() == "disabled"
     assert WandbConfig(mode="offline").resolved_mode() == "offline"

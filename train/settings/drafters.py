@@ -39,7 +39,7 @@ class EesdConfig(TargetConfig):
 
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
-    target: Model = free()  # model directory or Hub name; only the layers needed are read
+    target: Model = free()  # model directory, GGUF file or Hub name; only the layers needed are read
     data: DataConfig
     fit: FitConfig
     # an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
@@ -136,7 +136,8 @@ class CalibrateConfig(RehearsedConfig):
     checkpoint: Annotated[str, Place("a drafter directory (train/eesd.py, finetune_drafter.py, eagle3.py)")] = free()
     data: DataConfig = free()
     fit: FitConfig  # a row is `EXAMPLES` drafted tokens
-    target: Model | None = free(None)  # null: the one the early exit in `checkpoint` was trained for
+    # model directory, GGUF file or Hub name; null: the one the early exit in `checkpoint` was trained for
+    target: Model | None = free(None)
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     # how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too
     reading: ReadingChanges = free(factory=ReadingChanges)
@@ -183,7 +184,7 @@ class CalibrateConfig(RehearsedConfig):
 class DrafterConfig(Settings):
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
-    path: Model | None = None  # model directory or Hub name
+    path: Model | None = None  # model directory, GGUF file or Hub name
     revision: str | None = None  # of it on the Hub
     layers: Count | None = None  # of a new drafter, in place of `path`
     hidden: Count | None = None  # width

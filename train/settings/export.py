@@ -16,7 +16,7 @@ class ExportConfig(RunConfig):
     checkpoint: Annotated[str, Place("the directory of a drafter, or the Hub name of an EAGLE-3 head", hub=True)] = (
         free()
     )
-    # directory or Hub name of the model that it was trained for; null: the one that an early exit knows, and of a table
+    # directory, GGUF file or Hub name of its target; null: the one that an early exit knows, and of a table
     # any. Of a head's only config.json is read, of a table's the tokenizer too
     target: Model | None = free(None)
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit

@@ -64,7 +64,7 @@ class FitConfig(Settings):
             log_every=1,
             eval_every=1,
             save_every=1,
-            wandb=WandbConfig(mode="disabled"),
+            wandb=WandbConfig(),
         )
 
     def total_steps(self, rows: int) -> int:

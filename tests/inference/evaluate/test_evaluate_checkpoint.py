@@ -170,7 +170,8 @@ def test_every_drafter_given_has_a_method_where_none_is_chosen(tiny_models: Path
     assert chosen("target=t", "small_lm=d", "methods.vanilla.stop.max_draft=3") == ["method=[vanilla]"]
     for said in ("method=aded", "method=[a,b]", "experiment=mine"):
         assert chosen("target=t", "small_lm=d", said) == []
-    assert chosen("prompts=p", "debug=true") == chosen("target=t", "+drafters.mine=d") == []
+    assert chosen("prompts=p", "debug=true") == ["method=[prompt_lookup]"]  # which lacks a target, and is told so
+    assert chosen("target=t", "+drafters.mine=d") == []
     assert with_methods(["target=t", "--cfg", "job"]) == ["target=t", "method=[prompt_lookup]", "--cfg", "job"]
 
 
