@@ -20,6 +20,8 @@ ORDER: Mapping[Device, tuple[Trained, ...]] = {
     "cuda": ("eagle3", "early_exit", "small_lm"),
 }
 LEAST: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # minutes of a training: those of the records that paid
+_ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
+_PARAMETERS = 5e8  # of a target on a CPU, from which on they are fewer, so that a batch takes about as long
 _STEPS: Mapping[Trained, Mapping[str, float]] = {  # of each kind, with shares of its minutes
     "early_exit": {"eesd": 0.72, "calibrate": 0.28},
     "small_lm": {"small_lm": 1.0},
@@ -36,7 +38,6 @@ _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
 _QUICK = 1.5  # minutes of all that neither loads a target nor has a limit: prompts, table, pages, exports
 _FEWEST = 2.0  # minutes that answers and report need at least
 _LARGER: Mapping[str, list[str]] = {  # on a GPU
-    "responses": ["batch_size=256", "shard_size=256"],
     "eesd": ["fit.batch_rows=32", "fit.micro_batch_rows=16", "fit.epochs=20"],
     "small_lm": ["fit.batch_rows=32", "fit.micro_batch_rows=16", "fit.epochs=20"],
 }
@@ -44,18 +45,19 @@ _LARGER: Mapping[str, list[str]] = {  # on a GPU
 
 @dataclass(frozen=True)
 class Look:
-    """What the first answers of a target told.
+    """What is known of the machine, and what the first answers of a target told; before them, nothing.
 
-    tokens_per_second: of answers. answer_tokens: of one, the mean. prompts: to be answered. loading: minutes in which a
-    step starts and loads the target. spent: minutes so far.
+    rows: prompts that are answered together. tokens_per_second: of answers. answer_tokens: of one, the mean. prompts:
+    to be answered. loading: minutes in which a step starts and loads the target. spent: minutes so far.
     """
 
     device: Device
-    tokens_per_second: float
-    answer_tokens: float
-    prompts: int
-    loading: float
-    spent: float
+    rows: int
+    tokens_per_second: float = 0.0
+    answer_tokens: float = 0.0
+    prompts: int = 0
+    loading: float = 0.0
+    spent: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class Choice:
     kinds: tuple[Trained, ...]
     not_tried: Mapping[str, str]
     minutes: Mapping[str, float]
+
+
+def rows_of(device: Device, parameters: float, text_bytes: float, free_bytes: float) -> int:
+    """The prompts to answer together: what the memory holds, and on a CPU what is done in about a minute.
+
+    text_bytes: of the cache of a prompt and its answer. free_bytes: beside the target's weights.
+    """
+    quick = _ROWS[device] if device == "cuda" else _ROWS[device] * min(1.0, _PARAMETERS / parameters)
+    return max(1, min(int(quick), int(free_bytes / 2 / text_bytes)))
 
 
 def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
@@ -118,25 +129,27 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[Trained, ...], wh
     return Choice(kinds, why, minutes)
 
 
-def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: Look | None) -> PipelineConfig:
+def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: Look) -> PipelineConfig:
     """The pipeline that carries out `choice`. base: all steps, as conf/experiment/auto.yaml has them."""
     left_out = {step for kind in TRAINED if kind not in choice.kinds for step in _STEPS[kind]}
     methods = [*(method for kind in choice.kinds for method in _METHODS[kind]), *_ALWAYS]
     own: dict[str, list[str]] = {"report": [f"method=[{','.join(methods)}]"]}
+    own["responses"] = [f"batch_size={look.rows}", f"shard_size={2 * look.rows}"]
     if config.prompts is not None:
         own["prompts"] = [f"file={config.prompts}"]
     if config.template != "auto":
         own["report"].append(f"template={config.template}")
-        own |= {step: [f"data.template={config.template}"] for step in base.steps if "data" in _options(base, step)}
+        for reader in base.steps:
+            if "data" in _options(base, reader):
+                own.setdefault(reader, []).append(f"data.template={config.template}")
     steps = {}
     for name, step in base.steps.items():
         if name in left_out or name == "fetch":
             continue
-        more = [*own.get(name, ()), *(_LARGER.get(name, ()) if look and look.device == "cuda" else ())]
+        more = [*own.get(name, ()), *(_LARGER.get(name, ()) if look.device == "cuda" else ())]
         minutes = choice.minutes.get(name)
         timed = [f"{TIME}={minutes:.3g}"] if minutes and not config.debug else []
-        loading = look.loading if look else 0.0
-        expected = minutes + loading if minutes else step.expected_minutes
+        expected = minutes + look.loading if minutes else step.expected_minutes
         steps[name] = StepConfig([*step.overrides, *more, *timed], step.debug, step.more, expected)
     return replace(base, steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug, resume=True)
 

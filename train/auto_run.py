@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -11,7 +11,8 @@ import torch
 
 from data_prep.responses.directory import SUMMARY_FILE, seconds_spent
 from draft_models.card import CARD_FILE
-from draft_models.targets.open_target import OpenTarget, open_target, pick_device
+from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from inference.engines.footprint import Place, cache_bytes, weight_bytes
 from inference.loading.memory_plan import GB, evaluation_bytes
 from inference.report.wording import recommendation
 from outrider.errors import UserError
@@ -19,13 +20,14 @@ from outrider.files import read_mapping, require_writable, write_atomically, wri
 from outrider.progress import Stage
 from outrider.run_dirs import check_identity, rehearsal_folder
 from outrider.settings import read_as
-from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, pipeline_of
+from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, pipeline_of, rows_of
 from train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, run_pipeline
 from train.pipeline_settings import STEPS, TIME, PipelineConfig
 from train.settings.auto import TRAINED, AutoConfig
 
 RECORD, LOG = "auto.json", "auto.log"
 _LOOK = (0.05, 0.5, 3.0)  # share of all minutes in which the target is looked at, and their bounds
+_TEXT_TOKENS = 1024  # of a prompt and its answer
 _REMEDY = "give another out_dir"
 _EXPORTED = ("eesd", "small_lm", "eagle3", "trigrams")  # steps whose products engines take
 
@@ -51,19 +53,21 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     target, device = open_target(config.target, by_layers=False), _device()
     unfit = _unfit(config)
     every = Choice(tuple(kind for kind in TRAINED if kind not in unfit), {}, {})
-    check_steps(pipeline_of(config, base, every, None), config_for)
-    memory = _memory(base, target, device, config_for)
+    there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    unseen = Look(device, _rows(target, device, there))
+    check_steps(pipeline_of(config, base, every, unseen), config_for)
+    memory = _memory(base, target, there, config_for)
     print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
     if config.plan:
         print(_outlook(device, unfit), flush=True)
         return
     if config.debug:
         kinds = ORDER["cpu"] if config.train == "auto" else config.train
-        choice, look = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {}), None
+        choice, look = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {}), unseen
         folder = rehearsal_folder(config.out_dir)
     else:
         folder = require_writable(config.out_dir)
-        start = _start(config, folder, base, device, unfit, began)
+        start = _start(config, folder, base, unseen, unfit, began)
         choice, look = start.choice, start.look
         print(describe(choice, look), flush=True)
     run_pipeline(pipeline_of(config, base, choice, look))
@@ -83,15 +87,21 @@ def _unfit(config: AutoConfig) -> dict[str, str]:
     return {}
 
 
-def _memory(base: PipelineConfig, target: OpenTarget, device: Device, config_for: ConfigFor) -> str:
+def _rows(target: OpenTarget, device: Device, there: int) -> int:
+    dtype = pick_dtype("fast", target.config, torch.device(device))
+    place = Place(dtype.itemsize, _TEXT_TOKENS)
+    weights = weight_bytes(target.config, place)
+    return rows_of(device, weights / dtype.itemsize, cache_bytes(target.config, place), there - weights)
+
+
+def _memory(base: PipelineConfig, target: OpenTarget, there: int, config_for: ConfigFor) -> str:
     """What an evaluation holds and what there is, in words. Raises `UserError` if that is too little."""
     options = [f"target={target.source}", "method=[prompt_lookup]"]
     options += [option for option in base.steps["report"].overrides if option.startswith(("dtype=", "max_new_tokens="))]
     held = sum(evaluation_bytes(config_for(STEPS["report"].script, options), target.config).values())
-    there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
     said = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
     if held > there:
-        raise UserError(f"target={target.source}: decoding it takes {said} on this {device}; take a smaller one")
+        raise UserError(f"target={target.source}: decoding it takes {said}; take a smaller one")
     return said
 
 
@@ -105,7 +115,7 @@ def _outlook(device: Device, unfit: Mapping[str, str]) -> str:
 
 
 def _start(
-    config: AutoConfig, folder: Path, base: PipelineConfig, device: Device, unfit: Mapping[str, str], began: float
+    config: AutoConfig, folder: Path, base: PipelineConfig, unseen: Look, unfit: Mapping[str, str], began: float
 ) -> Start:
     """What a stopped run began with; of a new one, what the target's first answers tell."""
     path, made_of = folder / RECORD, config.deciding()
@@ -116,16 +126,16 @@ def _start(
         start = read_as(Start, path, "record of a run", _REMEDY)
         check_identity(start.made_of, made_of, path, config)
         return start
-    look = _look(config, folder, base, device, began)
+    look = _look(config, folder, base, unseen, began)
     start = Start(made_of, look, choose(config, look, unfit))
     write_json(path, asdict(start))
     return start
 
 
-def _look(config: AutoConfig, folder: Path, base: PipelineConfig, device: Device, began: float) -> Look:
+def _look(config: AutoConfig, folder: Path, base: PipelineConfig, unseen: Look, began: float) -> Look:
     """Let the target answer for a little: these answers stay, and the step `responses` makes more."""
     share, least, most = _LOOK
-    every = pipeline_of(config, base, Choice((), {}, {}), None)
+    every = pipeline_of(config, base, Choice((), {}, {}), unseen)
     limit = f"{TIME}={min(most, max(least, share * config.minutes)):.3g}"
     with Stage("looking at the target"):
         _run(every, "prompts", folder)
@@ -135,8 +145,8 @@ def _look(config: AutoConfig, folder: Path, base: PipelineConfig, device: Device
     tokens, count, prompts = (int(str(done[name])) for name in ("tokens", "responses", "prompts"))
     if not tokens:
         raise UserError(f"target={config.target}: it answered no prompt; see {folder / LOG}")
-    return Look(
-        device=device,
+    return replace(
+        unseen,
         tokens_per_second=tokens / timed,
         answer_tokens=tokens / count,
         prompts=prompts,

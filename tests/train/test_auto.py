@@ -13,13 +13,13 @@ from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.train.test_pipeline import said_by
 from train.auto import main
-from train.auto_plan import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of
+from train.auto_plan import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of
 from train.auto_run import run_auto
 from train.pipeline_run import reports_in
 from train.pipeline_settings import HERE, STEPS, TIME
 from train.settings.auto import TRAINED, AutoConfig
 
-LOOK = Look("cpu", tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
+LOOK = Look("cpu", 40, tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
 CONFIG = AutoConfig(target="org/model", minutes=60.0)
 BASE = config_for("train/pipeline.py", ["experiment=auto"])
 
@@ -167,6 +167,15 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(tmp_path: Path, tiny_
 
 
 def test_a_choice_of_nothing_leaves_the_table() -> None:
-    pipeline = pipeline_of(CONFIG, BASE, Choice((), {}, {}), None)
+    pipeline = pipeline_of(CONFIG, BASE, Choice((), {}, {}), LOOK)
     assert pipeline.to_do == ["prompts", "responses", "trigrams", "report"]
     assert ENOUGH_TOKENS > 281_548  # from which none of three drafters paid
+
+
+def test_a_batch_fits_the_memory_and_the_minutes() -> None:
+    """As many prompts as there is room for twice over; of larger targets fewer on a CPU, whose steps take longer."""
+    assert rows_of("cpu", 1.35e8, 1e6, 1e12) == 40
+    assert rows_of("cpu", 7e9, 1e6, 1e12) == 2
+    assert rows_of("cuda", 7e9, 1e6, 1e12) == 256
+    assert rows_of("cuda", 7e9, 0.5e9, 60e9) == 60
+    assert rows_of("cuda", 7e9, 0.5e9, 0.1e9) == 1
