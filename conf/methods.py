@@ -17,47 +17,6 @@ from outrider.words import did_you_mean
 PARTS = ("shape", "stop")  # the groups that a composed name chooses from, in the order of the name
 _CONF = Path(__file__).resolve().parent
 _COMPOSED = re.compile(r"\w+(?:/\w+)+")
-_SMALLER_TREE = "methods.early_exit_opt_tree{}.structure.nodes=25"
-RENAMED = {  # presets of earlier versions, and the options that replace them
-    "aded_best_first": "method=aded methods.aded.ngrams.search=best_first methods.aded.ngrams.depth=10",
-    "eagle3_auto": "method=eagle3/auto",
-    "eagle3_cali": "method=eagle3/calibrated",
-    "eagle3_gsd": "method=eagle3/token_graph",
-    "eagle3_mcsd": "method=eagle3/k_config",
-    "eagle3_opt_tree": "method=eagle3/opt_tree",
-    "eagle3_opt_tree_auto": "method=eagle3/opt_tree_auto methods.eagle3_opt_tree_auto.structure.temperature=0.5",
-    "eagle3_survival": "method=eagle3/survival",
-    "eagle3_tree": "method=eagle3/eagle2",
-    "eesd_beta_printed": "method=eesd_beta methods.eesd_beta.stop.update=printed",
-    "eesd_cali_model": "method=eesd_cali methods.eesd_cali.stop.evidence=model",
-    "eesd_cali_sample": "method=eesd_cali methods.eesd_cali.stop.evidence=sample",
-    "eesd_tree": f"method=early_exit/opt_tree {_SMALLER_TREE.format('')}",
-    "eesd_tree_auto": "method=early_exit/opt_tree_auto",
-    "eesd_tree_beta": (
-        f"method=early_exit/opt_tree/beta {_SMALLER_TREE.format('_beta')} "
-        "methods.early_exit_opt_tree_beta.structure.delta=0"
-    ),
-    "eesd_tree_cali": (
-        f"method=early_exit/opt_tree/calibrated {_SMALLER_TREE.format('_calibrated')} "
-        "methods.early_exit_opt_tree_calibrated.structure.delta=0 "
-        "methods.early_exit_opt_tree_calibrated.stop.max_draft=null"
-    ),
-    "fused_eagle3": "method=eagle3/fused",
-    "fused_eesd": "method=early_exit/fused",
-    "fused_small_lm": "method=small_lm/fused",
-    "mcsd_auto": "method=mcsd methods.mcsd.structure.widths=auto",
-    "mcsd_naive": "method=mcsd methods.mcsd.verify=naive",
-    "mcsd_replacement": "method=mcsd methods.mcsd.structure.draw=with_replacement",
-    "skip_beta": "method=skip_layers/beta",
-    "skip_fixed": "method=skip_layers/fixed",
-    "tree_binary": "method=small_lm/static methods.small_lm_static.structure.shape=binary",
-    "tree_eagle": "method=small_lm/static",
-    "tsd": "method=gsd methods.gsd.structure.tau=0",
-    "vanilla_auto": "method=small_lm/auto",
-    "vanilla_beta": "method=small_lm/beta",
-    "vanilla_cali": "method=small_lm/calibrated",
-    "vanilla_survival": "method=small_lm/survival",
-}
 
 
 def choices_of(group: str) -> list[str]:
@@ -87,9 +46,7 @@ def settings_of(name: str) -> dict[str, object]:
 
 
 def no_such_method(name: str) -> str:
-    """The error message for an unknown method: the new spelling of an old name, or the existing names."""
-    if name in RENAMED:
-        return f"method={name}: it is given as {RENAMED[name]} now"
+    """The error message for an unknown method: the existing names."""
     presets, shapes, stops = (choices_of(group) for group in ("method", *PARTS))
     parts = name.split("/")[1:]
     known = [*shapes, *stops] if parts else presets

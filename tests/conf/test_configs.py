@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
-from conf.methods import RENAMED, choices_of, known_as, settings_of
+from conf.methods import choices_of, settings_of
 from conf.options import compose_defaults
 from inference.evaluate_checkpoint import with_methods
 from inference.settings.chat import ChatConfig
@@ -407,29 +406,9 @@ def test_composed_methods_stand_beside_presets_and_have_their_options() -> None:
     assert naive == replace(method("mcsd"), verify="naive")
 
 
-def test_an_old_preset_is_refused_with_its_new_spelling() -> None:
-    """Which composes to what the old file said; the old name is known to nothing else."""
-    for old, given in RENAMED.items():
-        with pytest.raises(UserError, match=f"^method={old}: it is given as {re.escape(given)} now$"):
-            settings_of(old)
-    assert not {*RENAMED} & {*GROUPS["method"]}
-    files = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("old_methods.yaml")))
-    before = {old: construct(MethodConfig, said) for old, said in construct(dict[str, Any], files).items()}
-    left = {old: given.split() for old, given in RENAMED.items()}
-    assert before.keys() == left.keys()
-    while left:  # those of different methods in one command
-        now = {method.removeprefix("method="): (old, words) for old, (method, *words) in left.items()}
-        words = [f"method=[{','.join(now)}]", *itertools.chain.from_iterable(words for _, words in now.values())]
-        methods = compose_and_build("evaluate_checkpoint", [*COMMANDS["evaluate_checkpoint"][2], *words]).methods
-        assert methods == {known_as(name): before[old] for name, (old, _) in now.items()}
-        for old, _ in now.values():
-            del left[old]
-
-
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("method=vanilla_survival", "method=vanilla_survival: it is given as method=small_lm/survival now"),
         ("method=[mcsd,small_lm/optree]", "method=small_lm/optree: no such method; did you mean 'opt_tree'? There are"),
         ("method=eesd_bta", "method=eesd_bta: no such method; did you mean 'eesd_beta'? There are aded, "),
         ("method=small_lm/beta/opt_tree", "method=small_lm/beta/opt_tree: no such method; There are aded, "),
