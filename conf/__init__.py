@@ -209,8 +209,18 @@ def reported(goes_on: bool = False) -> Iterator[None]:
 
 
 def register(name: str, schema: type) -> None:
-    """Store `schema` under "<name>_schema", the first item of conf/<name>.yaml's defaults list."""
+    """Store `schema` under "<name>_schema", the first item of conf/<name>.yaml's defaults list.
+
+    In YAML ${by_device:A,B} is A with a GPU and B without one.
+    """
+    OmegaConf.register_new_resolver("by_device", lambda gpu, cpu: gpu if has_gpu() else cpu, replace=True)
     ConfigStore.instance().store(f"{name}_schema", _thaw(schema))
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU that is not hidden, judged without torch by the files of NVIDIA's and AMD's drivers."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
 
 
 def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] = ()) -> Config:

@@ -114,6 +114,9 @@ def options_of(schema: type, composed: DictConfig | None, prefix: str = "") -> I
             yield from options_of(typing.cast(type, inner[0]), None, f"{key}.NAME.")
             continue
         missing = composed is not None and OmegaConf.is_missing(composed, field.name)
+        if composed is not None and OmegaConf.is_interpolation(composed, field.name):
+            written = str(OmegaConf.to_container(composed, resolve=False)[field.name])
+            value = re.sub(r"\$\{by_device:(.+),(.+)\}", r"\1, without a GPU \2", written)
         if composed is None:
             value = field.default if field.default is not dataclasses.MISSING else None
         meaning = meanings.get(field.name, "")

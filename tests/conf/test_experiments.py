@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conf import CONF_DIR, build
+from conf import CONF_DIR, build, has_gpu
 from conf.methods import known_as
 from conf.options import compose_defaults
 from data_prep.text.rehearsal import MODELS
@@ -121,6 +121,44 @@ def test_the_corpora_of_aded() -> None:
     assert (code.data.data_dir, code.data.layout, code.data.max_records) == ("data/python", "code", 2_700_000)
     for config in (chat, code):
         assert (config.orders, config.min_count, config.data.heldout_fraction) == ((3,), 1, 0)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, gpu: bool, command: str, *overrides: str) -> Any:
+    """A config as composed on a machine with or without a GPU."""
+    monkeypatch.setattr("conf.has_gpu", lambda: gpu)
+    return build(registered(command), compose_defaults(command, [*overrides]))
+
+
+def test_sizes_that_nobody_gives_fit_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given, by a user or by an experiment about a model, is the same everywhere."""
+    for command in ("eesd", "finetune_drafter", "eagle3"):
+        big, small = (on(monkeypatch, gpu, command, "target=t") for gpu in (True, False))
+        assert (big.seq_len, small.seq_len) == (2048, 512)
+        assert big.fit.batch_rows >= 4 * small.fit.batch_rows
+        given = [on(monkeypatch, gpu, command, "target=t", "seq_len=64", "fit.batch_rows=2") for gpu in (True, False)]
+        assert (given[0].seq_len, given[0].fit.batch_rows) == (64, 2)
+        assert given[0] == given[1]
+    big, small = (
+        on(monkeypatch, gpu, "evaluate_checkpoint", "target=t", "method=prompt_lookup") for gpu in (True, False)
+    )
+    assert (big.num_prompts, small.num_prompts) == (24, 12)
+    for name in {*EXPERIMENTS} - ANY_MODEL:
+        configs = [on(monkeypatch, gpu, name.partition("/")[0], f"experiment={name}") for gpu in (True, False)]
+        assert configs[0] == configs[1], name
+
+
+def test_a_gpu_is_one_that_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = {"/dev/nvidiactl"}
+    monkeypatch.setattr("os.path.exists", found.__contains__)
+    assert has_gpu()
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not has_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert has_gpu()
+    found.clear()
+    assert not has_gpu()
 
 
 def test_what_can_be_rehearsed_has_a_random_target() -> None:
