@@ -3,27 +3,32 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from outrider.files import write_atomically
+from outrider.files import is_local, write_atomically
 
 CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target
 REPORT_HEADING = "## Measured"
+ELSEWHERE = "TARGET"  # in commands: a target that was a path where the drafter was trained
+LEAST_TAU = 1.1  # tokens per pass below which a drafter is of no use
 
 
-def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -> None:
+def write_card(path: Path, use: str, target: str, facts: Mapping[str, object], *, portable: bool = False) -> None:
     """Write the model card of the drafter in directory `path`, replacing an earlier card and its report.
 
     use: instructions for a drafter of its kind, with {path} and {target} to fill in; target: the target's name or
-    directory; facts: one line each.
+    directory; facts: one line each; a "tau" below `LEAST_TAU` makes a warning. portable: name no path of this machine.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    base = "" if Path(target).is_dir() else f"base_model: {target}\n"  # a path means nothing on the Hub
+    base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
+    elsewhere, tau = portable and is_local(target), facts.get("tau")
+    filled = {"path": path.name if portable else path, "target": ELSEWHERE if elsewhere else target}
     sections = [
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
-        f"{TITLE}{target}",
-        use.format(path=path, target=target),
+        f"{TITLE}{Path(target).name if elsewhere else target}",
+        *([_USELESS.format(tau=tau)] if isinstance(tau, float) and tau < LEAST_TAU else []),
+        use.format(**filled),
         f"## How it was made\n\n{listed}",
-        _UPLOAD.format(path=path),
+        _UPLOAD.format(**filled),
     ]
     write_atomically(path / CARD_FILE, ("\n\n".join(sections) + "\n").encode())
 
@@ -67,6 +72,9 @@ python -m sglang.launch_server --model-path {target} --speculative-algorithm STA
   --speculative-draft-model-path {path} --speculative-num-steps %(drafted)d --speculative-eagle-topk 1 \\
   --speculative-num-draft-tokens %(checked)d
 ```"""
+
+_USELESS = """**Of no use**: it reached τ = {tau:.2f} tokens per pass of the target, and τ = 1 means that none of its
+tokens was accepted. Decoding with it is slower than without. Train it longer, or on the target's own answers."""
 
 _UPLOAD = """## Sharing it
 

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
-from draft_models.card import CARD_FILE, TITLE
+from draft_models.card import CARD_FILE, ELSEWHERE, TITLE
 from draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from draft_models.early_exit.checkpoint import read_meta, recast
 from draft_models.ngrams.table import TrigramTable
@@ -64,7 +64,7 @@ def _ship(config: ShipConfig, out_dir: Path) -> None:
     try:
         for name in found:
             SHIPPED[name](run / name, staging / name, getattr(torch, config.dtype))
-            _ship_card(run / name, staging / name, out_dir / name, config.target)
+            _ship_card(run / name, staging / name, config.target)
         sizes = {name: _megabytes(staging / name) for name in found}
         said = " ".join(f"{name}={size:.2f}" for name, size in sizes.items())
         if sum(sizes.values()) > config.max_mb:
@@ -129,12 +129,15 @@ SHIPPED: dict[str, Callable[[Path, Path, torch.dtype], None]] = {
 }
 
 
-def _ship_card(source: Path, to: Path, final: Path, target: str | None) -> None:
-    """Write the card of the drafter in `source`; its commands name the `final` folder, and `target` if given."""
+def _ship_card(source: Path, to: Path, target: str | None) -> None:
+    """Write the card of the drafter in `source`; it names `target` if given."""
     if (source / CARD_FILE).exists():
-        text = (source / CARD_FILE).read_text(errors="replace").replace(str(source), str(final))
-        known = re.search(rf"^{TITLE}(.+)$", text, re.MULTILINE)
-        (to / CARD_FILE).write_text(text.replace(known[1], target) if known and target else text)
+        text = (source / CARD_FILE).read_text(errors="replace")
+        if target is not None:
+            text = re.sub(rf"^{TITLE}.+$", lambda _: TITLE + target, text, flags=re.MULTILINE).replace(
+                ELSEWHERE, target
+            )
+        (to / CARD_FILE).write_text(text)
 
 
 def _megabytes(folder: Path) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from draft_models.card import add_report, write_card
+from draft_models.eagle3.card import use_of
 from draft_models.early_exit import export
 from draft_models.early_exit import model as early_exit
 from draft_models.small_lm import model as small_lm
@@ -65,6 +66,30 @@ def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, use
     text = (tmp_path / "README.md").read_text()
     assert text.startswith("---\nlibrary_name: outrider\ntags: [speculative-decoding, draft-model]\n---\n")
     assert f"# A draft model for {tmp_path / 'target'}\n" in text
+
+
+@pytest.mark.parametrize("use", [early_exit.USE, small_lm.USE, small_lm.USE_OF_SOME, use_of("specforge", False)])
+def test_a_card_for_other_machines_names_no_path_of_this_one(tmp_path: Path, use: str) -> None:
+    """A target of the Hub is known everywhere; of another one the name is told, and commands have a word for it."""
+    (tmp_path / "mine").mkdir()
+    write_card(tmp_path / "mine", use, str(tmp_path / "of/Qwen-Q4.gguf"), {}, portable=True)
+    text = (tmp_path / "mine/README.md").read_text()
+    assert str(tmp_path) not in text
+    assert "base_model" not in text
+    assert "# A draft model for Qwen-Q4.gguf\n" in text
+    assert "target=TARGET " in text or text.count("TARGET") > 1
+    write_card(tmp_path / "mine", use, "org/target", {}, portable=True)
+    text = (tmp_path / "mine/README.md").read_text()
+    assert "base_model: org/target\n" in text
+    assert "target=org/target" in text
+    assert "hf upload USER/NAME mine " in text
+
+
+@pytest.mark.parametrize(("tau", "warned"), [(1.0, True), (1.09, True), (1.1, False), (2.5, False), (None, False)])
+def test_a_card_says_that_its_drafter_is_of_no_use(tmp_path: Path, tau: float | None, warned: bool) -> None:
+    write_card(tmp_path, early_exit.USE, "org/target", {} if tau is None else {"tau": tau})
+    text = (tmp_path / "README.md").read_text()
+    assert f"**Of no use**: it reached τ = {tau:.2f} tokens" in text if warned else "**Of no use**" not in text
 
 
 @pytest.mark.parametrize("carded", [True, False])

@@ -56,7 +56,10 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     record = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())
     assert record["metrics"]["tau"] == max(line["eval_tau"] for line in evaluated)
     assert PLUGIN.trained_seconds(str(tmp_path / "out")) == record["training_seconds"] > 0
-    assert "evaluate-checkpoint target=" in (tmp_path / "out" / CARD_FILE).read_text()
+    card = (tmp_path / "out" / CARD_FILE).read_text()
+    assert "evaluate-checkpoint target=TARGET eagle3=out " in card
+    assert f"- tau: {round(record['metrics']['tau'], 3)}\n" in card
+    assert str(tmp_path) not in card
 
     head = load_head(str(tmp_path / "out"), load_config(str(sure)), dtype=torch.float32)
     assert head.draft_tokens is not None

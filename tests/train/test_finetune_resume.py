@@ -116,7 +116,9 @@ def test_resume_with_other_settings_is_refused(tmp_path: Path, target: Path, sma
     before = weights(tmp_path / "out")
     add_report(tmp_path / "out", "# Measured since\n")
     finetune_drafter(replace(run, resume=True))  # finished: left alone
-    assert "Measured since" in (tmp_path / "out" / CARD_FILE).read_text()
+    card = (tmp_path / "out" / CARD_FILE).read_text()
+    assert "Measured since" in card
+    assert str(tmp_path) not in card
     (tmp_path / "out" / TRAINING_FILE).unlink()
     (tmp_path / "out" / "model.safetensors").unlink()
     finetune_drafter(replace(run, resume=True))  # trained, but not exported to the end

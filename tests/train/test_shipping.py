@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny_models(folder, "llama")
     for made, name in ((EARLY_EXIT, "eesd"), (SMALL_LM, "small_lm"), (TABLE, "trigrams")):
         (folder / made).rename(folder / name)
-    (folder / "eesd/README.md").write_text(f"evaluate-checkpoint checkpoint={folder}/eesd\n")
+    (folder / "eesd/README.md").write_text("evaluate-checkpoint checkpoint=eesd\n")
     (folder / "eesd/checkpoint-3").mkdir()
     (folder / "eesd/checkpoint-3/model.safetensors").write_bytes(b"of no use")
     (folder / "small_lm" / TRAINING_FILE).write_text(json.dumps({"training_seconds": 200.4}))
@@ -93,7 +93,7 @@ def test_what_is_shipped_drafts_for_its_target_and_for_no_other(run: Path, tmp_p
     )
     meta = read_meta(out_dir / "eesd")
     assert (meta.dtype, meta.fingerprint) == ("bfloat16", read_meta(run / "eesd").fingerprint)
-    assert (out_dir / "eesd/README.md").read_text() == f"evaluate-checkpoint checkpoint={out_dir}/eesd\n"
+    assert (out_dir / "eesd/README.md").read_text() == "evaluate-checkpoint checkpoint=eesd\n"
     for file in (out_dir / "eesd" / WEIGHTS_FILE, out_dir / "small_lm/model.safetensors"):
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
     assert not (out_dir / "eesd/checkpoint-3").exists()
@@ -122,15 +122,16 @@ def test_a_small_lm_of_some_tokens_keeps_what_its_ids_stand_for(run: Path, tmp_p
 def test_cards_name_the_target_as_others_have_it(run: Path, tmp_path: Path) -> None:
     """Title and commands; an EAGLE-3 head beside them is not shipped, and that is said."""
     shutil.copytree(run, tmp_path / "run")
-    write_card(tmp_path / "run/eesd", USE, str(tmp_path / "run/fetch"), {})
+    write_card(tmp_path / "run/eesd", USE, str(tmp_path / "run/target"), {}, portable=True)
     (tmp_path / "run/eagle3").mkdir(exist_ok=True)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         ship(tmp_path / "run", tmp_path / "out", target="org/model")
     card = (tmp_path / "out/eesd/README.md").read_text()
     assert "# A draft model for org/model\n" in card
-    assert f"checkpoint={tmp_path}/out/eesd target=org/model" in card
-    assert str(tmp_path / "run") not in card
+    assert "checkpoint=eesd target=org/model" in card
+    assert "on the first layers of the target, with which" in card
+    assert str(tmp_path) not in card
     assert f"ship_drafters left={tmp_path}/run/eagle3" in said.getvalue()
 
 

@@ -123,12 +123,12 @@ class Recipe:
         names = ("exit_depth", "train_head", "seq_len")
         facts: dict[str, object] = {"exit_layer": self.exit_layer, **{name: getattr(config, name) for name in names}}
         facts |= {"objective": config.loss} | ({"teacher": config.teacher} if config.distils else {})
-        facts |= {} if self.start is None else {"went on from": self.start}
+        facts |= {} if self.start is None else {"went on from": Path(self.start).name}
         facts |= {} if tokens is None else {"tokens": f"{len(tokens)} of the target's {target.vocab_size}"}
         facts |= {"data": config.data.source, "steps": trained.result.steps}
         if config.decode_prompts:
             facts |= {"chosen step": trained.step, "tau": round(trained.metrics["tau"], 3)}
-        write_card(Path(config.out_dir), USE, config.target, facts)
+        write_card(Path(config.out_dir), USE, config.target, facts, portable=True)
         layers_of_all = f"{self.exit_layer} of {target.num_hidden_layers}"
         say(f"saved drafter={Path(config.out_dir)} exit_layer={layers_of_all} step={trained.step}")
 
