@@ -104,7 +104,7 @@ def options_of(schema: type, composed: DictConfig | None, prefix: str = "") -> I
     meanings, hints = meanings_of(schema), typing.get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
         key, kind = prefix + field.name, hints[field.name]
-        value = None if composed is None else OmegaConf.select(composed, field.name, throw_on_missing=False)
+        value = None if composed is None else _default(composed, field.name)
         if dataclasses.is_dataclass(kind):
             yield from options_of(typing.cast(type, kind), value, f"{key}.")
             continue
@@ -114,15 +114,20 @@ def options_of(schema: type, composed: DictConfig | None, prefix: str = "") -> I
             yield from options_of(typing.cast(type, inner[0]), None, f"{key}.NAME.")
             continue
         missing = composed is not None and OmegaConf.is_missing(composed, field.name)
-        if composed is not None and OmegaConf.is_interpolation(composed, field.name):
-            written = str(OmegaConf.to_container(composed, resolve=False)[field.name])
-            value = re.sub(r"\$\{by_device:(.+),(.+)\}", r"\1, without a GPU \2", written)
         if composed is None:
             value = field.default if field.default is not dataclasses.MISSING else None
         meaning = meanings.get(field.name, "")
         if read := conditions(kind):
             meaning = f"with {' and '.join(f'{option}={_either(values)}' for option, values in read)}: {meaning}"
         yield Option(key, words(kind), "" if missing else shown(value), meaning)
+
+
+def _default(composed: DictConfig, name: str) -> typing.Any:
+    """The composed value; of one that depends on the device, both in words."""
+    if OmegaConf.is_interpolation(composed, name):
+        written = dict(composed.items_ex(resolve=False))[name]
+        return re.sub(r"\$\{by_device:(.+),(.+)\}", r"\1, without a GPU \2", str(written))
+    return OmegaConf.select(composed, name, throw_on_missing=False)
 
 
 def words(kind: object) -> str:
