@@ -46,6 +46,11 @@ class Named:
 
 
 @dataclasses.dataclass(frozen=True)
+class Address(Named):
+    """A text that is a URL of HTTP."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Place(Named):
     """The path of a file or directory that must exist (see `Settings.require_places`).
 
@@ -78,6 +83,7 @@ Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 Positive = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0), Lt(2**31)]
+Url = Annotated[str, Address("http://HOST:PORT or https://…")]
 
 
 def free(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
@@ -272,9 +278,9 @@ def _holds(kind: object, value: object) -> bool:
 
 
 def _is_within(limit: object, value: Any) -> bool:
-    """Whether `value` satisfies the bound `limit`; if that is `Named`, whether `value` is not empty."""
+    """Whether `value` satisfies the bound `limit`; if that is `Named`, whether it is not empty, or a URL."""
     if isinstance(limit, Named):
-        return bool(value)
+        return value.startswith(("http://", "https://")) if isinstance(limit, Address) else bool(value)
     how = type(limit).__name__.lower()  # Ge(ge=1) → ge, also the operator's name
     return type(limit) not in _SIGNS or bool(getattr(operator, how)(value, getattr(limit, how)))
 

@@ -18,6 +18,8 @@ import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -29,11 +31,14 @@ from data_prep.responses.settings import GenerateConfig
 from outrider.errors import UserError, reason
 
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
+RETOKENISED = "retokenised"  # that of a text without token ids, which is not tokenised so
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": None}  # log-probabilities take time
 _PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
 _FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once more than this number failed
 _WITHIN, _BETWEEN = 1e-3, 0.1  # tolerance of a log-probability in nats, within a reply and between two replies
 Value = TypeVar("Value")
 Json = Mapping[str, Any]
+Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]  # its steps, when asked and when each came, all
 
 
 class ReplyError(Exception):
@@ -58,6 +63,7 @@ class Server:
 
     model: the target's name there. context: the smaller context length, in tokens, of server and target. checked: its
     log-probabilities must be those of its tokens, and a greedy token the likeliest; off for what is to be audited.
+    option: what names the server, for errors. owner: the engine, as it calls itself.
 
     The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs; `answer` raises
     it when too many prompts have failed.
@@ -71,16 +77,17 @@ class Server:
         context: int,
         *,
         checked: bool = True,
+        option: str = "server",
     ) -> None:
         assert config.server is not None
         self.config, self.tokenizer, self.eos = config, tokenizer, frozenset(eos)
-        self.url = config.server.rstrip("/").removesuffix("/v1")
+        self.url, self.named = config.server.rstrip("/").removesuffix("/v1"), f"{option}={config.server}"
         self.checked, self._asked, self._failed = checked, 0, 0
         try:
             self.model, self.context = self._find_model(context)
             self._try_out()
         except ReplyError as error:
-            raise UserError(f"server={config.server}: {error}; see docs/data.md for servers") from None
+            raise UserError(f"{self.named}: {error}; see docs/data.md for servers") from None
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt by at most as many tokens as it has `draws`; the first draw determines its seed."""
@@ -95,18 +102,41 @@ class Server:
         self._asked, self._failed = self._asked + len(answers), self._failed + len(failed)
         if self._failed > max(_FAILED_FEW, _FAILED_SHARE * self._asked):
             raise UserError(
-                f"server={self.config.server}: {self._failed} of {self._asked} prompts failed, the last one by: "
+                f"{self.named}: {self._failed} of {self._asked} prompts failed, the last one by: "
                 f"{failed[-1]}; mend the server and go on with resume=true"
             )
         return [answer for _, answer in answers]
+
+    def stream(self, prompt: list[int], count: int, seed: int, **more: object) -> Streamed:
+        """At most `count` tokens after the prompt, asked for once, as it is timed. more: fields of the request.
+
+        Without token ids there are two steps, what came first and the rest. Raises `UserError`.
+        """
+        body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
+        begun = time.perf_counter()
+        try:
+            chunks, reply = self.fetch("/v1/completions", body, read=read_stream)
+            answer = self._read(reply, prompt, count, greedy=False)
+            if not answer.tokens:
+                raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
+        except ReplyError as error:
+            if error.failure != RETOKENISED:
+                raise UserError(f"{self.named}: {error}; see docs/deploy.md") from None
+            answer = Answer(tuple(self._tokenised(reply["choices"][0]["text"])), retokenised=True, failure=RETOKENISED)
+        if answer.retokenised:
+            chunks = [chunks[0], *chunks[1:][-1:]]
+        ends = accumulate(len(one.get("token_ids") or self._tokenised(one["text"])) or 1 for _, one in chunks[:-1])
+        steps = [step for start, end in pairwise([0, *ends, None]) if (step := answer.tokens[start:end])]
+        return answer, steps, [begun, *(when for when, _ in chunks)][: 1 + len(steps)], reply
 
     # ------------------------------------------------------------------------------------------- before the run
 
     def _find_model(self, context: int) -> tuple[str, int]:
         """The name of the model to request, and its context length (which vLLM reports)."""
-        listed = self._patiently(lambda: self._fetch("models"), retries=min(2, self.config.server_retries))
+        listed = self._patiently(lambda: self.fetch("/v1/models"), retries=min(2, self.config.server_retries))
         try:
             lengths = {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
+            self.owner = str(listed["data"][0].get("owned_by") or "server")
         except (LookupError, TypeError, AttributeError):
             lengths = {}
         model = self.config.server_model or next(iter(lengths), None)
@@ -145,10 +175,10 @@ class Server:
         top = rest.top if first.top is None or rest.top is None else first.top.then(rest.top)
         return None, Answer((*first.tokens, *rest.tokens), rest.ended, top, rest.retokenised)
 
-    def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
-        """At most `count` tokens after the prompt. Parameters with server-side defaults are sent explicitly."""
+    def _body(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Json:
+        """A request. Parameters with server-side defaults are sent explicitly."""
         sampling = self.config.sampling
-        body = {
+        return {
             "model": self.model, "prompt": prompt, "max_tokens": count, "seed": seed, "n": 1, "stream": False,
             "temperature": 0.0 if greedy else sampling.temperature,
             "top_p": 1.0 if greedy else sampling.top_p, "top_k": -1 if greedy else sampling.top_k or -1,
@@ -157,14 +187,12 @@ class Server:
             "return_token_ids": True, "return_tokens_as_token_ids": True,
         }  # fmt: skip
 
-        def once() -> Answer:
-            reply = self._fetch("completions", body)
-            try:
-                return self._read(reply, prompt, count, greedy=greedy)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise ReplyError(f"a reply that is no completion ({reason(error)})") from None
-
-        return self._patiently(once, self.config.server_retries)
+    def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
+        """At most `count` tokens after the prompt."""
+        body = self._body(prompt, count, seed, greedy=greedy)
+        read = partial(self._read, prompt=prompt, count=count, greedy=greedy)
+        asked = partial(self.fetch, "/v1/completions", body, lambda response: read(json.load(response)))
+        return self._patiently(asked, self.config.server_retries)
 
     def _patiently(self, make: Callable[[], Value], retries: int) -> Value:
         for attempt in range(retries + 1):
@@ -176,24 +204,23 @@ class Server:
                 time.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE))
         raise AssertionError("unreachable")
 
-    def _fetch(self, path: str, body: Json | None = None) -> Json:
-        """The JSON at /v1/path; a body is sent by POST. Raises `ReplyError`, and `UserError` for a refusal."""
+    def fetch(self, path: str, body: Json | None = None, read: Callable[[Any], Any] = json.load) -> Any:
+        """What `read` makes of the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/v1/{path}", data, headers)
+        request = urllib.request.Request(f"{self.url}{path}", data, headers)
         try:
             with urllib.request.urlopen(request, timeout=self.config.server_timeout) as response:
-                content: Json = json.load(response)
-                return content
+                return read(response)
         except urllib.error.HTTPError as error:
-            said = f"/v1/{path} answered {error.code}: {error.read(500).decode('utf-8', 'replace').strip()}"
+            said = f"{path} answered {error.code}: {error.read(500).decode('utf-8', 'replace').strip()}"
             if error.code in (401, 403, 404):
-                raise UserError(f"server={self.config.server}: {said}; check URL, model, OPENAI_API_KEY") from None
+                raise UserError(f"{self.named}: {said}; check URL, model, OPENAI_API_KEY") from None
             raise ReplyError(said, retry=error.code in (408, 429) or error.code >= 500) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ReplyError(f"/v1/{path} gave no reply ({reason(error)})") from None
+        except (OSError, http.client.HTTPException, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ReplyError(f"{path} gave no reply that can be read ({reason(error)})") from None
 
     # ------------------------------------------------------------------------------------------------ one reply
 
@@ -208,7 +235,7 @@ class Server:
         if self.config.top_k_logits and (not tokens or rows is None):
             raise ReplyError("it names no token ids, and top_k_logits needs them (vLLM and llama.cpp do)", retry=False)
         retokenised = not tokens
-        tokens = list(tokens or self._retokenised(choice["text"], usage["completion_tokens"], ended))
+        tokens = list(tokens or self._retokenised(choice["text"], usage.get("completion_tokens"), ended))
         if rows is not None and self.checked:
             check_rows(rows, tokens, greedy=greedy)
         end = next((place for place, token in enumerate(tokens) if token in self.eos), None)
@@ -221,12 +248,16 @@ class Server:
         top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
         return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised)
 
-    def _retokenised(self, text: str, count: int, ended: bool) -> list[int]:
-        """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
+    def _tokenised(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _retokenised(self, text: str, count: int | None, ended: bool) -> list[int]:
+        """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
+        ids = self._tokenised(text)
         same = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
         if not same or count not in (len(ids), len(ids) + ended):
-            raise ReplyError("a text without token ids that is not tokenised so", "retokenised", retry=False)
+            raise ReplyError("a text without token ids that is not tokenised so", RETOKENISED, retry=False)
         return ids
 
     def _unsaid_end(self, choice: Json) -> list[int]:
@@ -238,6 +269,23 @@ class Server:
         if len(ends) != 1 or self.config.top_k_logits:
             raise ReplyError("an answer that ended without its end token", retry=False)
         return [*ends]
+
+
+def read_stream(response: Any) -> tuple[list[tuple[float, Json]], Json]:
+    """The choices with tokens or text, when each came, and all as one reply. Raises `ReplyError` unless it streamed."""
+    if response.headers.get_content_type() != "text/event-stream":
+        raise ReplyError("it does not stream its answers")
+    lines = [(time.perf_counter(), line[5:]) for line in response if line.startswith(b"data:")]
+    chunks = [(when, json.loads(line)) for when, line in lines if line.strip() != b"[DONE]"]
+    choices = [(when, choice) for when, chunk in chunks for choice in chunk.get("choices", ())]
+    whole = {key: value for _, choice in choices for key, value in choice.items() if value is not None}
+    if not whole.get("finish_reason"):
+        raise ReplyError(f"a stream without an end, the last of it: {lines[-1:]}")
+    whole |= {"text": "".join(choice.get("text") or "" for _, choice in choices), "logprobs": None}
+    whole["token_ids"] = [token for _, choice in choices for token in choice.get("token_ids") or ()]
+    reply = {key: value for _, chunk in chunks for key, value in chunk.items() if value is not None}
+    came = [(when, one) for when, one in choices if one.get("token_ids") or one.get("text")]
+    return came or choices[-1:], {**reply, "choices": [whole]}
 
 
 def read_rows(logprobs: Json | None) -> list[Row] | None:

@@ -10,7 +10,7 @@ from data_prep.text.settings import DataConfig
 from draft_models.targets.settings import TARGET, Model, RunDtype, TargetConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, Seed, free, require_default
+from outrider.settings import Count, Positive, Seed, Url, free, require_default
 
 NotNegative = Annotated[int, Ge(0)]
 _OF_SERVERS = ("server_model", "concurrency", "server_timeout", "server_retries")
@@ -44,7 +44,7 @@ class GenerateConfig(TargetConfig):
     # answer until this time is over, of all runs in out_dir together, prompts of all lengths; null: all prompts
     minutes: Positive | None = free(None)
     # URL of an OpenAI-compatible server that runs the target, of which only config and tokenizer are then read here
-    server: str | None = free(None)
+    server: Url | None = free(None)
     server_model: str | None = None  # the target's name there; null: the first one that it lists
     concurrency: Count = free(16)  # requests to the server at a time, batch_size at most
     server_timeout: Positive = free(600.0)  # seconds that the server may take for one request
@@ -70,7 +70,6 @@ class GenerateConfig(TargetConfig):
             for name in _OF_SERVERS:
                 require_default(self, name, "it is read with server=URL")
             return
-        require(self.server.startswith(("http://", "https://")), "server", self.server, "http://HOST:PORT or https://…")
         require(self.concurrency <= self.batch_size, "concurrency", self.concurrency, "at most batch_size")
         for name in ("dtype", "device_map"):
             require_default(self, name, "the server runs the target")

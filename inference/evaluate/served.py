@@ -7,7 +7,7 @@ stored as they are measured (`served.jsonl`), so a stopped run can be continued.
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -20,11 +20,12 @@ from inference.audit.audit import judged, read
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.drafters.ngram.ngrams import open_table
+from inference.evaluate.server_arm import EngineServer
 from inference.loading.targets import TargetSetup, context_length, load_plain
 from inference.measure.busy import load_average, machine_load
 from inference.measure.prompt_results import append_line, read_lines
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
-from inference.report.served import DRAFTED, PLAIN, Row, served_row
+from inference.report.served import DRAFTED, PLAIN, UNREAD, Row, served_row
 from inference.serving.engine_process import EngineProcess, require_engine, running
 from inference.serving.page import environment
 from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, chain_rounds
@@ -32,7 +33,7 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
-from inference.settings.serving import draft_length, python_in, why_not
+from inference.settings.serving import MODULES, draft_length, python_in, why_not
 from outrider.errors import require
 from outrider.files import write_atomically
 from outrider.progress import counted
@@ -43,6 +44,7 @@ FOLDER = "engine"  # of drafters as the engine loads them, of its logs, and of t
 LEVEL = 0.001  # how often sampled texts may be refused by chance
 _WARM_UP_TOKENS = 8
 _TURNS = 3  # prompts of a block for each request at a time, where there are several
+Arm = EngineProcess | EngineServer
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class BlockKey:
 class Block:
     """Prompts that an engine continued in both arms, without a drafter and with one.
 
-    results: a repeat is one more turn of a prompt. seconds: by arm, of all prompts together.
+    results: a repeat is one more turn of a prompt. seconds: by arm, of all prompts together. counts: of a server's
+    drafts (see `EngineServer`). A server without a twin that does not draft has one arm.
     """
 
     key: BlockKey
@@ -68,6 +71,7 @@ class Block:
     results: tuple[PromptResult, ...]
     seconds: Mapping[str, float]
     load: float | None  # of the machine, when it ended
+    counts: tuple[int, ...] | None = None
 
 
 def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, processes: int = 1) -> None:
@@ -75,11 +79,15 @@ def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, pro
     assert config.engine is not None
     most, devices = max(config.concurrency), ("cpu",) if config.engine == "openvino" else ("cpu", "cuda")
     require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
-    expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
-    require(str(setup.device) in devices, "device", str(setup.device), expected)
     require(processes == 1, "engine", config.engine, f"null with {processes} processes: an engine has its own")
     others = sorted({*setup.inherited.taken} - {"repetition_penalty"})
     require(not others, "generation_config", others, "none with engine=: the engine has no such processors")
+    if config.engine not in MODULES:
+        for method in (None, *(one for one in config.methods.values() if why_not(config.engine, one) is None)):
+            _begin(config, setup, 0, Path(), "", method)
+        return
+    expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
+    require(str(setup.device) in devices, "device", str(setup.device), expected)
     require_engine(config.engine, python_in(config.engine_python))
 
 
@@ -109,14 +117,15 @@ def measure_served(
     begin = partial(_begin, config, setup, max(map(len, rendered)) + config.max_new_tokens, folder)
     found = []
     with ExitStack() as open_engines:
-        plain: EngineProcess | None = None
+        plain: Arm | None = None
         for name, method in methods.items():
             todo = [*block_keys(config, name, positions)]
             missing = [key for key in todo if key not in done]
             if missing:
                 plain = plain or open_engines.enter_context(begin("plain", None))
                 with begin(name, method) as drafted:
-                    arms = {PLAIN: (plain, 0), DRAFTED: (drafted, draft_length(method))}
+                    both = {PLAIN: (plain, 0), DRAFTED: (drafted, draft_length(method))}
+                    arms = {arm: (one, length) for arm, (one, length) in both.items() if one is not None}
                     for key in counted(missing, f"measuring {name} in {config.engine}", "blocks"):
                         done[key] = _measure(arms, key, rendered, asked, streams)
                         append_line(file, asdict(done[key]))
@@ -126,7 +135,8 @@ def measure_served(
 
 def block_keys(config: EvaluateConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
     """All blocks of a method. None has fewer prompts than there are requests at a time."""
-    engine = json.dumps([config.engine, config.engine_python, config.engine_options], sort_keys=True)
+    where = config.engine_plain or config.engine_python
+    engine = json.dumps([config.engine, where, config.engine_options], sort_keys=True)
     for count in config.concurrency:
         blocks = len(positions) if count == 1 else max(1, len(positions) // (_TURNS * count))
         edges = [len(positions) * block // blocks for block in range(blocks + 1)]
@@ -136,7 +146,7 @@ def block_keys(config: EvaluateConfig, method: str, positions: Sequence[int]) ->
 
 
 def _measure(
-    arms: Mapping[str, tuple[EngineProcess, int]],
+    arms: Mapping[str, tuple[Arm, int]],
     key: BlockKey,
     rendered: Sequence[Sequence[int]],
     asked: Row,
@@ -154,14 +164,15 @@ def _measure(
             engine.continued(prompts, {**asked, "max_new_tokens": few}, drafted)
             engine.warm = count
         texts[arm], seconds[arm] = engine.continued(prompts, asked, drafted)
+    named = {name: texts[arm] for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, key.method)) if arm in arms}
     results = tuple(
         PromptResult(
-            f"{position}/{key.repeat}", "", tuple(prompt), {AUTOREGRESSIVE: plain, key.method: drafted}, AUTOREGRESSIVE,
-            conversation=str(position),
+            f"{position}/{key.repeat}", "", tuple(prompts[place]), {name: made[place] for name, made in named.items()},
+            next(iter(named)), conversation=str(position),
         )
-        for position, prompt, plain, drafted in zip(key.positions, prompts, texts[PLAIN], texts[DRAFTED], strict=True)
+        for place, position in enumerate(key.positions)
     )  # fmt: skip
-    return Block(key, arms[DRAFTED][0].version, results, seconds, load_average())
+    return Block(key, arms[DRAFTED][0].version, results, seconds, load_average(), arms[DRAFTED][0].counts)
 
 
 def sampling_of(config: EvaluateConfig, setup: TargetSetup) -> SamplingConfig:
@@ -180,8 +191,11 @@ def _asked(config: EvaluateConfig, sampling: SamplingConfig, eos: Collection[int
 
 def _begin(
     config: EvaluateConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
-) -> AbstractContextManager[EngineProcess]:
-    """An engine, with the drafter of `method` if it is given."""
+) -> AbstractContextManager[Arm | None]:
+    """An engine, with the drafter of `method` if it is given; None for a server without a twin that does not draft."""
+    if config.engine not in MODULES:
+        option, length = ("engine_plain", 0) if method is None else ("engine", draft_length(method))
+        return nullcontext(EngineServer(config, setup, option, length) if getattr(config, option) else None)
     draft, variables = None, {"CUDA_VISIBLE_DEVICES": ""} if setup.device.type == "cpu" else dict[str, str]()
     if method is not None:
         kind = KINDS[method.source]
@@ -213,8 +227,8 @@ def _exported(config: EvaluateConfig, setup: TargetSetup, source: str, where: st
 
 
 def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:
-    """The rounds of the engine's plain text by what `NgramProposer` drafts there: table and text alone decide."""
-    text = result.generations[AUTOREGRESSIVE].tokens
+    """The rounds of the engine's text by what `NgramProposer` drafts there: table and text alone decide."""
+    text = result.generations[result.reference].tokens
     rounds = chain_rounds(table, result.prompt, text, most)
     return Generation(text, 0.0, 0.0, tuple(Round(said, many, len(said) - 1, many, 0.0) for many, said in rounds))
 
@@ -245,12 +259,13 @@ def serve_methods(
             if kind.served == "custom_class":  # here it drafts trees
                 table = open_table(str(config.where(kind)), *vocabulary)
                 here = [_by_the_table(table, draft_length(method), result) for result in results]
-            totals = {arm: sum(block.seconds[arm] for block in some) for arm in (PLAIN, DRAFTED)}
+            totals = {arm: sum(block.seconds[arm] for block in some) for arm in some[0].seconds}
             references = None if drawn else [texts[int(result.unit)] for result in results]
             load = machine_load((), (block.load for block in some), os.cpu_count() or 1)
             row = served_row(
-                name, draft_length(method), results, here, references, totals, load, streams.within(name, count)
-            )
+                name, draft_length(method), results, here, references, totals, load, streams.within(name, count),
+                [(block.counts, len(block.results)) for block in some],
+            )  # fmt: skip
             versions = " and ".join(sorted({block.version for block in some}))
             rows.append({"engine": versions, "options": config.engine_options, "concurrency": count, **row})
         found[name] = {"served": rows}
@@ -266,10 +281,11 @@ def _judged(
     model, audited = None, dict[tuple[str, str], Row]()
     said: dict[tuple[str, str], dict[tuple[tuple[int, ...], ...], Row]] = {}
     for method, result in ((block.key.method, result) for block in blocks for result in block.results):
-        for arm, generated in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)):
-            prompt, text = result.prompt, result.generations[generated].tokens
-            if text != known.get(int(result.unit)):
-                row = {"prompt_ids": [*prompt], "output_ids": [*text]}
+        for generated, generation in result.generations.items():
+            prompt, text, arm = result.prompt, generation.tokens, DRAFTED if generated == method else PLAIN
+            if text != known.get(int(result.unit)) and UNREAD not in generation.totals:
+                again = "retokenised" in generation.totals
+                row = {"prompt_ids": [*prompt], "output_ids": [*text], "retokenised": again}
                 said.setdefault((method, arm), {})[prompt, text] = row
     for (name, arm), rows in said.items():
         sampling, file = vars(sampling_of(config, setup)), out / FOLDER / f"{name}-{arm}.jsonl"

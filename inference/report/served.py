@@ -1,11 +1,13 @@
 """What a serving engine makes of the drafters, beside what this runtime does; and which draft length pays there."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from inference.core.generation import Generation
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
@@ -20,7 +22,12 @@ from outrider.tables import Table
 LARGEST_DIFFERENCE = 0.02  # of the acceptance at a depth, that is not spoken of
 _DRAWS = 2000
 PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
+UNREAD = "unread"  # among a generation's totals: its text is not tokenised as it was said, so its tokens are not known
+_USUAL = 3  # tokens of a draft
 Row = dict[str, Any]
+Counts = npt.NDArray[np.int64]
+Counted = Sequence[tuple[Sequence[int] | None, int]]
+Texts = Sequence[Generation]
 
 SERVED = {
     "method": "how drafts were made",
@@ -30,9 +37,10 @@ SERVED = {
     "τ here": "by this runtime, or of the table alone",
     "accepted by depth": "share of rounds whose draft was accepted so far, in the engine",
     "here": "the same by this runtime, or of the table alone; * where the engine differs by more than chance",
-    "identical": "texts that equal the engine's own without a drafter; in brackets, those of it that equal the "
-    "reference's",
+    "identical": "texts that equal the engine's own without a drafter; in brackets, those of it (without it, those "
+    "with a drafter) that equal the reference's",
     "tokens/s": "of all requests together, without a drafter and with it",
+    "ms/token": "of a request after its first step, without a drafter and with it",
     "speed-up [95 %]": "of a request's decoding: the median over prompts",
     "verdict": "as above",
 }
@@ -47,28 +55,33 @@ def served_row(
     totals: Mapping[str, float],
     load: Report,
     streams: Streams,
+    counted: Counted = (),
 ) -> Row:
     """The figures of a method in an engine at one concurrency, where its drafts have `drafted` tokens.
 
     results: of the engine; here: our own generations of the same prompts; references: the reference's texts, None if
     they are drawn. totals: by arm of the engine, its seconds for all prompts together. load: of the machine meanwhile.
+    counted: the `counts` (see `EngineServer`) of the next prompts, None where rounds are seen, and how many these are.
     """
-    own, plain = ([r.generations[arm] for r in results] for arm in (method, AUTOREGRESSIVE))
-    both = [r for r in results if all(g.rounds for g in r.generations.values())]
+    arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in totals}
+    made = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
+    both = [r for r in results if PLAIN in arms and all(g.rounds for g in r.generations.values())]
     gained = speedup(both, method, AUTOREGRESSIVE, streams, after_first_step)
+    same = {arm: references and sum(g.tokens == tuple(text) for g, text in zip(some, references, strict=True))
+            for arm, some in made.items()}  # fmt: skip
+    flags = [name for some in made.values() for g in some for name in g.totals]
     return {
         "draft_tokens": drafted,
         "requests": len(results),
-        "tau": decode_statistics(map(_whole, own))["tau"],
+        **_acceptance(made[DRAFTED], here, [r.unit for r in results], counted, drafted, streams),
         "tau_here": decode_statistics(map(_whole, here))["tau"],
-        "rounds": sum(max(0, len(g.rounds) - 1) for g in own),
-        "acceptance": _compared((own, here), [r.unit for r in results], drafted, streams),
-        "identical_to_plain": None if references is None else sum(r.identical(method) for r in results),
-        "plain_identical_to_reference": None if references is None else sum(
-            g.tokens == tuple(text) for g, text in zip(plain, references, strict=True)
-        ),
-        "tokens_per_second": {arm: sum(len(g.tokens) for g in made) / totals[arm] for arm, made in
-                              ((PLAIN, plain), (DRAFTED, own))},
+        "identical_to_plain": sum(r.identical(method) for r in results) if same.get(PLAIN) is not None else None,
+        "plain_identical_to_reference": same.get(PLAIN),
+        "identical_to_reference": same[DRAFTED],
+        **{name: flags.count(name) for name in ("retokenised", UNREAD)},
+        "tokens_per_second": {arm: sum(len(g.tokens) for g in some) / totals[arm] for arm, some in made.items()},
+        "seconds_per_token": {arm: sum(g.decode_seconds for g in some) / max(1, sum(
+            len(r.tokens) for g in some for r in g.rounds)) for arm, some in made.items()},
         "speedup": gained,
         "load": load,
         "verdict": verdict(gained, load["busy"]),
@@ -85,17 +98,45 @@ def _whole(generation: Generation) -> Generation:
     return replace(generation, rounds=generation.rounds[:-1])
 
 
-def _compared(sides: Sequence[Sequence[Generation]], units: Sequence[str], depth: int, streams: Streams) -> list[Row]:
-    """By depth: the share of rounds accepted so far there and here, and the interval of the difference over prompts.
+def _acceptance(own: Texts, here: Texts, units: Sequence[str], counted: Counted, depth: int, streams: Streams) -> Row:
+    """τ, rounds and acceptance by depth, None for what is unknown; depth 0 stands for all drafted tokens together.
 
-    sides: the generations there and here. units: of resampling, one for each of them.
+    A server counts the last rounds of texts too, by which it may differ more.
+    """
+    there, ours, given = _depths(own, depth), _depths(here, depth), [one for one, _ in counted if one is not None]
+    if not given:
+        tau, compared = decode_statistics(map(_whole, own))["tau"], _compared(there, ours, units, streams)
+        return {"tau": tau, "rounds": int(there[:, 0].sum()), "acceptance": compared}
+    if not all(given):
+        return {"tau": None, "rounds": None, "acceptance": []}
+    edges, known = [*accumulate((many for _, many in counted), initial=0)], len(given[0]) == 1 + depth
+    if not known:
+        ours = np.array([np.sum([(0, 0), *((r.drafted, r.accepted) for r in g.rounds[:-1])], 0) for g in here])
+    there, ours = (np.add.reduceat(side, edges[:-1])[:, : len(given[0])] for side in (there, ours))
+    there[[one is not None for one, _ in counted]] = given
+    base, accepted = int(there[:, 0].sum()), int(there[:, 1:].sum())
+    said = accepted + base if known else sum(len(g.tokens) - 1 for g in own)
+    groups = [" ".join(units[start:end]) for start, end in pairwise(edges)]
+    compared = _compared(there, ours, groups, streams, len(own) * (1 if known else depth) / max(1, base))
+    tau, compared = said / max(1, said - accepted), compared if known else [{**compared[0], "depth": 0}]
+    return {"tau": tau, "rounds": base if known else None, "acceptance": compared}
+
+
+def _depths(generations: Iterable[Generation], depth: int) -> Counts:
+    """[n, 1 + depth]: the whole rounds of each, and how many of them accepted 1, 2, … tokens."""
+    accepted = [np.array([r.accepted for r in _whole(g).rounds], np.int64) for g in generations]
+    return np.array([(one[:, None] >= np.arange(1 + depth)).sum(0) for one in accepted])
+
+
+def _compared(there: Counts, here: Counts, units: Sequence[str], streams: Streams, more: float = 0.0) -> list[Row]:
+    """By depth: the share of rounds accepted so far there and here, and the interval of the difference over units.
+
+    there, here [n, 1 + depth]: see `_depths`. units: of resampling, one for each of n. more: that it may differ by.
     """
     places = {unit: place for place, unit in enumerate(dict.fromkeys(units))}
-    counts = np.zeros((2, len(places), 1 + depth), np.int64)
-    for side, generations in enumerate(sides):
-        for unit, generation in zip(units, generations, strict=True):
-            accepted = np.array([r.accepted for r in _whole(generation).rounds], np.int64)
-            counts[side, places[unit]] += (accepted[:, None] >= np.arange(1 + depth)).sum(0)
+    counts = np.zeros((2, len(places), there.shape[1]), np.int64)
+    for side, given in enumerate((there, here)):
+        np.add.at(counts[side], [places[unit] for unit in units], given)
     picks = streams.arrays("served").integers(counts.shape[1], size=(_DRAWS, counts.shape[1]))
     drawn = counts[:, picks].sum(2)  # [2, draws, 1 + K]
     shares, sampled = (part[..., 1:] / np.maximum(1, part[..., :1]) for part in (counts.sum(1), drawn))
@@ -106,11 +147,11 @@ def _compared(sides: Sequence[Sequence[Generation]], units: Sequence[str], depth
             "served": float(shares[0, place]),
             "here": float(shares[1, place]),
             "difference_ci95": [float(low[place]), float(high[place])],
-            "differs": bool(abs(shares[0, place] - shares[1, place]) > LARGEST_DIFFERENCE)
+            "differs": bool(abs(shares[0, place] - shares[1, place]) > LARGEST_DIFFERENCE + more)
             and len(places) >= MIN_PROMPTS
             and not low[place] <= 0 <= high[place],
         }
-        for place in range(depth)
+        for place in range(shares.shape[1])
     ]
 
 
@@ -120,18 +161,22 @@ def served_table(reports: Sequence[Report]) -> Table:
 
 
 def _cells(method: str, row: Row) -> tuple[str, ...]:
-    depths, speeds = row["acceptance"], row["tokens_per_second"]
+    depths, speeds, spent = row["acceptance"], row["tokens_per_second"].values(), row["seconds_per_token"].values()
     here = (f"{one['here']:.3f}{'*' * one['differs']}" for one in depths)
-    equal = row["identical_to_plain"]
+    own, plain = row["identical_to_reference"], row["plain_identical_to_reference"]
+    equal = (
+        f"({own}/{row['requests']})" if plain is None else f"{row['identical_to_plain']}/{row['requests']} ({plain})"
+    )
     return (
         method,
         str(row["concurrency"]),
         str(row["draft_tokens"]),
-        *(f"{row[key]:.2f}" for key in ("tau", "tau_here")),
+        *("–" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "tau_here")),
         " ".join(f"{one['served']:.3f}" for one in depths),
         " ".join(here),
-        "" if equal is None else f"{equal}/{row['requests']} ({row['plain_identical_to_reference']})",
-        " → ".join(number_text(speeds[arm]) for arm in (PLAIN, DRAFTED)),
+        "" if own is None else equal,
+        " → ".join(map(number_text, speeds)),
+        " → ".join(number_text(1000 * seconds) for seconds in spent),
         interval_text(row["speedup"]),
         row["verdict"],
     )
@@ -148,6 +193,10 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
         for arm, judged in (report.get("served_judgement") or {}).items():
             lines.append(f"- {report['method']}, {arm}: of {judged['texts']} texts audited ({judged['file']}): "
                          f"{judged['verdict']}.")  # fmt: skip
+        again = [sum(row[name] for row in report["served"]) for name in ("retokenised", UNREAD)]
+        if any(again):
+            lines.append(f"- {report['method']}: {again[0]} texts came without token ids and were tokenised again; "
+                         f"{again[1]} of them are not tokenised so, and not audited.")  # fmt: skip
         odd = {one["depth"] for row in report["served"] for one in row["acceptance"] if one["differs"]}
         schedule = report["served"][0]["options"].get("speculative_config")
         if odd and not schedule and KINDS[report["settings"]["source"]].served != "ngram":
@@ -172,14 +221,48 @@ def schedule_lines(served: Sequence[Report]) -> list[str]:
         rows = [row for report in served if report["settings"]["source"] == source for row in report["served"]]
         if any(busy_sentences(row) or row["speedup"]["prompts"] < MIN_PROMPTS for row in rows):
             continue  # then nothing can be faster
-        steps = schedule(rows)
+        steps, lengths = schedule(rows), sorted({row["draft_tokens"] for row in rows})
+        usual = _USUAL if _USUAL in lengths else lengths[len(lengths) // 2]
+        medians = {(row["concurrency"], row["draft_tokens"]): row["speedup"]["median"] for row in rows}
         said = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
-        lines += ["", f"Draft lengths that pay for {source} by requests at a time: {', '.join(said)}."]
-        if rows[0]["engine"].startswith("vllm") and any(k for *_, k in steps):
-            option = {"num_speculative_tokens": max(k for *_, k in steps),
-                      "num_speculative_tokens_per_batch_size": steps}  # fmt: skip
-            lines += ["", "```", json.dumps(option), "```"]
+        gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in steps]
+        lines += ["", f"Draft lengths that pay for {source} by requests at a time: {', '.join(said)}. Over K = {usual} "
+                  f"everywhere this gains {', '.join(gains)}, on these prompts.", "", *_expected(rows)]  # fmt: skip
+        option: Row = {"num_speculative_tokens": max(k for *_, k in steps),
+                       "num_speculative_tokens_per_batch_size": steps}  # fmt: skip
+        if source == "eagle3" and rows[0]["engine"].startswith("sglang"):  # --speculative-adaptive-config
+            option = {str(first): {"candidate_steps": [k]} for first, _, k in steps}
+        elif not rows[0]["engine"].startswith("vllm"):
+            continue
+        lines += ["", "```", json.dumps(option), "```"] if any(k for *_, k in steps) else []
     return lines
+
+
+def _expected(rows: Sequence[Row]) -> Iterator[str]:
+    """By requests at a time: the speed-up to expect of each draft length from the shortest to the longest measured one.
+
+    A step of K drafted tokens says 1 + Σ a_d tokens, d ≤ K, where a share a_d of all rounds accepted d tokens. Its
+    seconds are τ times those of a token, in units of a step without a drafter; between measured lengths, in proportion.
+    """
+    lengths = sorted({row["draft_tokens"] for row in rows})
+    known = all(row["rounds"] and len(row["acceptance"]) == row["draft_tokens"] for row in rows)
+    for count in sorted({row["concurrency"] for row in rows}) if known and len(lengths) > 1 else ():
+        some = {row["draft_tokens"]: row for row in rows if row["concurrency"] == count}
+        costs = [some[k]["tau"] * some[k]["seconds_per_token"][DRAFTED] / some[k]["seconds_per_token"][PLAIN]
+                 for k in lengths]  # fmt: skip
+        said, tokens = [], 1.0 + sum(_share(rows, depth) for depth in range(lengths[0] - 1))
+        for k in range(lengths[0], lengths[-1] + 1):
+            tokens += _share(rows, k - 1)
+            measured = f" ({interval_text(some[k]['speedup'])})" if k in some else ""
+            said.append(f"K = {k} {tokens / np.interp(k, lengths, costs):.2f}×{measured}")
+        yield (f"- {count} at a time, the speed-up expected of acceptance and seconds of a step (measured): "
+               f"{', '.join(said)}.")  # fmt: skip
+
+
+def _share(rows: Sequence[Row], place: int) -> float:
+    """Of all rounds whose drafts were longer, those that accepted the token at this place."""
+    long = [row for row in rows if row["draft_tokens"] > place]
+    return sum(row["rounds"] * row["acceptance"][place]["served"] for row in long) / sum(row["rounds"] for row in long)
 
 
 def schedule(rows: Sequence[Row]) -> list[tuple[int, int, int]]:

@@ -12,7 +12,7 @@ from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.serving import engine_worker
 from inference.serving.engine_worker import Json
-from inference.settings.serving import MODULES, Engine
+from inference.settings.serving import MODULES
 from outrider.errors import UserError, reason, require
 from outrider.progress import Stage
 
@@ -20,7 +20,7 @@ _SHOWN = 600  # characters of an engine's last words in an error
 _PATIENCE = 60  # seconds in which a Python starts
 
 
-def require_engine(engine: Engine, python: str) -> None:
+def require_engine(engine: str, python: str) -> None:
     """Raise `UserError` unless `python` is a Python that finds `engine`."""
     find = f"from importlib.util import find_spec; print(find_spec({MODULES[engine]!r}) is not None)"
     try:
@@ -33,6 +33,8 @@ def require_engine(engine: Engine, python: str) -> None:
 
 class EngineProcess:
     """An engine that has loaded a target and, if the job says so, a drafter (see `running`)."""
+
+    counts: tuple[int, ...] | None = None  # its rounds are seen
 
     def __init__(self, process: "subprocess.Popen[str]", job: Mapping[str, object], log: Path):
         self._process, self._engine, self._log = process, job["engine"], log
@@ -51,7 +53,7 @@ class EngineProcess:
         for prompt, one in zip(prompts, answer["requests"], strict=True):
             if not one["tokens"]:
                 raise self._failed(f"it says nothing after a prompt of {len(prompt)} tokens")
-        return tuple(_generation(one, drafted) for one in answer["requests"]), answer["seconds"]
+        return tuple(generation(one["tokens"], one["times"], drafted) for one in answer["requests"]), answer["seconds"]
 
     def _ask(self, job: Mapping[str, object]) -> Json:
         assert self._process.stdin is not None
@@ -94,9 +96,9 @@ def running(
         process.communicate()
 
 
-def _generation(request: Json, drafted: int) -> Generation:
-    """What the engine said; each of its steps but the first is a round."""
-    (first, *rest), (begun, prefilled, *times) = request["tokens"], request["times"]
+def generation(steps: Sequence[Sequence[int]], times: Sequence[float], drafted: int) -> Generation:
+    """What the engine said in steps; each but the first is a round. times: of the begin and of each step."""
+    (first, *rest), (begun, prefilled, *times) = steps, times
     spent = [now - before for before, now in zip([prefilled, *times], times, strict=False)]
     rounds = tuple(
         Round(tuple(tokens), drafted, len(tokens) - 1, drafted, seconds)

@@ -9,7 +9,7 @@ from data_prep.text.settings import PromptTemplate
 from draft_models.targets.settings import Dtype, Model
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
-from outrider.settings import Count, Place, Positive, RunConfig, Seed, free, require_default
+from outrider.settings import Count, Place, Positive, RunConfig, Seed, Url, free, require_default
 
 AnswerFile = Annotated[str, Place("a JSONL file of answers")]
 OF_SERVERS = (
@@ -28,7 +28,7 @@ class AuditConfig(RunConfig):
     # repetition_penalty; or texts, {"prompt": "…", "text": "…"}, which are tokenised again
     answers: AnswerFile | None = None
     # URL of an OpenAI-compatible server instead, which is asked `prompts`; its answers go to answers.jsonl in out_dir
-    server: str | None = None
+    server: Url | None = None
     server_model: str | None = None  # the target's name there; null: the first one that it lists
     concurrency: Count = free(16)  # requests to the server at a time
     server_timeout: Positive = free(600.0)  # seconds that the server may take for one request
@@ -56,6 +56,4 @@ class AuditConfig(RunConfig):
             require_default(self, name, "it is read with server=URL")
         for name in ("top_k", "top_p") if self.temperature == 0 else ():
             require_default(self, name, "greedy answers have nothing to choose from; temperature=1 samples")
-        url = self.server is None or self.server.startswith(("http://", "https://"))
-        require(url, "server", self.server, "http://HOST:PORT or https://…")
         SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)  # runs its own checks

@@ -23,9 +23,9 @@ from draft_models.targets.settings import (
 from inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in
 from inference.settings.method import MethodConfig, NgramConfig
 from inference.settings.sampling import SamplingConfig
-from inference.settings.serving import Engine, why_not, with_lengths
+from inference.settings.serving import MODULES, Engine, why_not, with_lengths
 from outrider.errors import require
-from outrider.settings import Count, Named, Place, Positive, free, only
+from outrider.settings import Count, Named, Place, Positive, Url, free, only, require_default
 from outrider.wandb_config import WandbConfig
 
 Runtime = Literal["auto", "eager", "graphed"]
@@ -88,16 +88,19 @@ class EvaluateConfig(RehearsedConfig):
     # texts of so many tokens, joined from the prompts, on which agreement is looked at too
     doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = ()
     drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
-    # also measure the methods in a serving engine that can run them (docs/deploy.md), without a drafter and with each
-    engine: Engine | None = free(None)
+    # also measure the methods in a serving engine that can run them (docs/deploy.md), without a drafter and with each;
+    # or the URL of an OpenAI-compatible server that runs already, with the drafter and draft length of one method
+    engine: Engine | Url | None = free(None)
+    # with engine=URL: the same server without a drafter; null: no speed-up is said
+    engine_plain: Url | None = free(None)
+    server_model: str | None = free(None)  # with engine=URL: the target's name there; null: the first one that it lists
     # directory of the engine's environment, or its Python; null: the one that runs this
     engine_python: Annotated[Annotated[str, Place("an environment with the engine")] | None, _SERVED] = free(None)
     # of the engine itself, as +engine_options.NAME=VALUE
     engine_options: Annotated[dict[str, Any], _SERVED] = free(factory=dict)
-    # requests to the engine at a time, one measurement for each
-    concurrency: Annotated[tuple[Count, ...], _SERVED] = free((1,))
+    concurrency: tuple[Count, ...] = free((1,))  # requests to the engine at a time, one measurement for each
     # lengths K of the drafts of all methods that the engine runs, one method for each; empty: their own
-    draft_tokens: Annotated[tuple[Count, ...], _SERVED] = ()
+    draft_tokens: tuple[Count, ...] = ()
     # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
     show_prompts: Annotated[int, Ge(0)] = free(4)
     # the table and the page in Weights & Biases too
@@ -167,6 +170,10 @@ class EvaluateConfig(RehearsedConfig):
         require(has_target, "target", None, f"the model that is to decode{self._instead()}")
 
     def _check_engine(self, replayed: bool) -> None:
+        of_any, of_servers = ("concurrency", "draft_tokens"), ("engine_plain", "server_model")
+        local, many = self.engine in (None, *MODULES), self.engine not in ("openvino", "transformers")
+        for name in (*(of_any if self.engine is None else ()), *(of_servers if local else ())):
+            require_default(self, name, f"engine={self.engine} does not read it")
         if self.engine is None:
             return
         own = self.engine_options.get("speculative_config", {})
@@ -175,14 +182,17 @@ class EvaluateConfig(RehearsedConfig):
             ("target", not replayed, f"a model with engine={self.engine}"),
             ("dtype", self.dtype != "int8", f"another one with engine={self.engine}"),
             ("stop_strings", not self.stop_strings, f"none with engine={self.engine}"),
-            ("concurrency", self.engine == "vllm" or self.concurrency == (1,), f"[1] with engine={self.engine}"),
+            ("concurrency", many or self.concurrency == (1,), f"[1] with engine={self.engine}"),
             ("concurrency", len({*self.concurrency}) == len(self.concurrency) > 0, "numbers, each once"),
             ("engine_options", chosen, "no drafter and no length: method and draft_tokens say them"),
         ):
             require(fits, key, getattr(self, key), expected)
         reasons = {name: why_not(self.engine, method) for name, method in self.all_methods.items()}
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        require(None in reasons.values(), "engine", self.engine, f"a method that it can run ({told})")
+        runs = [reason for reason in reasons.values() if reason is None]
+        require(bool(runs), "engine", self.engine, f"a method that it can run ({told})")
+        one = local or len(runs) == 1
+        require(one, "engine", self.engine, f"one method in one length, as a server has one drafter ({told})")
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:
@@ -201,6 +211,7 @@ class EvaluateConfig(RehearsedConfig):
             for name, method in self.methods.items()
         }
         given |= {"engine": None, "engine_python": None, "engine_options": {}, "concurrency": (1,), "draft_tokens": ()}
+        given |= {"engine_plain": None, "server_model": None}
         given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig()}
         small = replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
         return small.cut(prompt_chars=120, max_new_tokens=16)

@@ -10,9 +10,9 @@ from inference.settings.kinds import KINDS
 from inference.settings.method import AUTO, MethodConfig, NgramConfig
 
 Engine = Literal["vllm", "openvino", "transformers"]
-MODULES: Mapping[Engine, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
+MODULES: Mapping[str, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
 # How each engine can draft, in vLLM's words for its methods (see `Kind.served`).
-DRAFTS: Mapping[Engine, Collection[str]] = {
+DRAFTS: Mapping[str, Collection[str]] = {
     "vllm": ("draft_model", "eagle3", "ngram", "custom_class"),
     "openvino": ("draft_model", "ngram"),
     "transformers": ("draft_model", "ngram"),
@@ -21,10 +21,10 @@ _DEFAULT_LENGTH = 8  # where stop.max_draft is null
 _SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
 
 
-def why_not(engine: Engine, method: MethodConfig) -> str | None:
-    """Why `engine` cannot run `method`; None if it can."""
+def why_not(engine: str, method: MethodConfig) -> str | None:
+    """Why `engine` cannot run `method`; None if it can. A server by its URL may be any engine."""
     kind = KINDS[method.source]
-    if kind.served not in DRAFTS[engine]:
+    if kind.served not in DRAFTS.get(engine, DRAFTS["vllm"]):
         return f"it does not draft by {method.source}"
     if method.verify != "exact":
         return "it verifies exactly"
@@ -42,9 +42,7 @@ def draft_length(method: MethodConfig) -> int:
     return method.stop.limit(_DEFAULT_LENGTH) if _has_stop(method) else method.ngrams.depth
 
 
-def with_lengths(
-    engine: Engine, methods: Mapping[str, MethodConfig], lengths: Sequence[int]
-) -> dict[str, MethodConfig]:
+def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dict[str, MethodConfig]:
     """`methods`, of which those that `engine` can run come once for each of `lengths`, as NAME_kLENGTH."""
     found: dict[str, MethodConfig] = {}
     for name, method in methods.items():

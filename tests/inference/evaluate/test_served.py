@@ -25,7 +25,7 @@ from inference.evaluate.served import FILE, FOLDER, block_keys, require_served
 from inference.measure.prompt_results import read_results
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.statistics import acceptance_by_position
-from inference.report.served import DRAFTED, PLAIN, schedule, served_lines, served_row
+from inference.report.served import DRAFTED, PLAIN, schedule, schedule_lines, served_lines, served_row
 from inference.serving.proposer import NgramProposer
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
@@ -357,6 +357,58 @@ def test_the_draft_length_that_pays() -> None:
     assert schedule(rows) == [(1, 1, 4), (2, 4, 2), (5, 8, 0)]
 
 
+def engine_rows(source: str, engine: str) -> list[dict[str, Any]]:
+    """Reports of drafts of 1 and 3 tokens, for 1 and 4 requests: a step takes 1.2 to 3 of plain decoding's seconds."""
+    shares, costs = (0.8, 0.5, 0.25), {(1, 1): 1.2, (1, 3): 1.6, (4, 1): 1.5, (4, 3): 3.0}
+    reports = []
+    for k in (1, 3):
+        rows, tau = [], 1 + sum(shares[:k])
+        for count in (1, 4):
+            gain = tau / costs[count, k]
+            rows.append({
+                "engine": engine, "concurrency": count, "draft_tokens": k, "tau": tau, "rounds": 50, "load": QUIET,
+                "acceptance": [{"served": share} for share in shares[:k]],
+                "seconds_per_token": {PLAIN: 2.0, DRAFTED: 2.0 / gain},
+                "speedup": {"median": gain, "ci95": [gain - 0.1, gain + 0.1], "prompts": 8},
+                "verdict": "faster" if gain > 1.1 else "slower",
+            })  # fmt: skip
+        reports.append({"method": f"m_k{k}", "settings": {"source": source}, "served": rows})
+    return reports
+
+
+def test_the_speed_up_to_expect_and_what_the_table_gains() -> None:
+    """Of a length that was not measured, a step costs what lies between."""
+    said = "\n".join(schedule_lines(engine_rows("early_exit", "vllm-1")))
+    assert (
+        "by requests at a time: 1: K = 3, 2–4: K = 1. Over K = 3 everywhere this gains 1.00× at 1, 1.41× at 4" in said
+    )
+    at_1, at_4 = (f"{2.3 / cost:.2f}×, " for cost in (1.4, 2.25))
+    assert f"- 1 at a time, the speed-up expected of acceptance and seconds of a step (measured): K = 1 1.50× (1.50× " \
+           f"[1.40, 1.60]), K = 2 {at_1}K = 3 1.59× (1.59× [1.49, 1.69])." in said  # fmt: skip
+    assert f"K = 2 {at_4}K = 3 0.85×" in said
+    assert "expected" not in "".join(
+        schedule_lines(engine_rows("early_exit", "e")[1:])
+    )  # of one length nothing else is known
+
+
+@pytest.mark.parametrize(
+    ("source", "engine", "option"),
+    [
+        (
+            "eagle3",
+            "vllm-1",
+            {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 4, 1]]},
+        ),
+        ("eagle3", "sglang 1", {"1": {"candidate_steps": [3]}, "2": {"candidate_steps": [1]}}),
+        ("early_exit", "sglang 1", None),  # it adapts EAGLE's drafts alone
+        ("eagle3", "llamacpp b1", None),
+    ],
+)
+def test_the_table_as_the_engine_reads_it(source: str, engine: str, option: dict[str, Any] | None) -> None:
+    found = [line for line in schedule_lines(engine_rows(source, engine)) if line.startswith("{")]
+    assert [json.loads(line) for line in found] == ([option] if option else [])
+
+
 def test_what_an_engine_cannot_run_is_said() -> None:
     chain, tree = METHODS["chain"], METHODS["tree"]
     assert why_not("vllm", chain) is None
@@ -399,6 +451,12 @@ def test_what_an_engine_cannot_run_is_said() -> None:
             "draft_tokens say them",
         ),
         ({"engine": "vllm", "engine_options": {"speculative_config": 2}}, "draft_tokens say them"),
+        ({"engine": "localhost:8000"}, r"engine='localhost:8000': expected one of vllm, .* http://HOST:PORT"),
+        ({"engine": "vllm", "engine_plain": "http://a"}, "engine_plain"),
+        ({"server_model": "a"}, "server_model"),
+        ({"engine": "http://a", "engine_python": __file__}, "engine_python"),
+        ({"engine": "http://a", "methods": {"one": METHODS["chain"], "two": METHODS["chain"]}}, "one method"),
+        ({"engine": "http://a", "draft_tokens": (1, 2)}, "in one length"),
     ],
 )
 def test_options_of_engines_act_or_are_refused(changes: dict[str, Any], named: str, config: MakeConfig) -> None:

@@ -1,0 +1,122 @@
+"""A stand-in for a running server: it streams what a plan says as vLLM does, and counts drafts as its /metrics do."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+from typing import Any
+
+from tests.inference.serving.engine_stand_in import steps
+
+Json = dict[str, Any]
+PER_PLACE = "accepted_tokens_per_pos"
+
+
+@dataclass
+class Plan:
+    """What a server says. texts: by prompt, as JSON; accepted: of a prompt's rounds, none without a drafter.
+
+    changed: the place and the token that every text has there instead. together: steps in one chunk. ids: whether it
+    names tokens. counts: of its page, factors by name; timings: it counts in its answers instead, as llama.cpp.
+    """
+
+    decode: Callable[[list[int]], str]
+    texts: dict[str, list[int]]
+    accepted: dict[str, list[int]] = field(default_factory=dict)
+    length: int = 0
+    changed: tuple[int, int] | None = None
+    together: int = 1
+    ids: bool = True
+    counts: dict[str, int] = field(default_factory=dict)
+    timings: bool = False
+    streams: bool = True
+    ends: bool = True
+    read: Callable[[str], str] = str  # what it says of a text
+    told: dict[str, int] = field(default_factory=dict)
+    asked: list[Json] = field(default_factory=list)
+    lock: Lock = field(default_factory=Lock)
+
+    def chunks(self, body: Json) -> list[list[int]]:
+        """Of a text as it is said, after counting its rounds."""
+        prompt = json.dumps(body["prompt"])
+        text = self.texts.get(prompt, [64, 65, 66, 67])[: body["max_tokens"]]
+        if self.changed and len(text) > self.changed[0]:
+            text = [*text[: self.changed[0]], self.changed[1], *text[self.changed[0] + 1 :]]
+        accepted = self.accepted.get(prompt, [])
+        said = steps(text, accepted)
+        with self.lock:
+            self.asked.append(body)
+            for _, count in zip(said[1:], accepted, strict=False):
+                for name in ("drafts", *["accepted_tokens"] * count, *(f"{PER_PLACE}/{at}" for at in range(count))):
+                    self.told[name] = self.told.get(name, 0) + self.counts.get(name.partition("/")[0], 1)
+        return [
+            [token for step in said[at : at + self.together] for token in step]
+            for at in range(0, len(said), self.together)
+        ]
+
+    def page(self) -> str:
+        """/metrics."""
+        names = ("drafts", "accepted_tokens", *(f"{PER_PLACE}/{at}" for at in range(self.length)))
+        lines = ['vllm:num_requests_running{engine="0"} 1.0']
+        for name in names if self.length else ():
+            kind, _, place = name.partition("/")
+            labels = 'engine="0"' + f',position="{place}"' * bool(place)
+            lines.append(f"vllm:spec_decode_num_{kind}_total{{{labels}}} {float(self.told.get(name, 0))}")
+            lines.append(f"vllm:spec_decode_num_{kind}_created{{{labels}}} 1.7e+09")
+        return "\n".join(lines)
+
+    def events(self, body: Json) -> Iterator[Json]:
+        """The chunks of a stream."""
+        said = self.chunks(body)
+        for place, tokens in enumerate(said):
+            last = place == len(said) - 1 and self.ends
+            choice: Json = {"text": self.read(self.decode(tokens)), "finish_reason": "length" if last else None}
+            yield {"choices": [choice | ({"token_ids": tokens} if self.ids else {})], "system_fingerprint": "vllm-1"}
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sum(map(len, said))}
+        accepted = self.accepted.get(json.dumps(body["prompt"]), [])
+        counted = {"draft_n": self.length * len(accepted), "draft_n_accepted": sum(accepted)} if accepted else {}
+        yield {"choices": [], "usage": usage} | ({"timings": counted} if self.timings else {})
+
+
+@contextmanager
+def running(plan: Plan) -> Iterator[str]:
+    """The URL of a server on this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self.send(404 if plan.timings else 200, "text/plain", plan.page())
+            else:
+                self.send(200, "application/json", json.dumps({"data": [{"id": "tiny", "owned_by": "vllm"}]}))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if not body["stream"] or not plan.streams:
+                tokens = [token for step in plan.chunks(body) for token in step]
+                choice = {"text": plan.decode(tokens), "token_ids": tokens, "finish_reason": "length"}
+                self.send(200, "application/json", json.dumps({"choices": [choice]}))
+                return
+            lines = [f"data: {json.dumps(event)}\n\n" for event in plan.events(body)]
+            self.send(200, "text/event-stream; charset=utf-8", "".join([*lines, "data: [DONE]\n\n"]))
+
+        def send(self, status: int, kind: str, content: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content.encode())))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
