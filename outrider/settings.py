@@ -40,14 +40,10 @@ _SIGNS: dict[type, str] = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A text that must not be empty. what: its description, for errors."""
+    """A text that must not be empty. what: its description, for errors; starts: what it has to begin with one of."""
 
     what: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Address(Named):
-    """A text that is a URL of HTTP."""
+    starts: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +79,7 @@ Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 Positive = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0), Lt(2**31)]
-Url = Annotated[str, Address("http://HOST:PORT or https://…")]
+Url = Annotated[str, Named("http://HOST:PORT or https://…", ("http://", "https://"))]
 
 
 def free(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
@@ -165,9 +161,8 @@ def default_at(config: object, key: str) -> object:
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
     for field in dataclasses.fields(config) if isinstance(config, Settings) else ():
         if field.name == last and decides(field):
-            if field.default_factory is not dataclasses.MISSING:
-                return _decided(field.default_factory())
-            return ABSENT if field.default is dataclasses.MISSING else _decided(field.default)
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            return ABSENT if default is dataclasses.MISSING else _decided(default)
     return ABSENT
 
 
@@ -278,9 +273,9 @@ def _holds(kind: object, value: object) -> bool:
 
 
 def _is_within(limit: object, value: Any) -> bool:
-    """Whether `value` satisfies the bound `limit`; if that is `Named`, whether it is not empty, or a URL."""
+    """Whether `value` satisfies the bound `limit`; if that is `Named`, whether it is such a text."""
     if isinstance(limit, Named):
-        return value.startswith(("http://", "https://")) if isinstance(limit, Address) else bool(value)
+        return bool(value) and (not limit.starts or bool(value.startswith(limit.starts)))
     how = type(limit).__name__.lower()  # Ge(ge=1) → ge, also the operator's name
     return type(limit) not in _SIGNS or bool(getattr(operator, how)(value, getattr(limit, how)))
 
@@ -382,8 +377,7 @@ def differences(old: object, new: object, key: str = "") -> list[tuple[str, obje
     A mapping that only one of them has counts as one difference. Values are compared as JSON.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        keys = sorted(old.keys() | new.keys(), key=str)
-        pairs = ((inner, old.get(inner, ABSENT), new.get(inner, ABSENT)) for inner in keys)
+        pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in sorted(old.keys() | new.keys(), key=str))
         return [found for inner, a, b in pairs for found in differences(a, b, f"{key}.{inner}" if key else inner)]
     return [] if _plain(old) == _plain(new) else [(key, old, new)]
 

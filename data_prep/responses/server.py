@@ -271,7 +271,7 @@ class Server:
         return [*ends]
 
 
-def read_stream(response: Any) -> tuple[list[tuple[float, Json]], Json]:
+def read_stream(response: http.client.HTTPResponse) -> tuple[list[tuple[float, Json]], Json]:
     """The choices with tokens or text, when each came, and all as one reply. Raises `ReplyError` unless it streamed."""
     if response.headers.get_content_type() != "text/event-stream":
         raise ReplyError("it does not stream its answers")

@@ -3,12 +3,11 @@
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
-from data_prep.responses.server import RETOKENISED, ReplyError, Server, Streamed
+from data_prep.responses.server import RETOKENISED, Json, ReplyError, Server, Streamed
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
 from draft_models.targets.model_spec import context_limit
@@ -55,7 +54,7 @@ class EngineServer:
         require(length == drafted, option, url, f"a server that drafts {drafted} tokens: this one {length}")
 
     def continued(
-        self, prompts: Sequence[Sequence[int]], asked: Mapping[str, Any], drafted: int
+        self, prompts: Sequence[Sequence[int]], asked: Json, drafted: int
     ) -> tuple[tuple[Generation, ...], float]:
         """As `EngineProcess.continued`. A round is what came together, so several may be one. Raises `UserError`."""
 
@@ -83,7 +82,7 @@ class EngineServer:
         return found if "vllm:" in text else None
 
     def _count(
-        self, before: Told, replies: Sequence[Mapping[str, Any]], drafted: int, texts: Sequence[Generation]
+        self, before: Told, replies: Sequence[Json], drafted: int, texts: Sequence[Generation]
     ) -> tuple[int, ...] | None:
         """`counts` of the replies. Raises `UserError` for those that no such texts can have."""
         after, rounds, said = self._told(), 0, sum(len(text.tokens) - 1 for text in texts)
