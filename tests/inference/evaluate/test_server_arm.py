@@ -20,7 +20,7 @@ from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
 from tests.inference.evaluate.server_stand_in import Plan, running
 from tests.tiny import byte_tokenizer
 
-pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 MakeConfig = Callable[..., EvaluateConfig]
 CHAIN = {"chain": METHODS["chain"]}
 LENGTH = 3  # of its drafts
@@ -68,6 +68,7 @@ def measured(made: EvaluateConfig, drafts: Plan, plain: Plan | None = None, **ch
     return found
 
 
+@pytest.mark.slow
 def test_of_a_server_that_does_as_we_do(made: EvaluateConfig) -> None:
     """The same acceptance at every depth, where rounds come one by one; texts, steps and seconds of both arms."""
     drafts, plain = plan_of(made), plan_of(made, length=0)
@@ -89,6 +90,7 @@ def test_of_a_server_that_does_as_we_do(made: EvaluateConfig) -> None:
         assert "ignore_eos" not in body
 
 
+@pytest.mark.slow
 def test_rounds_that_come_together_are_counted_by_the_server(made: EvaluateConfig) -> None:
     """By all of them, the last one of a text too; there is no twin, so no speed-up."""
     drafts = plan_of(made, together=2)
@@ -106,6 +108,7 @@ def test_rounds_that_come_together_are_counted_by_the_server(made: EvaluateConfi
         (Path(made.out_dir) / "report.json").read_text())]))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_steps_without_a_draft_are_rounds_too(made: EvaluateConfig) -> None:
     """Of a server that drafts now and then, as from n-grams."""
     drafts = plan_of(made)
@@ -116,6 +119,7 @@ def test_steps_without_a_draft_are_rounds_too(made: EvaluateConfig) -> None:
     assert row["tau"] == pytest.approx(said / row["rounds"])
 
 
+@pytest.mark.slow
 def test_a_server_without_ids_is_read_by_its_texts(made: EvaluateConfig) -> None:
     """Which may have been other tokens, then they are not judged. llama.cpp counts all drafted tokens together."""
     drafts = plan_of(made, ids=False, timings=True)
@@ -132,6 +136,7 @@ def test_a_server_without_ids_is_read_by_its_texts(made: EvaluateConfig) -> None
     assert f"{unread} of them are not tokenised so" in (Path(made.out_dir) / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_token_that_is_not_the_targets_is_a_fault(made: EvaluateConfig) -> None:
     texts = [one.turns[0].generations[AUTOREGRESSIVE].tokens for one in read_results(Path(made.out_dir)).values()]
     other = next(token for token in range(5, 200) if token not in {text[4] for text in texts})
@@ -144,6 +149,7 @@ def test_a_token_that_is_not_the_targets_is_a_fault(made: EvaluateConfig) -> Non
     assert (Path(made.out_dir) / FOLDER / f"chain-{DRAFTED}.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [{"drafts": 9}, {"accepted_tokens": 2}, {"accepted_tokens_per_pos": 2}])
 def test_counts_that_no_texts_can_have_are_refused(counts: dict[str, int], made: EvaluateConfig) -> None:
     """As those of two clients are."""
