@@ -133,7 +133,7 @@ class Server:
 
     def _find_model(self, context: int) -> tuple[str, int]:
         """The name of the model to request, and its context length (which vLLM reports)."""
-        listed = self._patiently(lambda: self.fetch("/v1/models"), retries=min(2, self.config.server_retries))
+        listed: Json = self._patiently(lambda: self.fetch("/v1/models"), retries=min(2, self.config.server_retries))
         try:
             lengths = {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
             self.owner = str(listed["data"][0].get("owned_by") or "server")
@@ -204,7 +204,7 @@ class Server:
                 time.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE))
         raise AssertionError("unreachable")
 
-    def fetch(self, path: str, body: Json | None = None, read: Callable[[Any], Any] = json.load) -> Any:
+    def fetch(self, path: str, body: Json | None = None, read: Callable[..., Value] = json.load) -> Value:
         """What `read` makes of the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
