@@ -58,6 +58,7 @@ class Server:
     begin: Callable[[], AbstractContextManager[Answering]]
     answers: Mapping[int, int]
     lossy: tuple[int, ...] = ()  # temperatures
+    power: bool = False  # whether faults are simulated with the distributions that are read
 
 
 class Bench:
@@ -106,16 +107,16 @@ class Bench:
         if (stored := file.with_name("read.pt")).exists():
             return torch.load(stored, weights_only=False)
         answers, streams = read_answers(str(file), self.makers.target), Streams(seed).within(server.name)
-        parts = [self.part(line, answer, streams) for line, answer in answers.items()]
+        parts = [self.part(line, answer, streams, simulate=server.power) for line, answer in answers.items()]
         finding = judged(arm := together(parts), answers, LEVEL)
         write_json(file.with_name("verdict.json"), asdict(finding) | {"verdict": finding.verdict})
         torch.save(arm, stored)
         return arm
 
-    def part(self, line: int, answer: ServedAnswer, streams: Streams) -> AuditArm:
+    def part(self, line: int, answer: ServedAnswer, streams: Streams, *, simulate: bool) -> AuditArm:
         key = ((line,), tuple(answer.prompt_ids), tuple(answer.output_ids))
         if answer.temperature or key not in self.known:
-            self.known[key] = read(self.makers.model, {line: answer}, streams)
+            self.known[key] = read(self.makers.model, {line: answer}, streams, simulate=simulate)
         return self.known[key]
 
     def row(self, server: Server, temperature: int) -> dict[str, Any]:
@@ -148,14 +149,12 @@ def servers(makers: Makers) -> list[Server]:
     """All of them, in the order in which they are audited."""
     small = {"method": "draft_model", "tokens": 3, "max_ngram": 3, "model": makers.exported("small_lm")}
     exits = {**small, "model": makers.exported("eesd")}
-    few, plain, by = {0: FEW, 1: FEW}, {0: best, 1: drawn}, makers.by_sampler
+    few, plain, by = {0: FEW, 1: 1}, {0: best, 1: drawn}, makers.by_sampler
     mix = {"assistant_ensemble_weight": 0.5}
     every = {0: drafted(one_in_200, best, drawn), 1: drafted(one_in_200, drawn, drawn)}
     found = [
-        Server("Outrider", partial(makers.by_outrider, speculate=False), few),
+        Server("Outrider", partial(makers.by_outrider, speculate=False), {0: FEW, 1: FEW}, power=True),
         Server("transformers", makers.by_generate, few),
-        Server("wrong template", partial(by, plain, system=False), {0: 1, 1: FEW}, (0, 1)),
-        Server("Outrider, early exit", partial(makers.by_outrider, speculate=True), few),
     ]
     if makers.options.vllm:
         table = environment(NgramProposer, TABLE_VARIABLE, Path(makers.options.drafters, "trigrams").resolve())
@@ -163,7 +162,7 @@ def servers(makers: Makers) -> list[Server]:
         found += [
             Server("vLLM", partial(makers.by_vllm, None, mended=False), few),
             Server("vLLM, early exit", partial(makers.by_vllm, exits, mended=False), few, (1,)),
-            Server("vLLM mended, early exit", partial(makers.by_vllm, exits), {1: FEW}),
+            Server("vLLM mended, early exit", partial(makers.by_vllm, exits), {1: 1}),
             Server("vLLM mended, small LM", partial(makers.by_vllm, small), few),
             Server("vLLM mended, n-gram table", partial(makers.by_vllm, lookup, **table), few),
         ]
@@ -178,12 +177,14 @@ def servers(makers: Makers) -> list[Server]:
         ]
     return [
         *found,
+        Server("wrong template", partial(by, plain, system=False), {0: 1, 1: 3}, (0, 1)),
         Server("top-3 match", partial(by, {0: drafted(in_top_3, best, best)}), {0: 1}, (0,)),
         Server("typical acceptance", partial(by, {1: drafted(typical, drawn, drawn)}), {1: SOME}, (1,)),
-        Server("a residual forgotten", partial(by, {1: drafted(by_chance, drawn, best)}), {1: SOME}, (1,)),
+        Server("a residual forgotten", partial(by, {1: drafted(by_chance, drawn, best)}, own=True), {1: SOME}, (1,)),
         Server("tie-break within 2 logits", partial(by, {0: drafted(nearly_best, best, best)}), {0: 1}, (0,)),
+        Server("Outrider, early exit", partial(makers.by_outrider, speculate=True), few),
         Server("transformers, small LM", partial(makers.by_engine, "transformers", small), few),
-        Server("mixed with the drafter", partial(makers.by_engine, "transformers", small, mix), {0: 1, 1: FEW}, (0, 1)),
+        Server("mixed with the drafter", partial(makers.by_engine, "transformers", small, mix), {0: 1, 1: 3}, (0, 1)),
         Server("int8 weights", partial(by, plain, int8=True), {0: 2, 1: SOME}, (0, 1)),
         Server("one token in 200 unverified", partial(by, every), {0: MANY, 1: SOME}, (0, 1)),
         Server("temperature 0.95", partial(by, {1: partial(drawn, temperature=0.95)}), {1: SOME}, (1,)),

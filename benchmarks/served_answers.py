@@ -163,14 +163,20 @@ class Makers:
 
     @contextmanager
     def by_sampler(
-        self, choose: Mapping[int, Choose], *, int8: bool = False, system: bool = True
+        self, choose: Mapping[int, Choose], *, int8: bool = False, system: bool = True, own: bool = False
     ) -> Iterator[Answering]:
-        """A sampler of this file; with weights in 8 bits, or without the template's system turn."""
+        """A sampler of this file.
+
+        own: the target itself drafts, not the small LM. int8: weights in 8 bits. system: whether the prompts keep the
+        turn that the template puts first.
+        """
         model = rounded(self.model) if int8 else self.model
 
         def answer(temperature: int, prompts: Texts, seeds: Sequence[int]) -> Texts:
             prompts = prompts if system else [ids[ids.index(ids[0], 1) :] for ids in prompts]
-            return sample(model, self.drafter, prompts, choose[temperature], seeds, LENGTH[temperature])
+            return sample(
+                model, model if own else self.drafter, prompts, choose[temperature], seeds, LENGTH[temperature]
+            )
 
         yield answer
 
@@ -185,15 +191,15 @@ def padded(prompts: Texts) -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def sample(model: Any, drafter: Any, prompts: Texts, choose: Choose, seeds: Sequence[int], length: int) -> Texts:
     """Answers of a batch, with tokens by `choose`."""
-    (fed, mask), caches, said = padded(prompts), (DynamicCache(), DynamicCache()), list[Tensor]()
+    (fed, mask), said = padded(prompts), list[Tensor]()
+    caches = {each: DynamicCache() for each in (model, drafter)}  # which may be one
     chance = [torch.Generator().manual_seed(seed) for seed in seeds]
     coins = torch.stack([torch.rand(length, 3, dtype=torch.float64, generator=one) for one in chance])
     for step in range(length):
         at = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fed.shape[1] :]
         given = {"attention_mask": mask, "position_ids": at, "logits_to_keep": 1}
-        p, q = (each(fed, past_key_values=cache, **given).logits[:, -1]
-                for each, cache in zip((model, drafter), caches, strict=True))  # fmt: skip
-        said.append(choose(p, q, coins[:, step], torch.arange(len(prompts)) * length + step))
+        logits = [each(fed, past_key_values=cache, **given).logits[:, -1] for each, cache in caches.items()]
+        said.append(choose(logits[0], logits[-1], coins[:, step], torch.arange(len(prompts)) * length + step))
         fed = said[-1][:, None]
         mask = torch.cat([mask, torch.ones_like(fed)], 1)
     return torch.stack(said, 1).tolist()

@@ -31,7 +31,7 @@ def sampled(model: PreTrainedModel, choose: Any, prompts: list[list[int]] = PROM
 
 
 def test_without_a_fault_the_samplers_say_what_generate_says(model: PreTrainedModel) -> None:
-    from served_answers import best, drafted, drawn
+    from served_answers import best, drafted, drawn, sample
 
     said = [
         model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=LENGTH)[0, len(ids) :].tolist()
@@ -41,6 +41,8 @@ def test_without_a_fault_the_samplers_say_what_generate_says(model: PreTrainedMo
     assert sampled(model, drafted(lambda *_: torch.tensor(False), best, best)) == said
     assert sampled(model, drafted(lambda *_: torch.tensor(False), drawn, best)) == sampled(model, drawn)
     assert sampled(model, drawn) != said
+    by_itself = sample(model, model, PROMPTS, drafted(lambda *_: torch.tensor(True), drawn, best), SEEDS, LENGTH)
+    assert by_itself == said
     assert sampled(model, drawn, PROMPTS[:1]) == sampled(model, drawn)[:1]  # whoever is in the batch
 
 
