@@ -34,6 +34,7 @@ from served_answers import (
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
+from draft_models.early_exit.checkpoint import provenance
 from inference.audit.answers import ServedAnswer, read_answers
 from inference.audit.audit import AuditArm, judged, read
 from inference.audit.draws import join, tokens_needed
@@ -151,7 +152,6 @@ def servers(makers: Makers) -> list[Server]:
     exits = {**small, "model": makers.exported("eesd")}
     few, plain, by = {0: FEW, 1: 1}, {0: best, 1: drawn}, makers.by_sampler
     mix = {"assistant_ensemble_weight": 0.5}
-    every = {0: drafted(one_in_200, best, drawn), 1: drafted(one_in_200, drawn, drawn)}
     found = [
         Server("Outrider", partial(makers.by_outrider, speculate=False), {0: FEW, 1: FEW}, power=True),
         Server("transformers", makers.by_generate, few),
@@ -169,25 +169,25 @@ def servers(makers: Makers) -> list[Server]:
         if makers.options.eagle3:
             head = {**small, "method": "eagle3", "model": makers.options.eagle3}
             found.append(Server("vLLM mended, EAGLE-3", partial(makers.by_vllm, head), few))
+    last = []
     if makers.options.llama:
+        found.append(Server("llama.cpp", makers.by_llama, few))
         exit_layer = ("-md", makers.options.gguf_exit, "--spec-type", "draft-simple", "--spec-draft-n-max", "3")
-        found += [
-            Server("llama.cpp", makers.by_llama, few),
-            Server("llama.cpp, early exit", partial(makers.by_llama, *exit_layer), few),
-        ]
+        last.append(Server("llama.cpp, early exit", partial(makers.by_llama, *exit_layer), few))
     return [
         *found,
-        Server("wrong template", partial(by, plain, system=False), {0: 1, 1: 3}, (0, 1)),
+        Server("wrong template", partial(by, plain, system=False), {0: 1, 1: FEW}, (0, 1)),
         Server("top-3 match", partial(by, {0: drafted(in_top_3, best, best)}), {0: 1}, (0,)),
-        Server("typical acceptance", partial(by, {1: drafted(typical, drawn, drawn)}), {1: SOME}, (1,)),
-        Server("a residual forgotten", partial(by, {1: drafted(by_chance, drawn, best)}, own=True), {1: SOME}, (1,)),
         Server("tie-break within 2 logits", partial(by, {0: drafted(nearly_best, best, best)}), {0: 1}, (0,)),
+        Server("a residual forgotten", partial(by, {1: drafted(by_chance, drawn, best)}, own=True), {1: SOME}, (1,)),
+        Server("typical acceptance", partial(by, {1: drafted(typical, drawn, drawn)}), {1: SOME}, (1,)),
+        Server("int8 weights", partial(by, plain, int8=True), {0: FEW}, (0,)),
         Server("Outrider, early exit", partial(makers.by_outrider, speculate=True), few),
+        Server("one token in 200 unverified", partial(by, {0: drafted(one_in_200, best, drawn)}), {0: MANY}, (0,)),
         Server("transformers, small LM", partial(makers.by_engine, "transformers", small), few),
-        Server("mixed with the drafter", partial(makers.by_engine, "transformers", small, mix), {0: 1, 1: 3}, (0, 1)),
-        Server("int8 weights", partial(by, plain, int8=True), {0: 2, 1: SOME}, (0, 1)),
-        Server("one token in 200 unverified", partial(by, every), {0: MANY, 1: SOME}, (0, 1)),
+        Server("mixed with the drafter", partial(makers.by_engine, "transformers", small, mix), {0: 1, 1: FEW}, (0, 1)),
         Server("temperature 0.95", partial(by, {1: partial(drawn, temperature=0.95)}), {1: SOME}, (1,)),
+        *last,
     ]
 
 
@@ -222,13 +222,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="servers whose name begins so")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--out-dir", type=Path, required=True)
+    parser.add_argument("--record", type=Path, default=Path("audit_servers.json"))
     bench = Bench(options := parser.parse_args())
     rows = []
     for server in servers(bench.makers):
         if server.name.startswith(tuple(options.only)):
             bench.make(server)
             rows += [bench.row(server, temperature) for temperature in server.answers]
-            write_json(options.out_dir / "audit_servers.json", {"machine": describe_machine("cpu"), "rows": rows})
+            versions = sorted(file.read_text() for file in options.out_dir.glob("*.version"))
+            record = {
+                "machine": describe_machine("cpu"),
+                "made_with": provenance(),
+                "engines": versions,
+                "level": LEVEL,
+            }
+            write_json(options.record, {**record, "length": LENGTH, "rows": rows})
             print("\n".join(table(rows[-len(server.answers) :])[2:]), flush=True)
 
 

@@ -24,6 +24,7 @@ from inference.loading.targets import end_tokens, load_plain
 from inference.serving.engine_process import running
 from inference.settings.sampling import SamplingConfig
 from outrider.api.model import load
+from outrider.files import require_writable
 from train.exporting import export_drafter
 from train.settings.export import ExportConfig
 
@@ -57,8 +58,7 @@ class Makers:
     """
 
     def __init__(self, options: argparse.Namespace):
-        self.options, self.folder = options, options.out_dir.resolve()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.options, self.folder = options, require_writable(options.out_dir).resolve()
         self.target = open_target(options.target, by_layers=False)
         self.eos = sorted(end_tokens(self.target))
         self.model = load_plain(self.target, torch.float32, torch.device("cpu"))
@@ -86,6 +86,7 @@ class Makers:
         variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                      "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables}  # fmt: skip
         with running(python, job, self.folder / "engine.log", variables) as process:
+            (self.folder / f"{engine}.version").write_text(process.version)
             asked = {"eos": self.eos, "sampling": more or {}, "concurrency": 16}
 
             def answer(temperature: int, prompts: Texts, seeds: Sequence[int]) -> Texts:
@@ -95,11 +96,11 @@ class Makers:
             yield answer
 
     def by_vllm(self, draft: Any, *, mended: bool = True, **variables: str) -> Any:
-        site = self.folder / "mended"
-        site.mkdir(exist_ok=True)
+        """mended: its Python finds `MENDED` first."""
+        site = require_writable(self.folder / "mended")
         (site / "sitecustomize.py").write_text(MENDED)
-        paths = [*([str(site)] if mended else []), *([variables["PYTHONPATH"]] if "PYTHONPATH" in variables else [])]
-        return self.by_engine("vllm", draft, **{**variables, "PYTHONPATH": ":".join(paths)})
+        paths = [str(site)] * mended + [variables.get("PYTHONPATH", "")]
+        return self.by_engine("vllm", draft, **{**variables, "PYTHONPATH": ":".join(filter(None, paths))})
 
     @contextmanager
     def by_llama(self, *more: str) -> Iterator[Answering]:
@@ -128,6 +129,7 @@ class Makers:
                     break
                 assert process.poll() is None, f"llama-server ended: see {log.name}"
                 time.sleep(1)
+            (self.folder / "llama.version").write_text(f"llama.cpp {ask('/props')['build_info']}")
             yield answer
         finally:
             process.kill()
