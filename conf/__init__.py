@@ -28,7 +28,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from conf.methods import no_such_method, store_composed
 from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
-from outrider.cli import COMMANDS, usage
+from outrider.cli import COMMANDS, say, usage
 from outrider.errors import UserError
 from outrider.progress import command
 from outrider.settings import Named, Settings, construct, listed
@@ -175,16 +175,13 @@ def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
 
 
 def print_help(name: str, schema: type) -> None:
-    """Print the options of a command, with the overrides in sys.argv applied. A pager may close stdout meanwhile."""
+    """Print the options of a command, with the overrides in sys.argv applied."""
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
     try:
         text = "\n".join([*usage_of(name), "", help_text(name, schema, overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         _fail(explain(error, schema))
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit is silent
+    say(text)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """The list of all commands, and `outrider COMMAND key=value …`, which runs them."""
 
+import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from outrider.errors import UserError
+from outrider.versions import package_version
 from outrider.words import did_you_mean
 
 USER_ERROR_STATUS = 2
@@ -137,11 +139,22 @@ def overview() -> str:
     return "\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *lines, more])
 
 
+def say(text: str) -> None:
+    """Print `text`; whoever reads it may leave before its end, as `head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit is silent
+
+
 def main() -> None:
     """Run the command named in sys.argv. Without one, or with --help, print the list of commands."""
     typed, *rest = sys.argv[1:] or ["--help"]
     if typed in ("--help", "-h"):
-        print(overview())
+        say(overview())
+        return
+    if typed == "--version":
+        say(f"outrider {package_version()}")
         return
     try:
         command = find(typed)

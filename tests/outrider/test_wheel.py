@@ -1,14 +1,19 @@
 """A wheel works outside a clone and installs one name, so that a user's own `conf` or `train.py` stays theirs."""
 
+import json
 import os
 import runpy
 import subprocess
 import sys
+import sysconfig
+import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 import setuptools
+from omegaconf import OmegaConf
 
 from outrider.versions import PACKAGES
 from tests.forked import Fork
@@ -37,8 +42,8 @@ def test_only_our_own_imports_are_rewritten(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what a wheel of this tree installs."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this tree."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     tracked = subprocess.run(["git", "ls-files", *PACKAGES, "*.toml", "setup.py", "README.md", "LICENSE"],
@@ -48,10 +53,38 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([sys.executable, "-c", BUILD], cwd=source, check=True, capture_output=True)
-    (wheel,) = (folder / "made").glob("*.whl")
+    (made,) = (folder / "made").glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path) -> Path:
+    """A folder with what it installs."""
+    folder = wheel.parent.with_name("site")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path) -> Path:
+    """An environment into which pip has installed it; the packages that it needs are found where they are here."""
+    folder = wheel.parent.with_name("env")
+    venv.create(folder)
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "needed.pth").write_text(sysconfig.get_path("purelib"))
+    return folder
+
+
+def typed(environment: Path, cwd: Path, *words: str | Path) -> str:
+    """What a command of the environment prints in `cwd`, as a user types it."""
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [environment / "bin" / words[0], *words[1:]]
+    done = subprocess.run(command, cwd=cwd, env=outside, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def run(site: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -83,6 +116,50 @@ def test_nothing_of_it_imports_the_clone(site: Path, tmp_path: Path) -> None:
     )
     done = run(site, tmp_path, "-c", code)
     assert done.stdout.split() == ["outrider", str(site / "outrider" / "__init__.py")], done.stderr
+
+
+@pytest.mark.slow
+def test_pip_installs_what_runs_in_any_folder(environment: Path, tmp_path: Path) -> None:
+    """Also in one that holds a folder of our name, as a clone is."""
+    (tmp_path / "outrider").mkdir()
+    (tmp_path / "mine.py").write_text("import outrider\nprint(outrider.__file__, outrider.UserError)")
+    place, error = typed(environment, tmp_path, "python", "mine.py").split(" ", 1)
+    assert Path(place).is_relative_to(environment)
+    assert error == "<class 'outrider.errors.UserError'>\n"
+    assert typed(environment, tmp_path, "outrider", "--version") == f"outrider {stated('version')}\n"
+    assert typed(environment, tmp_path, "outrider").startswith("outrider auto target=MODEL ")
+    fetched = typed(environment, tmp_path, "outrider", "fetch-target", "model=tiny", "out_dir=model")
+    assert "fetch_target out_dir=model model=tiny" in fetched
+    said = typed(environment, tmp_path, "outrider", "auto", "target=model", "plan=true")
+    assert said.startswith("auto target=model ")
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_pip_installs_what_goes_from_a_model_to_a_report(environment: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"turns": [f"What is {number}?"]}) for number in range(30)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    typed(environment, tmp_path, "outrider", "fetch-target", "model=tiny", "out_dir=model")
+    options = ["target=model", "prompts=prompts.jsonl", "minutes=6", "out_dir=out"]
+    said = typed(environment, tmp_path, "outrider", "auto", *options)
+    assert "report: out/report/report.html" in said
+    assert (tmp_path / "out/report/report.html").exists()
+
+
+def stated(key: str) -> str:
+    return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][key])
+
+
+def test_what_is_cited_is_what_is_released() -> None:
+    """And the newest changes are those of that version."""
+    cited = OmegaConf.to_container(OmegaConf.load(ROOT / "CITATION.cff"))
+    assert isinstance(cited, dict)
+    assert (cited["version"], cited["license"]) == (stated("version"), stated("license"))
+    assert {"cff-version", "message", "title", "abstract", "authors", "keywords"} <= cited.keys()
+    papers = {"2406.03853", "2407.12021", "2407.16207", "2406.17276", "2401.06706"}
+    assert {str(reference["url"])[-10:] for reference in cited["references"]} >= papers
+    heading = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
+    assert stated("version") in heading
 
 
 @pytest.mark.slow
