@@ -9,12 +9,15 @@ with random weights, in bf16 on CUDA and float32 on a CPU, through the runtime's
   fit its caches can be read faster than that floor;
 - a verify pass by width, as a multiple of width 1;
 - a draft step of an early-exit drafter on 8 % of the layers, against the floor of its share of the bytes;
-- a whole round (a chain of 4, a tree of 32, none) and its part outside of the models' passes.
+- a whole round (a chain of 4, a tree of 32, none) and its part outside of the models' passes;
+- with --compiled the same step of transformers' own layers over a static cache under
+  `torch.compile(mode="reduce-overhead")`, for 1 and 16 rows: whether the runtime's own kernels are worth their lines.
 
 Everything is repeated in turn; medians and quartiles. Prints tables, writes results/floor_DEVICE.json and a plot.
 """
 
 import argparse
+import copy
 import statistics
 import time
 import weakref
@@ -29,6 +32,7 @@ from floor_device import Clock, make_clock, measure_device, sample
 from floor_shapes import SHAPES, Target, free_bytes, make_target, needed_bytes
 from matplotlib.figure import Figure
 from torch import Tensor
+from transformers import AutoModelForCausalLM, StaticCache
 
 from draft_models.targets.open_target import pick_device
 from inference.core.decode import autoregressive, speculative
@@ -55,6 +59,7 @@ ROUNDS: dict[str, MethodConfig | None] = {
 }
 ROUND_TOKENS = 48  # new tokens of a generation whose rounds are timed
 SPARE = 66  # rows of a round at most
+COMPILED_ROWS = (1, 16)
 
 
 # --- passes -------------------------------------------------------------------------------------------------------
@@ -182,11 +187,14 @@ def time_rounds(target: Target, runtime: Runtime, prompt: Sequence[int], method:
 
 
 @torch.inference_mode()
-def measure_target(target: Target, runtime: Runtime, context: int, bandwidth: float, repeats: int) -> dict[str, Any]:
-    """All four measurements after `context` positions."""
+def measure_target(
+    target: Target, runtime: Runtime, context: int, bandwidth: float, repeats: int, with_compiled: bool
+) -> dict[str, Any]:
+    """All measurements after `context` positions."""
     vocabulary = target.stack.config.vocab_size
     prompt = torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0))
     passes, drafts = time_steps(target, runtime, prompt, repeats)
+    compiled = time_compiled(target, prompt, repeats) if with_compiled else {}
     rounds: dict[str, list[Any]] = {name: [] for name in ROUNDS}
     for turn in range(max(1, repeats // 4) + 1):
         for name, method in ROUNDS.items():
@@ -209,6 +217,7 @@ def measure_target(target: Target, runtime: Runtime, context: int, bandwidth: fl
             "share_of_bytes": draft_bytes / step_bytes,
             "share_of_step": statistics.median(drafts) / single,
         },
+        "compiled": {str(width): spread(seconds) for width, seconds in compiled.items()},
         "rounds": {name: summarise_rounds(found) for name, found in rounds.items()},
     }
 
@@ -229,6 +238,34 @@ def time_steps(
             seconds += sample(partial(steps.target_pass, width), clock, 3)
         drafts += [steps.draft(clock) for _ in range(3)]
     return passes, drafts
+
+
+@torch.inference_mode()
+def time_compiled(
+    target: Target, prompt: Tensor, repeats: int, rows: Sequence[int] = COMPILED_ROWS
+) -> dict[int, list[float]]:
+    """Seconds of a pass of transformers' model of this shape by rows, compiled, and of the choice of tokens."""
+    stack, clock = target.stack, make_clock(target.stack.device)
+    with torch.device(stack.device):
+        plain = copy.deepcopy(stack.config)
+        model = AutoModelForCausalLM.from_config(plain, dtype=stack.dtype, attn_implementation="sdpa").eval()
+        cache = StaticCache(plain, max_cache_len=len(prompt) + SPARE)
+    tokens = prompt.to(stack.device)[None]
+    model(tokens, past_key_values=cache)
+    compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
+
+    def step(width: int) -> None:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(len(prompt))
+        compiled(tokens[:, :width], past_key_values=cache).logits.argmax(-1).tolist()
+
+    seconds: dict[int, list[float]] = {width: [] for width in rows}
+    for width in rows:
+        sample(partial(step, width), clock, 3)  # compiles, and captures
+    for _ in range(repeats):
+        for width, found in seconds.items():
+            found += sample(partial(step, width), clock, 3)
+    return seconds
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -273,6 +310,9 @@ def show(shape: Mapping[str, Any]) -> None:
                 f"| {name} | {ms * entry['seconds']:.3f} [{ms * low:.3f}, {ms * high:.3f}] | "
                 f"{ms * entry['floor_seconds']:.3f} | {100 * entry['share_of_floor']:.0f} % |"
             )
+        for width, compiled in found["compiled"].items():
+            ours = found["verify"][width]["seconds"]
+            print(f"torch.compile, {width} rows: {ms * compiled['seconds']:.3f} ms, here {ms * ours:.3f} ms")
         print(f"| verify width | {' | '.join(found['verify'])} |\n|---{'|---' * len(WIDTHS)}|")
         print(f"| × width 1 | {' | '.join(format(v['of_width_1'], '.2f') for v in found['verify'].values())} |")
         print("| round | drafted | ms | outside of passes, µs | |\n|---|---|---|---|---|")
@@ -314,6 +354,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", nargs="+", type=int, default=[192, 960], help="committed positions of a pass")
     parser.add_argument("--runtime", choices=RUNTIMES, default="auto")
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile's, of transformers' own layers")
     parser.add_argument("--buffer-gb", type=float, help="of the bandwidth measurement; default: 4 on CUDA, else 1")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -338,7 +379,9 @@ def measure_shape(
     runtime = make_runtime(options.runtime, device)
     longest = max(options.contexts) + 8 * options.repeats + 2 * SPARE
     runtime.prepare(longest, runtime.choose_kernels([target.stack], longest))
-    contexts = [measure_target(target, runtime, c, bandwidth, options.repeats) for c in options.contexts]
+    contexts = [
+        measure_target(target, runtime, c, bandwidth, options.repeats, options.compiled) for c in options.contexts
+    ]
     result = {**facts, "runtime": runtime.name, "exit_layer": target.drafter.exit_layer, "contexts": contexts}
     show(result)
     return result
