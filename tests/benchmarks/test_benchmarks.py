@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -98,12 +99,26 @@ def test_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str) ->
     import bench_floor
 
     monkeypatch.setitem(bench_floor.SHAPES, "tiny", TINY)
+    lengths, uncompiled = [], []
+
+    def compiles(model: torch.nn.Module, mode: str, dynamic: bool) -> Any:
+        def step(tokens: torch.Tensor, past_key_values: Any) -> Any:
+            lengths.append(int(past_key_values.get_seq_length()))
+            return model(tokens, past_key_values=past_key_values)
+
+        uncompiled.append((mode, dynamic))
+        return step
+
+    monkeypatch.setattr(torch, "compile", compiles)  # minutes on a CPU
     options = ["--shapes", "tiny", "--contexts", 66, "--repeats", 1, "--buffer-gb", 0.01, "--runtime", runtime]
-    run(monkeypatch, bench_floor, *options, "--out", tmp_path)
+    run(monkeypatch, bench_floor, *options, "--compiled", "--out", tmp_path)
+    assert uncompiled == [("reduce-overhead", False)]
+    assert set(lengths) == {66}  # each pass is over the same text
     found = json.loads((tmp_path / "floor_cpu.json").read_text())["shapes"][0]
     assert found["runtime"] == runtime
     (result,) = found["contexts"]
     assert set(result["verify"]) == {"1", "2", "4", "8", "16", "32", "64"}
+    assert set(result["compiled"]) == {"1", "16"}
     assert result["draft_step"]["layers"] == 2
     assert 0 < result["draft_step"]["share_of_bytes"] < 1
     drafted = {"autoregressive": 0, "chain of 4": 4, "tree of 32": 32}
