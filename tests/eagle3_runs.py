@@ -1,9 +1,11 @@
 """A decoding by an EAGLE-3 head that is the same test on any device."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from draft_models.eagle3.model import Eagle3
 from draft_models.targets.open_target import open_target
 from inference.core.decode import autoregressive, speculative
 from inference.core.runtime import Eager
@@ -19,8 +21,13 @@ from tests.tiny import STRUCTURES, method_of, random_prompt
 TURNS = ((12, 20), (12, 20), (9, 12))  # tokens of the prompt, and new ones; the second needs no graph anew
 
 
-def require_same_texts(path: Path, structure: str, device: torch.device) -> None:
-    """Eagerly and in graphs the head of the target in `path` says the target's own text, and is right now and then."""
+def require_same_texts(
+    path: Path, structure: str, device: torch.device, change: Callable[[Eagle3], Eagle3] = lambda head: head
+) -> None:
+    """Eagerly and in graphs the head of the target in `path` says the target's own text, and is right now and then.
+
+    change: of the head, to plant a fault.
+    """
     target = open_target(str(path))
     stack = target.stack(dtype=torch.float32, device=device)
     expected = {}
@@ -28,7 +35,8 @@ def require_same_texts(path: Path, structure: str, device: torch.device) -> None
         rounds = autoregressive(stack, random_prompt(length), max_new_tokens=count)
         expected[length] = [token for r in rounds for token in r.tokens]
     answers = [(random_prompt(length), answer) for length, answer in expected.items()]
-    head = fitted_head(target.stack(dtype=torch.float32), answers).to(device).requires_grad_(False)
+    head = change(fitted_head(target.stack(dtype=torch.float32), answers)).double()
+    head = head.to(device, torch.float32)  # a change of dtype is a move on any device
     prepare(stack, {"eagle3": head})
     runtime = Graphed()
     runtime.prepare(40, ())

@@ -53,7 +53,13 @@ def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequen
     given = torch.stack(rows).double()
     ridge = 1e-3 * torch.eye(len(given), dtype=torch.float64)
     head.lm_head.weight.copy_((given.T @ torch.linalg.solve(given @ given.T + ridge, torch.stack(wanted))).T)
-    return head
+    return remade(head, in_inference_mode=False)
+
+
+def remade(head: Eagle3, *, in_inference_mode: bool) -> Eagle3:
+    """A copy. Once it is moved, to another device or dtype, no weight made in inference mode can be used there."""
+    with torch.inference_mode(in_inference_mode):
+        return Eagle3.of(head.reading, {name: weight.clone() for name, weight in head.state_dict().items()})
 
 
 def hidden_of(stack: LayerStack, head: Eagle3, text: Sequence[int], drafted: Sequence[int]) -> list[Tensor]:

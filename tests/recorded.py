@@ -5,7 +5,7 @@ capture forbids is refused, memory that was freed since is noticed, and what a p
 there before is overwritten, as another graph of the same pool would.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -46,26 +46,23 @@ class Recording(TorchDispatchMode):
         self._overwrite()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        assert name not in WAITING_OPS, f"{name} while a graph is captured"
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        by_mask = name.startswith("index") and any(tensor.dtype in (torch.bool, torch.uint8) for tensor in given[1:])
-        assert not by_mask or name in ("index_select", "index_copy", "index_copy_"), f"{name} by a mask while captured"
+        assert not waits(func, given), f"{func} while a graph is captured"
         results = func(*args, **(kwargs or {}))
-        known = {_key(tensor) for tensor in given}
-        fresh = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and _key(leaf) not in known]
+        known = {storage_key(tensor) for tensor in given}
+        fresh = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and storage_key(leaf) not in known]
         if fresh or func._schema.is_mutable:
             args, kwargs = tree_map_only(Tensor, self._reference, (args, kwargs or {}))
             self._steps.append((func, args, kwargs, fresh))
-        self._own |= {_key(tensor): tensor for tensor in fresh}
+        self._own |= {storage_key(tensor): tensor for tensor in fresh}
         return results
 
     def _reference(self, tensor: Tensor) -> Tensor:
         """`tensor`, which does not keep its memory alive unless it was made in here."""
         storage = tensor.untyped_storage()
-        if _key(tensor) in self._own or not storage.nbytes():
+        if storage_key(tensor) in self._own or not storage.nbytes():
             return tensor
-        self._borrowed[_key(tensor)] = StorageWeakRef(storage)
+        self._borrowed[storage_key(tensor)] = StorageWeakRef(storage)
         memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
         alias = torch.empty(0, dtype=tensor.dtype)
         return alias.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -75,8 +72,10 @@ class Recording(TorchDispatchMode):
         for func, args, kwargs, fresh in self._steps:
             results = func(*args, **kwargs)
             if fresh:
-                known = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-                again = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and _key(leaf) not in known]
+                known = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+                again = [
+                    leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and storage_key(leaf) not in known
+                ]
                 for place, tensor in zip(fresh, again, strict=True):
                     place.copy_(tensor)
         self._overwrite()
@@ -87,7 +86,15 @@ class Recording(TorchDispatchMode):
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # NaN, or −1
 
 
-def _key(tensor: Tensor) -> int:
+def waits(func: Any, given: Sequence[Tensor]) -> bool:
+    """Whether the host waits for the result of an operation on the tensors `given`, or for its size."""
+    name = func.overloadpacket.__name__
+    by_mask = name.startswith("index") and any(tensor.dtype in (torch.bool, torch.uint8) for tensor in given[1:])
+    return name in WAITING_OPS or (by_mask and name not in ("index_select", "index_copy", "index_copy_"))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Names its storage while that lives."""
     return tensor.untyped_storage()._cdata
 
 

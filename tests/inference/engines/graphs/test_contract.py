@@ -1,0 +1,400 @@
+"""Every pass that becomes a graph keeps the contract (`tests/graph_contract.py`); planted faults break it."""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from data_prep.responses import batch_state
+from data_prep.responses.answers import uniforms
+from data_prep.responses.batch_decoder import Generator
+from data_prep.responses.batch_state import FixedBatch
+from draft_models.calibration.head import CalibrationHead
+from draft_models.draft_vocabulary import narrow
+from draft_models.eagle3.model import Eagle3
+from draft_models.early_exit.model import EarlyExit
+from draft_models.targets import attention
+from draft_models.targets.attention import SPLIT
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.narrowed import DraftVocabulary
+from draft_models.targets.open_target import open_target
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import autoregressive, speculative
+from inference.core.runtime import KernelChoice, Runtime
+from inference.core.sampling import Sampler
+from inference.core.token_selector import TokenSelector
+from inference.drafters.calibrated import Calibrated
+from inference.drafters.eagle3 import Eagle3Source
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import ModelDrafter
+from inference.drafters.skip_layers import SkipLayersSource
+from inference.drafters.small_lm import SmallLMSource
+from inference.engines import fused_layers, packing
+from inference.engines.graphs import cuda_graphs
+from inference.engines.graphs.attention_kernels import attention_shape
+from inference.engines.graphs.capture import GraphPool
+from inference.engines.graphs.cuda_graphs import Graphed
+from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView
+from inference.loading.drafters import prepare
+from inference.settings.method import MethodConfig, StopConfig
+from inference.settings.sampling import SamplingConfig
+from inference.shapes.factory import make_structure
+from outrider.streams import Streams
+from tests import torch_kernels
+from tests.eagle3_runs import require_same_texts
+from tests.fitted_heads import fitted_head, remade
+from tests.graph_contract import (
+    CHANGED,
+    FREED,
+    REBOUND,
+    STAYS,
+    UNFROZEN,
+    UPDATED,
+    WAITS,
+    WARM_UP,
+    BrokenError,
+    Notes,
+    Watch,
+    keep_contracts,
+)
+from tests.tiers import typical_where
+from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, method_of, open_stack, random_prompt, save_target
+
+TURNS = ((12, 8), (12, 8), (9, 5))  # tokens of the prompt, and new ones; they cross the cache's buckets
+CHAIN = method_of(STRUCTURES["chain"], 3)
+CALIBRATED = MethodConfig("early_exit", stop=StopConfig(rule="calibrated", max_draft=4))
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target and what drafts for it, with the layout they have on a GPU."""
+
+    stack: LayerStack
+    int8: LayerStack
+    small: LayerStack
+    some_tokens: LayerStack
+    exit: EarlyExit
+    head: Eagle3
+    calibration: CalibrationHead
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    path = save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "can_pack", lambda *_: False)
+        patch.setattr(packing, "run_at_once", lambda model: [])
+        return laid_out(path)
+
+
+def laid_out(path: Path) -> Models:
+    target, plain = open_target(str(path)), open_stack(path)[1]
+    some = target.layers(dtype=torch.float32)
+    narrow(some, DraftVocabulary(torch.arange(0, VOCABULARY, 2), VOCABULARY))
+    head = fitted_head(plain, [(random_prompt(length), text_of(plain, length, count)) for length, count in TURNS[1:]])
+    calibration = CalibrationHead(64, 64).requires_grad_(False)
+    made = Models(plain, target.stack(dtype=torch.float32, int8=True), open_stack(path)[1], layer_stack(some),
+                  make_drafter(path, LAYERS - 1, noise=0.3), head, calibration)  # fmt: skip
+    drafters = {"early_exit": Calibrated(made.exit, calibration), "small_lm": made.small, "eagle3": head}
+    prepare(made.stack, drafters)
+    made.some_tokens.requires_grad_(False)  # as it is read from its files
+    prepare(made.int8, {"small_lm": made.some_tokens})
+    return made
+
+
+def text_of(stack: LayerStack, length: int, count: int, **options: Any) -> list[int]:
+    rounds = autoregressive(stack, random_prompt(length), max_new_tokens=count, **options)
+    return [token for r in rounds for token in r.tokens]
+
+
+def drafted(models: Models, source: Any, method: MethodConfig, runtime: Runtime, target: str = "stack") -> None:
+    """Every turn is the target's own text."""
+    stack = getattr(models, target)
+    for length, count in TURNS:
+        drafter = ModelDrafter(source, make_structure(method, Streams(0), head=models.calibration))
+        rounds = list(speculative(stack, drafter, random_prompt(length), max_new_tokens=count, runtime=runtime))
+        assert [token for r in rounds for token in r.tokens] == text_of(stack, length, count)
+        assert any(r.drafted for r in rounds)
+
+
+def plainly(stack: LayerStack, runtime: Runtime) -> None:
+    for length, count in TURNS:
+        assert text_of(stack, length, count, runtime=runtime) == text_of(stack, length, count)
+
+
+def sampled(models: Models, runtime: Runtime) -> None:
+    for length, count in TURNS:
+        texts = [
+            text_of(models.stack, length, count, runtime=each,
+                    selector=TokenSelector(Sampler(SamplingConfig(temperature=1.0)), random.Random(0)))
+            for each in (runtime, None)
+        ]  # fmt: skip
+        assert texts[0] == texts[1]
+
+
+@torch.inference_mode()
+def rows(models: Models, runtime: Runtime, widths: tuple[int, ...] = WIDTHS) -> None:
+    """Target passes of every width, of chains and of trees, with aux hidden states and top tokens."""
+    for turn in range(3):
+        session = runtime.session(models.stack, 0, 320, 256)
+        session.aux_layers, session.top_count = (0, 2), 3
+        session.prefill(random_prompt(5, seed=turn))
+        session.commit(range(5))
+        for width in widths:
+            for count in {width, max(1, width - 1)}:
+                parents = [-1, *(random.Random(turn).randrange(row) for row in range(1, count))]
+                session.feed(torch.tensor(random_prompt(count, seed=turn)), parents)
+                assert session.finish().isfinite().all()
+                session.commit((0,))
+        session.close()
+
+
+PATHS: dict[str, Callable[[Models, Runtime], None]] = {
+    "plain": lambda m, runtime: plainly(m.stack, runtime),
+    "sampled": sampled,
+    "rows": rows,
+    **{
+        f"early exit, {name}": lambda m, runtime, shape=shape: drafted(
+            m, EarlyExitSource(m.exit), method_of(shape, 3), runtime
+        )
+        for name, shape in STRUCTURES.items()
+    },
+    "early exit, calibrated": lambda m, runtime: drafted(m, EarlyExitSource(m.exit), CALIBRATED, runtime),
+    "small LM": lambda m, runtime: drafted(m, SmallLMSource(m.small), CHAIN, runtime),
+    "small LM, some tokens": lambda m, runtime: drafted(
+        m, SmallLMSource(m.some_tokens), method_of(STRUCTURES["opt_tree"]), runtime
+    ),
+    "EAGLE-3": lambda m, runtime: drafted(m, Eagle3Source(m.head), CHAIN, runtime),
+    "EAGLE-3, opt_tree": lambda m, runtime: drafted(
+        m, Eagle3Source(m.head), method_of(STRUCTURES["opt_tree"]), runtime
+    ),
+    "fewer layers": lambda m, runtime: drafted(m, SkipLayersSource(None), CHAIN, runtime),
+    "int8": lambda m, runtime: plainly(m.int8, runtime),
+    "int8, small LM": lambda m, runtime: drafted(m, SmallLMSource(m.small), CHAIN, runtime, "int8"),
+}
+
+
+# by a path of decoding: what runs it
+EACH_KIND = ("plain", "rows", "early exit, opt_tree", "small LM, some tokens", "EAGLE-3", "fewer layers", "int8")
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    return keep_contracts(monkeypatch)
+
+
+@pytest.mark.parametrize("path", typical_where(lambda path: path in EACH_KIND, PATHS))
+def test_every_path_keeps_the_contract(models: Models, watch: Watch, path: str) -> None:
+    PATHS[path](models, Graphed())
+    assert 2 <= len(watch.graphs) < len(watch.replayed)
+    assert path != "rows" or {width for _, width, _ in watch.replayed} == {*WIDTHS}
+
+
+def test_layers_of_few_launches_keep_it(models: Models, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's kernels, for which a stand-in writes to the cache."""
+    for module in (attention, fused_layers):
+        monkeypatch.setattr(module, "triton_kernels", lambda device: torch_kernels)
+    runtime = Graphed()
+    runtime.prepare(40, [KernelChoice(*attention_shape(models.stack), 1, 16, SPLIT)])
+    for path in ("plain", "small LM"):
+        PATHS[path](models, runtime)
+
+
+def test_trials_of_attention_kernels_keep_it(models: Models, watch: Watch) -> None:
+    assert Graphed().choose_kernels([models.stack], 200)
+    assert watch.graphs
+
+
+def test_longer_texts_leave_the_older_graphs_as_they_were(models: Models, watch: Watch) -> None:
+    """Graphs read the rotary tables of their capture, and longer ones must begin alike."""
+    runtime = Graphed()
+    plainly(models.stack, runtime)
+    models.stack.reserve(4096)
+    plainly(models.stack, runtime)
+    models.stack.cos0 = models.stack.cos0 + 1
+    with pytest.raises(BrokenError, match="rotary tables"):
+        plainly(models.stack, runtime)
+    models.stack.cos0 = models.stack.cos0 - 1
+
+
+@pytest.mark.parametrize("fault", [None, "_mask", "_positions", "_slot"])
+def test_steps_of_answers_keep_it(
+    tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, fault: str | None
+) -> None:
+    """A step leaves its logits to its caller. fault: a buffer that is bound anew for every step."""
+
+    class Rebinds(FixedBatch):
+        def feed(self, tokens: torch.Tensor) -> torch.Tensor:
+            if fault is not None:
+                setattr(self, fault, getattr(self, fault).clone())
+                for layer in self._layers:
+                    layer.slot = self._slot
+            return super().feed(tokens)
+
+    watch.allowed = 1
+    monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
+    monkeypatch.setattr(batch_state, "_ROOM", 6)
+    monkeypatch.setattr(batch_state, "FixedBatch", Rebinds)
+    path = save_target(tmp_path, "llama", peak=0.5, kv_heads=2)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    generator = Generator(model.requires_grad_(False), Sampler(SamplingConfig()), (), greedy_tokens=9)
+    prompts, draws = [random_prompt(length) for length in (3, 11, 5)], [uniforms(0, str(i), 0, 9) for i in range(3)]
+    with nullcontext() if fault is None else pytest.raises(BrokenError, match=REBOUND):
+        generator.answer(prompts, draws)
+    assert watch.graphs
+
+
+# --- planted faults --------------------------------------------------------------------------------------------------
+
+
+def waits(patch: pytest.MonkeyPatch) -> None:
+    """The host reads how many rows there are."""
+    masks = FixedView.masks
+    patch.setattr(FixedView, "masks", lambda view: int(view.upload.stop) and masks(view))
+
+
+def keeps(patch: pytest.MonkeyPatch) -> None:
+    """Masks are kept after the pass."""
+    masks, kept = FixedView.masks, []
+    patch.setattr(FixedView, "masks", lambda view: kept.append(masks(view)) or kept[-1])
+
+
+def memoises(patch: pytest.MonkeyPatch) -> None:
+    """Masks are made once for a shape, by the first warm-up."""
+    masks, made = FixedView.masks, {}
+    patch.setattr(
+        FixedView, "masks", lambda view: made.setdefault((id(view.upload), view.width, view.keys), masks(view))
+    )
+
+
+def rebinds(patch: pytest.MonkeyPatch) -> None:
+    """An input is a new buffer in every pass."""
+
+    class Rebinding(cuda_graphs.Arena):
+        def buffer(self, name: str, place: int, like: torch.Tensor, rows: int) -> torch.Tensor:
+            if place < 0:
+                self.before = self.buffers.pop((name, place), None)  # so that the address is another
+            return super().buffer(name, place, like, rows)
+
+    patch.setattr(cuda_graphs, "Arena", Rebinding)
+
+
+def counts(patch: pytest.MonkeyPatch) -> None:
+    """Padding is written to a slot that the host chooses for every pass."""
+
+    class Counting(cuda_graphs.Arena):
+        turn = 0
+
+        def view(self, width: int, positions: int) -> FixedView:
+            self.turn += 1
+            return replace(super().view(width, positions), spare=self.limit - self.turn)
+
+    patch.setattr(cuda_graphs, "Arena", Counting)
+
+
+@pytest.mark.parametrize(
+    ("plant", "rule"), [(waits, WAITS), (keeps, STAYS), (memoises, WARM_UP), (rebinds, REBOUND), (counts, CHANGED)]
+)
+@pytest.mark.usefixtures("watch")
+def test_a_planted_fault_is_found_in_every_kind_of_pass(
+    models: Models, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None], rule: str
+) -> None:
+    plant(monkeypatch)
+    for path in EACH_KIND:
+        with pytest.raises(BrokenError, match=rule):
+            PATHS[path](models, Graphed())
+
+
+@pytest.mark.usefixtures("watch")
+def test_a_step_that_is_not_restored_after_the_warm_up_is_found(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forgets(cuda_graphs.Arena):
+        def run(self, key: Any, run: Any, changed: Any = ()) -> None:
+            super().run(key, run)
+
+    monkeypatch.setattr(cuda_graphs, "Arena", Forgets)
+    with pytest.raises(BrokenError, match=UPDATED):
+        plainly(models.stack, Graphed())
+
+
+@pytest.mark.parametrize("structure", ["chain", "opt_tree"])
+@pytest.mark.usefixtures("watch")
+def test_the_two_faults_that_a_gpu_found_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str
+) -> None:
+    """Of EAGLE-3's graphs: a head that is not frozen, and one that was made in inference mode and then moved."""
+    monkeypatch.setattr(packing, "can_pack", lambda *_: False)
+    monkeypatch.setattr(packing, "run_at_once", lambda model: [])
+    path = save_target(tmp_path, "mistral", kv_heads=2, peak=6.0)
+    run = partial(require_same_texts, path, structure, torch.device("cpu"))
+    with pytest.raises(BrokenError, match=UNFROZEN):
+        run(lambda head: head.requires_grad_())
+    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
+        run(lambda head: remade(head, in_inference_mode=True))
+
+
+def test_what_is_not_frozen_keeps_memory_of_its_pass() -> None:
+    """Where gradients are on: what the rule is for."""
+    given, taken = torch.ones(4), torch.zeros(4)
+    for frozen in (True, False):
+        weight, notes = torch.ones(4, requires_grad=not frozen), Notes(Watch(), ())
+        with notes:
+            taken.copy_((given * weight).sigmoid())
+        assert (notes.remaining() == []) == frozen
+
+
+GIVEN, TAKEN = torch.arange(4.0), torch.zeros(4)
+STATE: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "run"),
+    [
+        *(
+            (WAITS, run)
+            for run in (
+                lambda: GIVEN[0].item(),
+                lambda: GIVEN.tolist(),
+                lambda: GIVEN.nonzero(),
+                lambda: TAKEN.zero_() if GIVEN[0] > 1 else None,
+                lambda: GIVEN[GIVEN > 0],
+                lambda: GIVEN.cpu(),
+                lambda: GIVEN.to("cpu"),
+                lambda: TAKEN.copy_(torch.zeros(4)),
+                lambda: TAKEN.add_(torch.tensor(1)),
+            )
+        ),
+        (STAYS, lambda: STATE.update(kept=2 * GIVEN)),
+        (WARM_UP, lambda: TAKEN.copy_(STATE.setdefault("once", 2 * GIVEN))),
+        (UPDATED, lambda: TAKEN.add_(GIVEN)),
+        (REBOUND, lambda: TAKEN.copy_(STATE["input"])),
+        (FREED, lambda: TAKEN.copy_(STATE["lent"])),
+        (CHANGED, lambda: TAKEN.copy_(STATE["number"] * GIVEN)),
+        (CHANGED, lambda: TAKEN[: STATE["size"]].fill_(1)),
+        (CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["more"])]),
+        (CHANGED, lambda: [TAKEN.fill_(1) for _ in range(STATE["less"])]),
+    ],
+)
+@pytest.mark.usefixtures("watch")
+def test_each_rule_refuses_what_breaks_it(rule: str, run: Callable[[], Any]) -> None:
+    memory = np.ones(4, np.float32)
+
+    def captured_and_replayed() -> None:
+        STATE.update(input=torch.ones(4), lent=torch.from_numpy(memory), number=2, size=2, more=1, less=2)
+        graph = GraphPool().capture(run)
+        graph.replay()
+        STATE.update(input=torch.ones(4), lent=torch.from_numpy(memory), number=3, size=3, more=2, less=1)
+        graph.replay()
+
+    with pytest.raises(BrokenError, match=rule):
+        captured_and_replayed()
