@@ -182,7 +182,7 @@ PATHS: dict[str, Callable[[Models, Runtime], None]] = {
 }
 
 
-# by a path of decoding: what runs it
+# One of each kind: they have every fault, and the others are thorough.
 EACH_KIND = ("plain", "rows", "early exit, opt_tree", "small LM, some tokens", "EAGLE-3", "fewer layers", "int8")
 
 
@@ -199,7 +199,8 @@ def test_every_path_keeps_the_contract(models: Models, watch: Watch, path: str) 
     assert path != "rows" or {width for _, width, _ in watch.replayed} == {*WIDTHS}
 
 
-def test_layers_of_few_launches_keep_it(models: Models, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("watch")
+def test_layers_of_few_launches_keep_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton's kernels, for which a stand-in writes to the cache."""
     for module in (attention, fused_layers):
         monkeypatch.setattr(module, "triton_kernels", lambda device: torch_kernels)
@@ -214,16 +215,16 @@ def test_trials_of_attention_kernels_keep_it(models: Models, watch: Watch) -> No
     assert watch.graphs
 
 
-def test_longer_texts_leave_the_older_graphs_as_they_were(models: Models, watch: Watch) -> None:
+@pytest.mark.usefixtures("watch")
+def test_longer_texts_leave_the_older_graphs_as_they_were(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs read the rotary tables of their capture, and longer ones must begin alike."""
     runtime = Graphed()
     plainly(models.stack, runtime)
     models.stack.reserve(4096)
     plainly(models.stack, runtime)
-    models.stack.cos0 = models.stack.cos0 + 1
+    monkeypatch.setattr(models.stack, "cos0", models.stack.cos0 + 1)
     with pytest.raises(BrokenError, match="rotary tables"):
         plainly(models.stack, runtime)
-    models.stack.cos0 = models.stack.cos0 - 1
 
 
 @pytest.mark.parametrize("fault", [None, "_mask", "_positions", "_slot"])
