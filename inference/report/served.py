@@ -35,7 +35,7 @@ SERVED = {
     "K": "tokens of a draft",
     "τ": "tokens of a pass of the target, in the engine",
     "τ here": "by this runtime, or of the table alone",
-    "accepted by depth": "share of rounds whose draft was accepted so far, in the engine",
+    "accepted by depth": "share of rounds accepted so far, in the engine; or of drafted tokens, if it says no more",
     "here": "the same by this runtime, or of the table alone; * where the engine differs by more than chance",
     "identical": "texts that equal the engine's own without a drafter; in brackets, those of it (without it, those "
     "with a drafter) that equal the reference's",
@@ -201,9 +201,9 @@ def served_lines(reports: Sequence[Report]) -> list[str]:
         schedule = report["served"][0]["options"].get("speculative_config")
         if odd and not schedule and KINDS[report["settings"]["source"]].served != "ngram":
             lines.append(
-                f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd)}. One of "
-                "them reads the drafter in another way (doctor=true says whether it is this one), or chooses drafted "
-                "tokens in another way, as engines may where tokens are drawn."
+                f"- {report['method']}: the engine accepts otherwise than this runtime at depth {min(odd) or 'any'}. "
+                "One of them reads the drafter in another way (doctor=true says whether it is this one), or chooses "
+                "drafted tokens in another way, as engines may where tokens are drawn."
             )
     return lines + schedule_lines(served)
 
@@ -245,16 +245,16 @@ def _expected(rows: Sequence[Row]) -> Iterator[str]:
     seconds are τ times those of a token, in units of a step without a drafter; between measured lengths, in proportion.
     """
     lengths = sorted({row["draft_tokens"] for row in rows})
-    known = all(row["rounds"] and len(row["acceptance"]) == row["draft_tokens"] for row in rows)
-    for count in sorted({row["concurrency"] for row in rows}) if known and len(lengths) > 1 else ():
+    if len(lengths) < 2 or not all(row["rounds"] and len(row["acceptance"]) == row["draft_tokens"] for row in rows):
+        return
+    shares = [_share(rows, place) for place in range(lengths[-1])]
+    for count in sorted({row["concurrency"] for row in rows}):
         some = {row["draft_tokens"]: row for row in rows if row["concurrency"] == count}
         costs = [some[k]["tau"] * some[k]["seconds_per_token"][DRAFTED] / some[k]["seconds_per_token"][PLAIN]
                  for k in lengths]  # fmt: skip
-        said, tokens = [], 1.0 + sum(_share(rows, depth) for depth in range(lengths[0] - 1))
-        for k in range(lengths[0], lengths[-1] + 1):
-            tokens += _share(rows, k - 1)
-            measured = f" ({interval_text(some[k]['speedup'])})" if k in some else ""
-            said.append(f"K = {k} {tokens / np.interp(k, lengths, costs):.2f}×{measured}")
+        said = [f"K = {k} {(1 + sum(shares[:k])) / np.interp(k, lengths, costs):.2f}×"
+                + (f" ({interval_text(some[k]['speedup'])})" if k in some else "")
+                for k in range(lengths[0], lengths[-1] + 1)]  # fmt: skip
         yield (f"- {count} at a time, the speed-up expected of acceptance and seconds of a step (measured): "
                f"{', '.join(said)}.")  # fmt: skip
 

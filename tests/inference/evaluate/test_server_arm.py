@@ -137,6 +137,14 @@ def test_a_server_without_ids_is_read_by_its_texts(made: EvaluateConfig) -> None
 
 
 @pytest.mark.slow
+def test_what_a_server_does_not_count_is_not_known(made: EvaluateConfig) -> None:
+    (row,) = measured(made, plan_of(made, timings=True, length=0))["served"]
+    assert (row["tau"], row["rounds"], row["acceptance"]) == (None, None, [])
+    assert row["identical_to_reference"] == len(QUESTIONS)
+    assert "| – |" in (Path(made.out_dir) / "report.md").read_text().partition("## In")[2]
+
+
+@pytest.mark.slow
 def test_a_token_that_is_not_the_targets_is_a_fault(made: EvaluateConfig) -> None:
     texts = [one.turns[0].generations[AUTOREGRESSIVE].tokens for one in read_results(Path(made.out_dir)).values()]
     other = next(token for token in range(5, 200) if token not in {text[4] for text in texts})
