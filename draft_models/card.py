@@ -42,36 +42,56 @@ def add_report(path: Path, report: str) -> None:
     write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
 
 
-def serving(drafted: int) -> str:
-    """Instructions for an ordinary causal LM in engines that let it draft, with {path} and {target} to fill in.
+def serving(drafted: int, engine: str = "vllm") -> str:
+    """Instructions for an ordinary causal LM in engines that load what `engine` does, with {path} and {target} to fill.
 
     drafted: how many tokens it drafts for each pass of the target.
     """
-    return _SERVING % {"drafted": drafted, "checked": drafted + 1}
+    lines = [_SERVING[name] for name in (PLAIN_ENGINES if engine in PLAIN_ENGINES else (engine,))]
+    return "\n\n".join(lines) % {"drafted": drafted, "checked": drafted + 1}
 
 
-_SERVING = """transformers:
+PLAIN_ENGINES = ("transformers", "vllm", "sglang")  # they read a causal LM's Hugging Face directory
+_SERVING = {
+    "transformers": """transformers:
 
 ```python
 target = AutoModelForCausalLM.from_pretrained("{target}")
 drafter = AutoModelForCausalLM.from_pretrained("{path}")
 target.generate(**inputs, assistant_model=drafter)
-```
-
-vLLM:
+```""",
+    "vllm": """vLLM:
 
 ```
 vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": \
 %(drafted)d}}'
-```
-
-SGLang (steps + 1 draft tokens, one candidate each):
+```""",
+    "sglang": """SGLang (steps + 1 draft tokens, one candidate each):
 
 ```
 python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
   --speculative-draft-model-path {path} --speculative-num-steps %(drafted)d --speculative-eagle-topk 1 \\
   --speculative-num-draft-tokens %(checked)d
-```"""
+```""",
+    "llama_cpp": """llama.cpp, whose target is a GGUF file too:
+
+```
+outrider export checkpoint={target} engine=llama_cpp out_dir=target_gguf
+llama-server -m target_gguf/model.gguf -md {path}/model.gguf --spec-type draft-simple --spec-draft-n-max %(drafted)d
+```
+
+The first line wants a directory; llama.cpp's own `convert_hf_to_gguf.py {target} --outfile FILE` does the same.""",
+    "openvino": """OpenVINO GenAI, whose target is converted too:
+
+```
+outrider export checkpoint={target} engine=openvino engine_python=ENVIRONMENT out_dir=target_ir
+```
+
+```python
+target = openvino_genai.LLMPipeline("target_ir", "CPU", draft_model=openvino_genai.draft_model("{path}", "CPU"))
+target.generate("…", max_new_tokens=128, num_assistant_tokens=%(drafted)d)
+```""",
+}
 
 _USELESS = """**Of no use**: it reached τ = {tau:.2f} tokens per pass of the target, and τ = 1 means that none of its
 tokens was accepted. Decoding with it is slower than without. Train it longer, or on the target's own answers."""

@@ -1,7 +1,7 @@
-"""A drafter as serving engines load it: an early exit as an ordinary causal LM, a head in another trainer's format.
+"""A drafter as a serving engine loads it: an early exit as an ordinary causal LM, a head in another trainer's format.
 
-outrider export checkpoint=runs/eesd out_dir=runs/served
-python train/export.py checkpoint=runs/eagle3 target=MODEL dialect=speculators out_dir=runs/served
+outrider export checkpoint=runs/eesd engine=llama_cpp out_dir=runs/served
+python train/export.py checkpoint=runs/eagle3 target=MODEL engine=vllm out_dir=runs/served
 """
 
 from conf import entry

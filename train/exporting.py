@@ -1,39 +1,56 @@
-"""A finished drafter in a format that serving engines load, with the commands that serve it."""
+"""A finished drafter in the format that a serving engine loads, with the commands that serve it."""
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from data_prep.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
 from data_prep.formats.original import CONFIG_FILE
-from draft_models.card import CARD_FILE, write_card
+from draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.checkpoint import make_head, open_head
-from draft_models.eagle3.export import save_head
+from draft_models.eagle3.export import require_said, save_head
+from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit.checkpoint import from_pretrained, open_target_of
-from draft_models.early_exit.export import USE, as_causal_lm
+from draft_models.early_exit.export import WHAT as EARLY_EXIT
+from draft_models.early_exit.export import as_causal_lm
 from draft_models.ngrams.table import TrigramTable
-from draft_models.small_lm.model import USE as USE_OF_SMALL_LM
+from draft_models.small_lm.model import WHAT as SMALL_LM
 from draft_models.small_lm.model import load_whole_lm
 from draft_models.targets.architectures import read_config
 from draft_models.targets.open_target import load_tokenizer, open_target, stored_dtype
+from draft_models.targets.settings import Dialect
 from inference.drafters.ngram.ngrams import open_table
+from inference.serving.engine_worker import ir_command
 from inference.serving.page import serving_page
 from inference.serving.proposer import TABLE_VARIABLE, NgramProposer
 from inference.settings.kinds import kind_in
+from inference.settings.serving import python_in
 from outrider.errors import UserError, require
 from outrider.files import require_writable, write_atomically
 from outrider.processes import from_main, join_processes, only_run_of
 from train.parts.export import export
-from train.settings.export import ExportConfig
+from train.settings.export import Engine, ExportConfig
+
+# The dialects of EAGLE-3 heads that an engine reads; the first that can say what a head is gets written.
+_DIALECTS: dict[Engine, Sequence[Dialect]] = {
+    "vllm": ("speculators", "modelopt"),
+    "sglang": ("specforge", "modelopt", "eagle"),
+    "tensorrt_llm": ("modelopt",),
+    "eagle": ("eagle",),
+}
 
 
 def export_drafter(config: ExportConfig) -> None:
     """Write the drafter in `config.checkpoint` to `config.out_dir`. Of a launcher, one process does it.
 
-    Raises `UserError` where it is of a kind that engines load as it is or not at all, where it does not fit the target,
-    where a dialect has no word for what it is, and where `config.out_dir` holds a model already.
+    Raises `UserError` where the engine loads its kind as it is or not at all, where it does not fit the target, where
+    the engine's format has no word for what it is, and where `config.out_dir` holds a model already.
     """
     state, out_dir = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, out_dir, "a drafter"):
@@ -45,11 +62,13 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     require(another, "out_dir", config.out_dir, f"another place than checkpoint={config.checkpoint}")
     kind = kind_in(config.checkpoint)
     name = "eagle3" if kind is None else kind.name
-    if not config.resume and (out_dir / (CARD_FILE if name == "ngrams" else CONFIG_FILE)).exists():
+    if not config.resume and any((out_dir / file).exists() for file in (CARD_FILE, CONFIG_FILE, GGUF_FILE)):
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     if name not in _KINDS:
         raise UserError(f"checkpoint={config.checkpoint}: nothing loads a {name}")
-    write, options = _KINDS[name]
+    write, options, engines = _KINDS[name]
+    able = f"an engine of {name}, which {config.checkpoint} holds: {', '.join(engines)}"
+    require(config.engine in engines, "engine", config.engine, able)
     _require_read(config, name, options)
     said = write(config, out_dir)
     size = sum(file.stat().st_size for file in out_dir.glob("*.safetensors")) / 1e6
@@ -58,7 +77,7 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
 
 def _require_read(config: ExportConfig, kind: str, options: tuple[str, ...]) -> None:
     """Raise `UserError` for an option that another kind of drafter reads, and this one does not."""
-    plain, unread = ExportConfig(checkpoint=config.checkpoint), {"reading", "dialect", "dtype"} - {*options}
+    plain, unread = ExportConfig(checkpoint=config.checkpoint), {"reading", "dtype"} - {*options}
     if kind == "ngrams" and config.target is None:
         unread.add("revision")  # of no target
     for option in sorted(unread):
@@ -68,30 +87,68 @@ def _require_read(config: ExportConfig, kind: str, options: tuple[str, ...]) -> 
             raise UserError(f"{said}: {config.checkpoint} holds {kind}, which does not read it; leave it out")
 
 
+def _require_writable(config: ExportConfig, shape: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `UserError` unless a causal LM of the config `shape` can be written, before its weights are read."""
+    if config.engine == "llama_cpp":
+        require_gguf(shape, tokenizer)
+    if config.engine == "openvino":
+        found = Path(ir_command(python_in(config.engine_python), "", "", "")[0]).exists()
+        require(found, "engine_python", config.engine_python, "an environment with optimum-intel (`make engines`)")
+
+
+def _dtype(config: ExportConfig, stored: torch.dtype) -> torch.dtype:
+    half = config.engine == "openvino" and stored == torch.bfloat16
+    chosen: torch.dtype = getattr(torch, config.dtype) if config.dtype else torch.float16 if half else stored
+    return chosen
+
+
+def _write_lm(config: ExportConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> str:
+    """Write what the engine loads; the words for the dtype."""
+    dtype = str(model.dtype).removeprefix("torch.")
+
+    def convert(staged: Path) -> Path:
+        made = staged / "made"
+        made.mkdir()
+        if config.engine == "llama_cpp":
+            write_gguf(model, tokenizer, made / GGUF_FILE)
+        elif config.engine == "openvino":
+            command = ir_command(python_in(config.engine_python), str(staged), str(made), dtype)
+            if status := subprocess.run(command, check=False).returncode:
+                raise UserError(f"engine=openvino: optimum-cli ended with status {status}; see what it said above")
+        return made
+
+    export(model, tokenizer, out_dir, *([] if config.engine in PLAIN_ENGINES else [convert]))
+    return f"dtype={dtype}"
+
+
 def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     target = open_target_of(config.checkpoint, config.target, config.revision)
-    dtype = stored_dtype(target.config) if config.dtype is None else getattr(torch, config.dtype)
+    _require_writable(config, target.config, target.tokenizer)
+    dtype = _dtype(config, stored_dtype(target.config))
     drafter = from_pretrained(config.checkpoint, target.config, target.fingerprint, dtype=dtype)
     model = as_causal_lm(drafter, target, dtype)
-    export(model, target.tokenizer, out_dir)
-    layers = f"{model.config.num_hidden_layers} of {target.config.num_hidden_layers}"
-    write_card(out_dir, USE, target.source, {"early exit": config.checkpoint, "layers": layers})
-    return f"kind=early_exit layers={model.config.num_hidden_layers} dtype={str(dtype).removeprefix('torch.')}"
+    said = _write_lm(config, model, target.tokenizer, out_dir)
+    layers = model.config.num_hidden_layers
+    facts = {"early exit": config.checkpoint, "layers": f"{layers} of {target.config.num_hidden_layers}"}
+    write_card(out_dir, f"{EARLY_EXIT}\n\n{serving(3, config.engine)}", target.source, facts)
+    return f"kind=early_exit layers={layers} {said}"
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
-    """One over some of the tokens, as one over all; every other is what engines load already."""
-    own = read_draft_vocabulary(config.checkpoint, None, read_config(config.checkpoint, role="small_lm"))
-    if own is None:
+    """One over some of the tokens is written over all of them; others as they are, for engines with own formats."""
+    shape = read_config(config.checkpoint, role="small_lm")
+    own = read_draft_vocabulary(config.checkpoint, None, shape)
+    if own is None and config.engine in PLAIN_ENGINES:
         said = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
         raise UserError(f"checkpoint={config.checkpoint}: {said}")
-    tokenizer = load_tokenizer(config.checkpoint, None, role="small_lm")
-    dtype = "auto" if config.dtype is None else getattr(torch, config.dtype)
-    model = load_whole_lm(config.checkpoint, tokenizer, dtype)
-    export(model, tokenizer, out_dir)
-    facts = {"small LM": config.checkpoint, "drafts": f"{len(own.tokens)} of {own.vocabulary} tokens"}
-    write_card(out_dir, USE_OF_SMALL_LM, config.target or "MODEL", facts)
-    return f"kind=small_lm tokens={len(own.tokens)} dtype={str(model.dtype).removeprefix('torch.')}"
+    tokenizer, dtype = load_tokenizer(config.checkpoint, None, role="small_lm"), _dtype(config, stored_dtype(shape))
+    whole, count = (shape.vocab_size,) * 2 if own is None else (own.vocabulary, len(own.tokens))
+    shape.update({"vocab_size": whole})
+    _require_writable(config, shape, tokenizer)
+    said = _write_lm(config, load_whole_lm(config.checkpoint, tokenizer, dtype), tokenizer, out_dir)
+    facts = {"small LM": config.checkpoint, "drafts": f"{count} of {whole} tokens"}
+    write_card(out_dir, f"{SMALL_LM}\n\n{serving(5, config.engine)}", config.target or "MODEL", facts)
+    return f"kind=small_lm tokens={count} {said}"
 
 
 def _export_table(config: ExportConfig, out_dir: Path) -> str:
@@ -116,21 +173,32 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     reading = stored.reading
     head = make_head(reading, stored.weights(dtype), config.checkpoint)
     made_here = stored.made_here and not config.reading.stated()
-    save_head(out_dir, head, config.dialect, target, config.target, made_here=made_here)
+    dialect = _dialect(config.engine, head, target)
+    save_head(out_dir, head, dialect, target, config.target, made_here=made_here)
     facts: dict[str, object] = {
         "head": config.checkpoint,
         "written by": stored.dialect,
-        "written for readers of": config.dialect,
+        "written for readers of": dialect,
     }
     facts |= {"taps": list(reading.taps), "tokens": f"{reading.draft_vocabulary} of {reading.vocabulary}"}
-    write_card(out_dir, use_of(config.dialect, reading.fc_bias), config.target, facts)
-    return f"kind=eagle3 dialect={config.dialect} dtype={str(head.dtype).removeprefix('torch.')}"
+    write_card(out_dir, use_of(dialect, reading.fc_bias), config.target, facts)
+    return f"kind=eagle3 dialect={dialect} dtype={str(head.dtype).removeprefix('torch.')}"
 
 
-# What writes a drafter of each kind, and the options that it reads of those that not all kinds read.
-_KINDS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...]]] = {
-    "early_exit": (_export_early_exit, ("dtype",)),
-    "eagle3": (_export_head, ("dialect", "dtype", "reading")),
-    "ngrams": (_export_table, ()),
-    "small_lm": (_export_small_lm, ("dtype",)),
+def _dialect(engine: Engine, head: Eagle3, target: PreTrainedConfig) -> Dialect:
+    """The first dialect of `engine` that can say what `head` is; the first of all if none can."""
+    for dialect in _DIALECTS[engine]:
+        with suppress(UserError):
+            require_said(head, dialect, target)
+            return dialect
+    return _DIALECTS[engine][0]
+
+
+# What writes a drafter of each kind, the options that it reads of those that not all kinds read, and its engines.
+_OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")
+_KINDS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...], Sequence[Engine]]] = {
+    "early_exit": (_export_early_exit, ("dtype",), _OF_LM),
+    "eagle3": (_export_head, ("dtype", "reading"), [*_DIALECTS]),
+    "ngrams": (_export_table, (), ("vllm",)),
+    "small_lm": (_export_small_lm, ("dtype",), _OF_LM),
 }

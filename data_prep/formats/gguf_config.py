@@ -30,8 +30,7 @@ _KNOWN = {
 }  # fmt: skip
 _OFF = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # keys without effect at this value
 # A file stores Llama 3's scaling as one factor per frequency; these bounds are the same in every model so far.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LLAMA3_CONTEXT = 8192
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 Number = TypeVar("Number", int, float)
 
 
@@ -194,14 +193,16 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
     stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=place.begin)
     if len(stored) < head_dim // 2:
         raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
-    scaling = {"factor": _decimal(stored.max()), **_LLAMA3, "original_max_position_embeddings": _LLAMA3_CONTEXT}
-    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    if not np.allclose(stored, frequencies / _llama3_frequencies(theta, head_dim, scaling), rtol=1e-4):
-        raise UserError(f"{refused} with {_LLAMA3} and a first context of {_LLAMA3_CONTEXT}; not supported")
+    scaling = {"factor": round(float(stored.max()), 4), **LLAMA3}
+    if not np.allclose(stored, llama3_factors({"rope_theta": theta, **scaling}, head_dim), rtol=1e-4):
+        raise UserError(f"{refused} with {LLAMA3}; not supported")
     return scaling
 
 
-def _llama3_frequencies(theta: float, head_dim: int, scaling: Mapping[str, float]) -> NDArray[np.float32]:
-    rope = {"rope_type": "llama3", "rope_theta": theta, **scaling}
-    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=rope)
-    return ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()
+def llama3_factors(rope: Mapping[str, float], head_dim: int) -> NDArray[np.float32]:
+    """By what Llama 3's `rope` divides each frequency, [head_dim / 2]."""
+    parameters = {"rope_type": "llama3", **rope}
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
+    plain = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
+    factors: NDArray[np.float32] = (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()).astype(np.float32)
+    return factors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from data_prep.formats.gguf_config import IGNORED, gguf_config, head_counts, require_family
 from data_prep.formats.gguf_file import GgufFile, TensorPlace, open_gguf
@@ -30,7 +30,7 @@ def load_package() -> ModuleType:
     try:
         import gguf
     except ImportError:
-        raise UserError("reading a GGUF file needs the gguf package: pip install 'outrider[gguf]'") from None
+        raise UserError("a GGUF file needs the gguf package: pip install 'outrider[gguf]'") from None
     return gguf
 
 
@@ -84,14 +84,20 @@ class GgufModel:
 
 def _names(file: GgufFile) -> dict[str, str]:
     """ggml's name → Hugging Face's name, for every tensor of the model that the metadata describe."""
-    gguf, config = load_package(), gguf_config(file)
-    family = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == require_family(file))
-    known = gguf.get_tensor_name_map(family, config.num_hidden_layers)
+    config = gguf_config(file)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # any error of an architecture for an unexpected config
         raise UserError(f"{file.path}: its metadata describe no model ({reason(error)}); fetch it again") from error
+    return tensor_names(model, require_family(file))
+
+
+def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
+    """ggml's name → Hugging Face's name, for every tensor of `model`, whose architecture ggml calls `family`."""
+    gguf, config = load_package(), model.config
+    architecture = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     parts = (name.rpartition(".") for name in model.state_dict() if not (name == HEAD and config.tie_word_embeddings))
     return {f"{known.get_name(stem)}.{last}": f"{stem}.{last}" for stem, _, last in parts}
 

@@ -11,6 +11,7 @@ from outrider.errors import UserError, reason
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens, in "token_type"
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "▁"  # SentencePiece's space
 
 # The patterns that split a text before merges apply. Each is from its model's published tokenizer.json.
@@ -26,7 +27,7 @@ _LLAMA3 = "|".join(
     )
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_PATTERNS = {
+PATTERNS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     **dict.fromkeys(("gpt-2", "smollm"), None),
@@ -62,12 +63,12 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
 
 def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     cut = file.get(f"{_KEY}pre", str)
-    if cut not in _PATTERNS:
+    if cut not in PATTERNS:
         raise UserError(
-            f"{file.path}: {_KEY}pre={cut!r}: texts are cut in an unknown way; known: {', '.join(_PATTERNS)}"
+            f"{file.path}: {_KEY}pre={cut!r}: texts are cut in an unknown way; known: {', '.join(PATTERNS)}"
         )
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
-    pattern = _PATTERNS[cut]
+    pattern = PATTERNS[cut]
     bpe = models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=pattern == _LLAMA3)
     tokenizer = Tokenizer(bpe)
     if pattern == _QWEN2:
@@ -152,10 +153,9 @@ def _post_processor(
 
 def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
     """The special tokens by transformers' names."""
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in names.items()}
+    found = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
     return {
-        name: _token(file, tokens, f"{names[name]}_token_id", index)
+        name: _token(file, tokens, f"{SPECIAL[name]}_token_id", index)
         for name, index in found.items()
         if index is not None
     }

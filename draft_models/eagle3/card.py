@@ -14,7 +14,7 @@ def use_of(dialect: Dialect, fc_bias: bool) -> str:
     others = [name for name, how in read.items() if not how]
     parts = [_OUTRIDER, *(how for how in read.values() if how)]
     if others:
-        parts.append(f"{' and '.join(others)}: not in this dialect; `outrider export` writes others.")
+        parts.append(f"{' and '.join(others)}: not in this dialect; `outrider export engine=ENGINE` writes others.")
     return "\n\n".join(parts)
 
 

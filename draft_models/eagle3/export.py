@@ -188,5 +188,5 @@ def require_said(head: Eagle3, dialect: Dialect, target: PreTrainedConfig) -> No
         said = ", ".join(f"{name}={getattr(reading, name)!r}" for name in lost)
         raise UserError(
             f"dialect={dialect}: has no word for {said} of this head, and its readers would take it for another one; "
-            "write it in another dialect"
+            "take another dialect"
         )

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from draft_models.card import serving
 from draft_models.early_exit.model import EarlyExit, NoLayer
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.empty_models import decoder_layers, empty_model, final_norm
@@ -62,14 +61,5 @@ def _put_head(model: PreTrainedModel, own: nn.Linear, tokens: torch.Tensor | Non
     model.config.tie_word_embeddings = False
 
 
-USE = f"""An EESD early exit, written as an ordinary Hugging Face causal LM: the target's first layers, the exit's, its
-norm and head. Every engine that takes a draft model takes it. It computes the first layers itself; Outrider's runtime
-shares them with the target, and there the drafter is faster.
-
-{serving(drafted=3)}
-
-OpenVINO GenAI, after `optimum-cli export openvino -m {{path}} drafter_ir`:
-
-```python
-openvino_genai.LLMPipeline("target_ir", "CPU", draft_model=openvino_genai.draft_model("drafter_ir", "CPU"))
-```"""
+WHAT = """An EESD early exit, written as an ordinary causal LM: the target's first layers, the exit's, norm and head. It
+computes the first layers itself; Outrider's runtime shares them with the target, and there the drafter is faster."""

@@ -102,7 +102,7 @@ USE_OF_SOME = """A causal LM over some of the target's tokens, in an ordinary Hu
 `draft_tokens.safetensors`, which says what its ids stand for. Its tokenizer is the target's.
 
 **transformers, vLLM and SGLang cannot draft with it**: they would take its ids for the target's. For them,
-`outrider export checkpoint={path} out_dir=DIR` writes it over all tokens.
+`outrider export checkpoint={path} out_dir=DIR engine=ENGINE` writes it over all tokens.
 
 Outrider:
 
@@ -110,7 +110,8 @@ Outrider:
 evaluate-checkpoint target={target} small_lm={path} method=vanilla
 ```"""
 
-USE = f"""An ordinary Hugging Face causal LM with the target's tokenizer.
+WHAT = "An ordinary causal LM with the target's tokenizer."
+USE = f"""{WHAT}
 
 Outrider:
 
@@ -118,4 +119,6 @@ Outrider:
 evaluate-checkpoint target={{target}} small_lm={{path}} method=vanilla
 ```
 
-{serving(drafted=5)}"""
+{serving(5)}
+
+llama.cpp and OpenVINO: `outrider export checkpoint={{path}} engine=llama_cpp out_dir=DIR`, or `engine=openvino`."""

@@ -106,11 +106,8 @@ class OpenVINO:
             return model
         made = Path(job["work"], f"{role}-{Path(model).name}-{job['dtype']}-ir")
         if not made.exists():
-            part, weights = made.with_suffix(".part"), "fp32" if job["dtype"] == "float32" else "fp16"
-            options = ["--task", "text-generation-with-past", "--weight-format", weights]
-            options += ["--revision", revision] if revision else []
-            tool = Path(sys.executable).with_name("optimum-cli")
-            subprocess.run([tool, "export", "openvino", "--model", model, *options, part], check=True)
+            part = made.with_suffix(".part")
+            subprocess.run(ir_command(sys.executable, model, str(part), job["dtype"], revision), check=True)
             part.rename(made)
         return str(made)
 
@@ -141,6 +138,13 @@ class OpenVINO:
             told = sum(map(len, done[-1].tokens))
             done[-1].add([*result.tokens[0]][told:])  # an end token is not streamed
         return done
+
+
+def ir_command(python: str, model: str, out: str, dtype: str, revision: str | None = None) -> list[str]:
+    """The command that writes `model` to `out` as OpenVINO reads it, by the optimum that lies beside `python`."""
+    options = ["--task", "text-generation-with-past", "--weight-format", "fp32" if dtype == "float32" else "fp16"]
+    options += ["--revision", revision] if revision else []
+    return [str(Path(python).with_name("optimum-cli")), "export", "openvino", "--model", model, *options, out]
 
 
 class Transformers:

@@ -100,7 +100,7 @@ def test_of_every_shape(shape: dict[str, Any], tied: bool, tmp_path: Path) -> No
     assert model.config.num_hidden_layers == 2 + shape.get("depth", 1) * shape.get("own_layer", True)
     tokenizers = [AutoTokenizer.from_pretrained(place) for place in (target, tmp_path / "out")]
     assert tokenizers[0]("a text")["input_ids"] == tokenizers[1]("a text")["input_ids"]
-    assert "assistant_model=drafter" in (tmp_path / "out/README.md").read_text()
+    assert '"method": "draft_model"' in (tmp_path / "out/README.md").read_text()
 
 
 @pytest.mark.parametrize("fault", ["decoder_layers", "final_norm", "_put_head"])

@@ -17,21 +17,29 @@ from draft_models.draft_vocabulary import narrow, save_tokens
 from draft_models.eagle3.card import use_of
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import open_head
+from draft_models.early_exit.checkpoint import save_pretrained
+from draft_models.early_exit.model import EarlyExit
 from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.architectures import load_config
+from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import open_target
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from inference.drafters.eagle3 import Eagle3Plugin
 from inference.drafters.small_lm import PLUGIN
 from outrider.errors import UserError
+from outrider.settings import construct
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
+from tests.gguf_files import save_plain_target
 from tests.inference.serving.vllm_stand_in import vllm_config
 from tests.tiny import VOCABULARY as TINY
 from tests.tiny import byte_tokenizer, random_prompt, save_target
+from train import exporting
 from train.exporting import export_drafter
 from train.settings.export import ExportConfig
+
+TEXT = torch.tensor([random_prompt(30)])
 
 
 def require_same_model(one: Path, other: Path) -> None:
@@ -44,9 +52,9 @@ def require_same_model(one: Path, other: Path) -> None:
 
 def test_there_and_back(tiny_models: Path, tmp_path: Path) -> None:
     where, target = str(tiny_models / EAGLE3), str(tiny_models / TARGET)
-    there = ExportConfig(checkpoint=where, target=target, dialect="speculators", out_dir=str(tmp_path / "there"))
+    there = ExportConfig(checkpoint=where, target=target, out_dir=str(tmp_path / "there"))
     export_drafter(there)
-    export_drafter(replace(there, checkpoint=there.out_dir, dialect="specforge", out_dir=str(tmp_path / "back")))
+    export_drafter(replace(there, checkpoint=there.out_dir, engine="sglang", out_dir=str(tmp_path / "back")))
     config = load_config(target)
     first, middle, last = (open_head(str(place), config) for place in (where, tmp_path / "there", tmp_path / "back"))
     assert [each.dialect for each in (first, middle, last)] == ["specforge", "speculators", "specforge"]
@@ -74,7 +82,7 @@ def test_what_a_dialect_cannot_say_is_refused(tmp_path: Path) -> None:
     WIDE_TARGET.save_pretrained(tmp_path / "target")
     out_dir = str(tmp_path / "out")
     with pytest.raises(UserError, match="dialect=eagle: has no word for tap_norms=True"):
-        export_drafter(ExportConfig(checkpoint=head, target=str(tmp_path / "target"), dialect="eagle", out_dir=out_dir))
+        export_drafter(ExportConfig(checkpoint=head, target=str(tmp_path / "target"), engine="eagle", out_dir=out_dir))
     assert not list(Path(out_dir).glob("*.safetensors"))
 
 
@@ -114,9 +122,10 @@ def test_maps_of_the_vocabulary_are_written_where_readers_ask_for_them(tmp_path:
     head = write_head(tmp_path / "head", facts, head_weights(facts), draft_vocab_size=VOCABULARY)
     WIDE_TARGET.save_pretrained(tmp_path / "target")
     given = ExportConfig(checkpoint=head, target=str(tmp_path / "target"))
-    for dialect, maps in (("speculators", set[str]()), ("specforge", {"d2t", "t2d"})):
-        out_dir = tmp_path / dialect
-        export_drafter(replace(given, dialect=dialect, out_dir=str(out_dir)))
+    engines: list[tuple[Any, set[str]]] = [("vllm", set()), ("sglang", {"d2t", "t2d"})]
+    for engine, maps in engines:
+        out_dir = tmp_path / engine
+        export_drafter(replace(given, engine=engine, out_dir=str(out_dir)))
         assert load_file(out_dir / "model.safetensors").keys() & {"d2t", "t2d"} == maps
         assert not open_head(str(out_dir), WIDE_TARGET).made_here  # a doctor has still to see it
 
@@ -151,9 +160,7 @@ def test_the_page_of_a_table_has_the_line_that_serves_it(
 @pytest.mark.parametrize(
     ("kind", "given", "named"),
     [
-        (EARLY_EXIT, {"dialect": "eagle"}, "dialect=eagle"),
         (EARLY_EXIT, {"reading": ReadingChanges(taps=(1, 2))}, r"reading\.taps=\[1,2\]"),
-        (TABLE, {"dialect": "eagle"}, "dialect=eagle"),
         (TABLE, {"reading": ReadingChanges(rope="plain")}, r"reading\.rope=plain"),
         (TABLE, {"dtype": "float16"}, "dtype=float16"),
         (TABLE, {"revision": "v1"}, "revision=v1"),
@@ -167,6 +174,113 @@ def test_an_option_that_a_kind_does_not_read_is_refused(
     with pytest.raises(UserError, match=f"{named}: .* holds {holds}, which does not read it; leave it out"):
         export_drafter(ExportConfig(checkpoint=where, out_dir=str(tmp_path / "out"), **given))
     assert [file.name for file in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_a_head_is_written_in_a_dialect_that_its_engine_reads(tmp_path: Path) -> None:
+    """In the first that can say what it is: speculators has no word for a head without a last norm."""
+    WIDE_TARGET.save_pretrained(tmp_path / "target")
+    heads = {name: write_head(tmp_path / name, facts, head_weights(facts)) for name, facts in DIALECTS.items()}
+    wanted: list[tuple[str, Any, str]] = [
+        ("specforge", "vllm", "speculators"), ("specforge", "sglang", "specforge"), ("modelopt", "vllm", "modelopt"),
+        ("modelopt", "sglang", "modelopt"), ("modelopt", "tensorrt_llm", "modelopt"), ("eagle", "eagle", "eagle"),
+    ]  # fmt: skip
+    for name, engine, dialect in wanted:
+        out_dir, target = str(tmp_path / f"{name}-{engine}"), str(tmp_path / "target")
+        export_drafter(ExportConfig(checkpoint=heads[name], target=target, engine=engine, out_dir=out_dir))
+        found, given = (open_head(place, WIDE_TARGET) for place in (out_dir, heads[name]))
+        assert (found.dialect, found.reading) == (dialect, replace(given.reading, draft_ids="offset"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "able"),
+    [
+        (EARLY_EXIT, "eagle", "transformers, vllm, sglang, llama_cpp, openvino"),
+        (EAGLE3, "llama_cpp", "vllm, sglang, tensorrt_llm, eagle"),
+        (EAGLE3, "openvino", "vllm, sglang, tensorrt_llm, eagle"),
+        (TABLE, "sglang", "vllm"),
+        (SMALL_LM, "tensorrt_llm", "transformers, vllm, sglang, llama_cpp, openvino"),
+    ],
+)
+def test_an_engine_that_loads_no_such_kind_is_refused(
+    tiny_models: Path, tmp_path: Path, kind: str, engine: Any, able: str
+) -> None:
+    given = ExportConfig(checkpoint=str(tiny_models / kind), engine=engine, out_dir=str(tmp_path / "out"))
+    with pytest.raises(UserError, match=f"engine='{engine}': expected an engine of .*: {able}$"):
+        export_drafter(given)
+
+
+def test_a_dtype_that_a_format_has_not_is_refused_at_once() -> None:
+    for engine, dtype in (("openvino", "bfloat16"), ("llama_cpp", "float64")):
+        with pytest.raises(UserError, match=f"dtype='{dtype}': expected another one, which engine={engine} has"):
+            construct(ExportConfig, {"checkpoint": "x", "engine": engine, "dtype": dtype})
+    with pytest.raises(UserError, match="engine_python='x': expected None, its default: engine=vllm does not read it"):
+        ExportConfig(checkpoint="x", engine_python="x")
+
+
+def exit_of(path: Path, where: Path, architecture: str = "llama") -> ExportConfig:
+    """The export of an exit for a new target whose tokenizer GGUF knows."""
+    target = open_target(str(save_plain_target(path, architecture, vocab_size=330)))
+    drafter = EarlyExit.from_model(target.layers(dtype=torch.float32), 1, own_head=True).requires_grad_(False)
+    for parameter in drafter.parameters():
+        parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    save_pretrained(where, drafter, target.fingerprint, {}, torch.float32)
+    return ExportConfig(checkpoint=str(where), out_dir=str(where.with_name("out")))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_llama_cpp_gets_the_model_that_others_get(architecture: str, tmp_path: Path) -> None:
+    """Early exit and target as GGUF files, whose logits are those of what transformers loads; its lines serve them."""
+    given = exit_of(tmp_path / "target", tmp_path / "exit", architecture)
+    plain = replace(given, engine="transformers", out_dir=str(tmp_path / "plain"))
+    ours = replace(given, engine="llama_cpp")
+    of_target = replace(ours, checkpoint=str(tmp_path / "target"), out_dir=str(tmp_path / "target_gguf"))
+    for config in (plain, ours, *([] if architecture == "qwen2" else [of_target])):  # see `test_gguf_write`
+        export_drafter(config)
+        sources = [plain.out_dir, of_target.checkpoint][config is of_target :]
+        if config is not plain:
+            found = load_causal_lm(config.out_dir, dtype=torch.float32)
+            wanted = AutoModelForCausalLM.from_pretrained(sources[0], dtype=torch.float32)
+            assert torch.equal(found(TEXT).logits, wanted(TEXT).logits)
+    assert {file.name for file in Path(ours.out_dir).iterdir()} == {".lock", "README.md", "model.gguf"}
+    card = Path(ours.out_dir, "README.md").read_text()
+    assert f" -md {ours.out_dir}/model.gguf --spec-type draft-simple --spec-draft-n-max 3" in card
+    assert "vllm" not in card
+    with pytest.raises(UserError, match="holds a model already; resume=true replaces it"):
+        export_drafter(ours)
+
+
+def test_a_family_that_gguf_has_not_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = exit_of(tmp_path / "target", tmp_path / "exit")
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    (tmp_path / "target/config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    monkeypatch.setattr(exporting, "from_pretrained", None)
+    with pytest.raises(UserError, match="GGUF: cannot be written here of hidden_act='gelu'"):
+        export_drafter(replace(given, engine="llama_cpp"))
+    with pytest.raises(UserError, match=r"engine_python=.*nowhere': expected an environment with optimum-intel"):
+        export_drafter(replace(given, engine="openvino", engine_python=str(tmp_path / "nowhere")))
+
+
+def test_openvino_gets_what_its_own_tool_makes(tmp_path: Path) -> None:
+    """By a stand-in, of the model that others get."""
+    given = exit_of(tmp_path / "target", tmp_path / "exit")
+    export_drafter(replace(given, engine="transformers", out_dir=str(tmp_path / "plain")))
+    tool = tmp_path / "env/bin/optimum-cli"
+    tool.parent.mkdir(parents=True)
+    tool.write_text('#!/bin/sh\ncp "$4"/*.* "$9" && echo "$@" > "$9/said"\n')
+    tool.chmod(0o755)
+    ours = replace(given, engine="openvino", engine_python=str(tmp_path / "env"))
+    export_drafter(ours)
+    require_same_model(Path(ours.out_dir), tmp_path / "plain")
+    said, card = Path(ours.out_dir, "said").read_text().split(), Path(ours.out_dir, "README.md").read_text()
+    assert said[4:8] == ["--task", "text-generation-with-past", "--weight-format", "fp32"]
+    assert f"checkpoint={tmp_path}/target engine=openvino" in card
+    assert f'draft_model=openvino_genai.draft_model("{ours.out_dir}", "CPU")' in card
+    tool.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(UserError, match="optimum-cli ended with status 3"):
+        export_drafter(replace(ours, out_dir=str(tmp_path / "failed")))
+    assert [file.name for file in (tmp_path / "failed").iterdir()] == [".lock"]
 
 
 def test_a_table_of_another_tokenizer_is_refused(tiny_models: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -13,8 +14,16 @@ from outrider.errors import UserError
 from train.core import run_dir
 
 
-def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
-    """Write the Hugging Face directory; config.json is moved last, so an incomplete directory does not load."""
+def export(
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: Path,
+    convert: Callable[[Path], Path] = lambda staged: staged,
+) -> None:
+    """Write the Hugging Face directory; config.json is moved last, so an incomplete directory does not load.
+
+    convert: makes of it, in a folder there, what is to be written instead. Raises `UserError`.
+    """
     staged = run_dir.own_staging(out_dir)
     shutil.rmtree(staged, ignore_errors=True)
     try:
@@ -22,7 +31,7 @@ def export(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out_dir: Pat
         tokenizer.save_pretrained(staged)
         if (own := draft_vocabulary_of(lm)) is not None:
             save_tokens(staged, own)
-        for file in sorted(staged.iterdir(), key=lambda file: file.name == "config.json"):
+        for file in sorted(convert(staged).iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, out_dir / file.name)
     except (OSError, SafetensorError) as error:
         raise UserError(f"out_dir={out_dir}: cannot be written ({error}); free space, then resume=true") from None

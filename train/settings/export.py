@@ -1,18 +1,23 @@
 """Settings of export. Light on purpose: a mistake shows before torch is imported."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from draft_models.eagle3.changes import ReadingChanges
-from draft_models.targets.settings import Dialect, FloatDtype, Model
-from outrider.settings import Place, RunConfig, free
+from draft_models.targets.settings import FloatDtype, Model
+from outrider.errors import require
+from outrider.settings import Place, RunConfig, free, only
+
+Engine = Literal["vllm", "sglang", "transformers", "llama_cpp", "openvino", "tensorrt_llm", "eagle"]
+_UNKNOWN: dict[Engine, tuple[FloatDtype, ...]] = {"llama_cpp": ("float64",), "openvino": ("float64", "bfloat16")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(RunConfig):
     """export: a drafter as serving engines load it."""
 
-    # of an early exit, of an n-gram table, or of an EAGLE-3 head, of any trainer
+    # of an early exit, of an n-gram table, or of an EAGLE-3 head, of any trainer; a small LM, or a target, for engines
+    # with a format of their own
     checkpoint: Annotated[str, Place("the directory of a drafter, or the Hub name of an EAGLE-3 head", hub=True)] = (
         free()
     )
@@ -21,7 +26,16 @@ class ExportConfig(RunConfig):
     target: Model | None = free(None)
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     reading: ReadingChanges = field(default_factory=ReadingChanges)  # of a head: where its config.json is wrong
-    dialect: Dialect = "speculators"  # of a head: whose config.json and names of tensors are written
-    # of the weights that are written, a table has none; null: as a head or the target of an early exit has them
+    # what is to load it; the last two load heads alone, eagle is EAGLE's own code
+    engine: Engine = "vllm"
+    # environment of OpenVINO, or its Python; its optimum-cli converts; null: this one
+    engine_python: Annotated[str | None, only(engine="openvino")] = free(None)
+    # of the weights that are written, a table has none; null: as a head or the target of an early exit has them, but
+    # float16 for bfloat16 where engine=openvino
     dtype: FloatDtype | None = None
     out_dir: str = free("runs/export")  # where it goes; resume=true replaces what is there
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = self.dtype not in _UNKNOWN.get(self.engine, ())
+        require(known, "dtype", self.dtype, f"another one, which engine={self.engine} has")
