@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from threading import RLock
+from threading import Lock
 from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, overload
 
 from transformers import PreTrainedTokenizerBase
@@ -97,6 +97,20 @@ class Passes:
         return (self.tokens - 1) / self.passes if self.passes else 1.0
 
 
+class Turn:
+    """A lock that no thread takes twice in a row while another waits for it."""
+
+    def __init__(self) -> None:
+        self.line, self._held = Lock(), Lock()  # line: held by the thread that is next
+
+    def __enter__(self) -> None:
+        with self.line:
+            self._held.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.release()
+
+
 class Model:
     """A target and its drafter, ready to decode one text at a time. Made by `load`.
 
@@ -114,7 +128,7 @@ class Model:
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
             prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
-        self._turn = RLock()  # held while anything of this target is computed
+        self._turn = Turn()  # held while anything of this target is computed
         self.last: Passes | None = None
         self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}
         self._tuning: Tuning | None = None
@@ -422,7 +436,7 @@ def _conversation(prompt: object, key: str) -> Messages:
     return items
 
 
-def _in_turn(rounds: Iterator[Round], turn: RLock) -> Iterator[Round]:
+def _in_turn(rounds: Iterator[Round], turn: Turn) -> Iterator[Round]:
     """`rounds`, each computed while `turn` is held; closed once the returned iterator is unreachable.
 
     That is at the latest when the process exits: a generation's resources cannot be released later, while the
@@ -433,7 +447,7 @@ def _in_turn(rounds: Iterator[Round], turn: RLock) -> Iterator[Round]:
     return asked
 
 
-def _each(rounds: Iterator[Round], turn: RLock) -> Iterator[Round]:
+def _each(rounds: Iterator[Round], turn: Turn) -> Iterator[Round]:
     while True:
         with turn:
             found = next(rounds, None)

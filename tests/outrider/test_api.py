@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,7 +25,7 @@ from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, T
 from inference.core.stopwatch import Round
 from inference.core.target_session import TargetSession
 from inference.settings.method import MethodConfig, StopConfig
-from outrider.api.model import Model
+from outrider.api.model import Model, Turn
 from outrider.errors import UserError
 from tests.tiny import LAYERS, make_drafter, save_target, unproven
 
@@ -257,6 +258,25 @@ def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_
         assert model.generate(texts, **options) == model.generate(tuple(ids), **options) == alone
     with pytest.raises(UserError, match="stream a prompt at a time: only generate takes a list of them"):
         model.stream(texts)
+
+
+def test_who_waits_is_next() -> None:
+    turn, order = Turn(), []
+
+    def wait() -> None:
+        with turn:
+            order.append("another")
+
+    thread = Thread(target=wait)
+    with turn:
+        thread.start()
+        while not turn.line.locked():
+            time.sleep(0.001)
+        order.append("first")
+    with turn:
+        order.append("again")
+    thread.join()
+    assert order == ["first", "another", "again"]
 
 
 @pytest.mark.parametrize("runtime", ["graphed", "eager"])
