@@ -150,7 +150,8 @@ def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: 
         minutes = choice.minutes.get(name)
         timed = [f"{TIME}={minutes:.3g}"] if minutes and not config.debug else []
         expected = minutes + look.loading if minutes else step.expected_minutes
-        steps[name] = StepConfig([*step.overrides, *more, *timed], step.debug, step.more, expected)
+        debug = [] if name in own and name == "prompts" else step.debug  # which is of prompts that are written here
+        steps[name] = StepConfig([*step.overrides, *more, *timed], debug, step.more, expected)
     return replace(base, steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug, resume=True)
 
 

@@ -166,6 +166,14 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(tmp_path: Path, tiny_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -> None:
+    prompts = str(own_prompts(tmp_path)) if own else None
+    pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), BASE, Choice((), {}, {}), LOOK)
+    step = config_for(STEPS["prompts"].script, pipeline.options("prompts"))
+    assert (step.file, step.packages == ()) == (prompts, not own)
+
+
 def test_a_choice_of_nothing_leaves_the_table() -> None:
     pipeline = pipeline_of(CONFIG, BASE, Choice((), {}, {}), LOOK)
     assert pipeline.to_do == ["prompts", "responses", "trigrams", "report"]
