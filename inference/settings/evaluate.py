@@ -128,7 +128,8 @@ class EvaluateConfig(RehearsedConfig):
         require(len(set(kept)) == len(kept), "ngrams.keep", kept, "a file of its own for every method")
         table = self.where(KINDS["ngrams"])
         require(not kept or table is not None, "ngrams.keep", kept, "null without an n-gram table, table=")
-        replayed = self.target == "replay"
+        replayed, ignored = self.target == "replay", self.generation_config == "none"
+        recycled = max(method.ngrams.recycle for method in self.methods.values())
         for key in ("transcripts", "tokenizer"):
             expected = "a file for target=replay" if replayed else "null unless target=replay"
             require((getattr(self, key) is not None) == replayed, key, getattr(self, key), expected)
@@ -141,17 +142,9 @@ class EvaluateConfig(RehearsedConfig):
         for key, setting, expected in (
             ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
             ("sampling.repetition_penalty", self.sampling.repetition_penalty, "null for target=replay: no logits"),
-            (
-                "generation_config",
-                self.generation_config.removeprefix("target"),
-                "target for target=replay: no model runs",
-            ),
+            ("generation_config", ignored and self.generation_config, "target for target=replay: no model runs"),
             ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
-            (
-                "ngrams.recycle",
-                max(method.ngrams.recycle for method in self.methods.values()),
-                "0 for target=replay: a recording has no logits",
-            ),
+            ("ngrams.recycle", recycled, "0 for target=replay: a recording has no logits"),
             ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
             ("show_prompts", self.show_prompts != 4 and str(self.show_prompts), "4 for target=replay: it has no page"),
             ("minutes", self.minutes, "null for target=replay: it takes seconds"),

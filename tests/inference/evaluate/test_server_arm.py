@@ -15,6 +15,7 @@ from inference.measure.prompt_results import read_results
 from inference.measure.results import AUTOREGRESSIVE
 from inference.report.served import DRAFTED, PLAIN, served_lines
 from inference.settings.evaluate import EvaluateConfig
+from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
 from tests.inference.evaluate.server_stand_in import Plan, running
@@ -134,6 +135,23 @@ def test_a_server_without_ids_is_read_by_its_texts(made: EvaluateConfig) -> None
     assert all_of_them["depth"] == 0
     assert all_of_them["served"] == pytest.approx(accepted / LENGTH / sum(map(len, counts)))
     assert f"{unread} of them are not tokenised so" in (Path(made.out_dir) / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_server_chooses_tokens_as_the_run_does(config: MakeConfig) -> None:
+    """And draws each answer by a seed of its own; all of these are audited."""
+    sampling = SamplingConfig(temperature=1.0, top_p=0.9, repetition_penalty=1.3)
+    made = config("out", methods=CHAIN, sampling=sampling, ignore_eos=True)
+    evaluate(made)
+    drafts = plan_of(made)
+    with patch("inference.evaluate.served.LEVEL", 0.0):  # no text may be refused by chance
+        found = measured(made, drafts)
+    asked = [body for body in drafts.asked if body["max_tokens"] == made.max_new_tokens]
+    assert {(body["temperature"], body["top_p"], body["repetition_penalty"]) for body in asked} == {(1.0, 0.9, 1.3)}
+    assert all(body["ignore_eos"] for body in asked)
+    assert len({body["seed"] for body in asked}) == len(asked) == len(QUESTIONS)
+    assert found["served"][0]["identical_to_reference"] is None
+    assert found["served_judgement"][DRAFTED]["texts"] == len(QUESTIONS)
 
 
 @pytest.mark.slow
