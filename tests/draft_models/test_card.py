@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.card import add_report, write_card
+from draft_models.card import add_report, serving, write_card
 from draft_models.eagle3.card import use_of
-from draft_models.early_exit import export
 from draft_models.early_exit import model as early_exit
 from draft_models.small_lm import model as small_lm
 
@@ -28,7 +27,7 @@ def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:
     assert text.startswith("---\nlibrary_name: outrider\nbase_model: org/target\n")
 
 
-@pytest.mark.parametrize("use", [small_lm.USE, export.USE])
+@pytest.mark.parametrize("use", [small_lm.USE, serving(3)])
 def test_every_engine_is_told_the_same_number_of_tokens(tmp_path: Path, use: str) -> None:
     """And every command is of this drafter and target."""
     write_card(tmp_path, use, "org/target", {})
