@@ -18,7 +18,7 @@ SURE = 4.0  # how far the logit of a token that is right is above the others
 
 
 @torch.inference_mode()
-def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Eagle3:
+def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequence[int]]], hidden: int = 256) -> Eagle3:
     """A random head whose logits are fitted to what the target said after prompts, so that most of a draft is right.
 
     answers: (prompt, answer). It shares no embedding with the target, and knows every second token and those of the
@@ -28,10 +28,10 @@ def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequen
     said = {token for _, answer in answers for token in answer}
     known = sorted({*range(0, stack.config.vocab_size, 2), *said})
     reading = Reading(
-        taps=(0, 2, len(stack.layers)), target_hidden=stack.config.hidden_size, hidden=256, intermediate=64, layers=1,
-        heads=4, key_heads=2, head_dim=16, epsilon=1e-5, activation="silu", vocabulary=stack.config.vocab_size,
-        draft_vocabulary=len(known), rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256,
-        windows=(None,), own_embedding=True,
+        taps=(0, 2, len(stack.layers)), target_hidden=stack.config.hidden_size, hidden=hidden, intermediate=64,
+        layers=1, heads=4, key_heads=2, head_dim=16, epsilon=1e-5, activation="silu",
+        vocabulary=stack.config.vocab_size, draft_vocabulary=len(known),
+        rope={"rope_type": "default", "rope_theta": 10000.0}, max_positions=256, windows=(None,), own_embedding=True,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, Tensor] = {}
@@ -43,12 +43,12 @@ def fitted_head(stack: LayerStack, answers: Sequence[tuple[Sequence[int], Sequen
     for text, start in texts:
         for count in range(start, len(text) - STEPS - 1):
             found = hidden_of(stack, head, text[:count], text[count : count + STEPS])
-            for step, hidden in enumerate(found):
+            for step, output in enumerate(found):
                 place = known.index(text[count + step + 1])
                 logits = torch.zeros(len(known), dtype=torch.float64)
                 logits[place] = SURE if (count + 2 * step) % 7 > 1 else -SURE
                 logits[place - 1] = (SURE + 0.5) * ((count // 2 + step) % 4 == 0)
-                rows.append(head.norm(hidden))
+                rows.append(head.norm(output))
                 wanted.append(logits)
     given = torch.stack(rows).double()
     ridge = 1e-3 * torch.eye(len(given), dtype=torch.float64)
