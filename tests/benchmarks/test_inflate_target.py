@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_models.calibration.checkpoint import drafter_digest, load_calibration
+from draft_models.eagle3.checkpoint import open_head
 from draft_models.eagle3.export import save_head
+from draft_models.eagle3.new_head import default_taps, new_head, new_reading
 from draft_models.early_exit.checkpoint import read_meta, save_pretrained
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import open_target
@@ -123,6 +126,15 @@ def test_a_wrong_step_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fau
         assert difference(source, tmp_path / "out" / TARGET) > 3 * TOLERANCE
 
 
+def test_a_further_layer_that_adds_something_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import inflate_target
+
+    source, apply = family(tmp_path / "source", "llama"), inflate_target.Inflation.apply
+    monkeypatch.setattr(inflate_target.Inflation, "apply", lambda *given, silent=False: apply(*given))
+    inflate_target.inflate(str(source), inflate_target.SHAPES["tiny-test"], tmp_path / "out")
+    assert difference(source, tmp_path / "out" / TARGET) > 3 * TOLERANCE
+
+
 def test_a_norm_of_heads_needs_its_own_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its epsilon is that of the other norms, and not what its width asks for."""
     import inflate_target
@@ -177,6 +189,41 @@ def test_acceptance_is_equal_round_by_round(drafted: dict[str, Path], tmp_path: 
         assert accepted >= 2, name
     with pytest.raises(UserError, match="trained for another target"):
         check(drafted, {TARGET: out / TARGET, EARLY_EXIT: drafted[EARLY_EXIT]}, PROMPTS, 1, torch.float32)
+
+
+@pytest.mark.parametrize("name", [EAGLE3, EARLY_EXIT, pytest.param(SMALL_LM, marks=pytest.mark.thorough)])
+def test_a_wrong_drafter_shows(
+    drafted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Its query heads are under other keys than they were: the text stays, the rounds do not."""
+    import inflate_target
+
+    shape, before = inflate_target.Shape(192, 6, 12, 4, 32, 224), open_target(str(drafted[TARGET]))
+    change = inflate_target.inflate_model(before.source, tmp_path / TARGET, shape, None, TARGET)
+    monkeypatch.setattr(inflate_target, "head_places", first_keys)
+    pair = inflate_target.Pair(before, open_target(str(tmp_path / TARGET)), replace(change), None)
+    sizes = (replace(shape, layers=4),) if name == SMALL_LM else ()
+    getattr(inflate_target, f"inflate_{name}")(drafted[name], tmp_path / name, pair, *sizes)
+    both = [{kind: where[kind] for kind in (TARGET, name)} for where in (drafted, {n: tmp_path / n for n in drafted})]
+    found = inflate_target.check(*both, PROMPTS, TOKENS, torch.float32)
+    assert found["texts"] == [2, 2]
+    assert all(equal < rounds for equal, rounds in found["rounds"].values())
+
+
+def test_a_head_that_names_no_taps_keeps_them(tmp_path: Path) -> None:
+    """EAGLE's dialect leaves them to the number of layers, which is another one now."""
+    from inflate_target import SHAPES, inflate
+
+    source, head = save_target(tmp_path / "source", kv_heads=2, num_hidden_layers=8), tmp_path / "head"
+    target = open_target(str(source))
+    reading = new_reading(target.config, taps=(), version="3", draft_vocabulary=None, intermediate=None)
+    made = new_head(reading, target.stack(dtype=torch.float32), None, 0)
+    save_head(head, made, "eagle", target.config, TARGET)
+    assert open_head(str(head), target.config).reading.taps == (2, 4, 5)
+    inflate(str(source), replace(SHAPES["tiny-test"], layers=10), tmp_path / "out", eagle3=head)
+    config = open_target(str(tmp_path / "out" / TARGET)).config
+    assert default_taps(config.num_hidden_layers) == (2, 5, 7)
+    assert open_head(str(tmp_path / "out" / EAGLE3), config).reading.taps == (2, 4, 5)
 
 
 def test_the_command_carries_calibration_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
