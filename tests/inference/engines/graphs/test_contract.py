@@ -66,6 +66,7 @@ from tests.graph_contract import (
     Watch,
     keep_contracts,
 )
+from tests.recorded import record_graphs
 from tests.tiers import typical_where
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, method_of, open_stack, random_prompt, save_target
 
@@ -198,6 +199,14 @@ def test_every_path_keeps_the_contract(models: Models, watch: Watch, path: str) 
     PATHS[path](models, Graphed())
     assert 2 <= len(watch.graphs) < len(watch.replayed)
     assert path != "rows" or {width for _, width, _ in watch.replayed} == {*WIDTHS}
+
+
+@pytest.mark.parametrize("path", ["int8", "early exit, calibrated", "small LM, some tokens", "sampled"])
+def test_no_path_needs_its_python_in_a_replay(models: Models, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Of the others tests elsewhere show it, by `tests/recorded.py` too."""
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    record_graphs(monkeypatch)
+    PATHS[path](models, Graphed())
 
 
 @pytest.mark.usefixtures("watch")
