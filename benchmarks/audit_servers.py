@@ -22,6 +22,7 @@ from served_answers import (
     Answering,
     Makers,
     Texts,
+    bare,
     best,
     by_chance,
     drafted,
@@ -30,6 +31,7 @@ from served_answers import (
     nearly_best,
     one_in_200,
     typical,
+    without_system_turn,
 )  # fmt: skip
 
 from data_prep.text.chat import render_prompt
@@ -48,7 +50,7 @@ from outrider.streams import Streams
 
 LEVEL = AuditConfig.level
 ROWS = 64  # answers of a batch
-FEW, SOME, MANY = 2, 5, 10  # answers of an audit
+FEW, SOME, MANY = 2, 4, 10  # answers of an audit
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ def servers(makers: Makers) -> list[Server]:
         last.append(Server("llama.cpp, early exit", partial(makers.by_llama, *exit_layer), few))
     return [
         *found,
-        Server("wrong template", partial(by, plain, system=False), {0: 1, 1: FEW}, (0, 1)),
+        Server("no system turn", partial(by, plain, read=without_system_turn), {0: 1, 1: FEW}, (0, 1)),
+        Server("no chat template", partial(by, plain, read=bare), {1: 1}, (1,)),
         Server("top-3 match", partial(by, {0: drafted(in_top_3, best, best)}), {0: 1}, (0,)),
         Server("tie-break within 2 logits", partial(by, {0: drafted(nearly_best, best, best)}), {0: 1}, (0,)),
         Server("a residual forgotten", partial(by, {1: drafted(by_chance, drawn, best)}, own=True), {1: SOME}, (1,)),

@@ -165,17 +165,21 @@ class Makers:
 
     @contextmanager
     def by_sampler(
-        self, choose: Mapping[int, Choose], *, int8: bool = False, system: bool = True, own: bool = False
+        self,
+        choose: Mapping[int, Choose],
+        *,
+        int8: bool = False,
+        own: bool = False,
+        read: Callable[[list[int]], list[int]] = list,
     ) -> Iterator[Answering]:
         """A sampler of this file.
 
-        own: the target itself drafts, not the small LM. int8: weights in 8 bits. system: whether the prompts keep the
-        turn that the template puts first.
+        own: the target itself drafts, not the small LM. int8: weights in 8 bits. read: what it makes of a prompt.
         """
         model = rounded(self.model) if int8 else self.model
 
         def answer(temperature: int, prompts: Texts, seeds: Sequence[int]) -> Texts:
-            prompts = prompts if system else [ids[ids.index(ids[0], 1) :] for ids in prompts]
+            prompts = [*map(read, prompts)]
             return sample(
                 model, model if own else self.drafter, prompts, choose[temperature], seeds, LENGTH[temperature]
             )
@@ -214,6 +218,17 @@ def rounded(model: Any) -> Any:
         scale = layer.weight.data.abs().amax(-1, keepdim=True) / 127
         layer.weight.data = (layer.weight.data / scale).round() * scale
     return other
+
+
+def without_system_turn(ids: list[int]) -> list[int]:
+    """A chat prompt of ids, of which the template's first turn is left out."""
+    return ids[ids.index(ids[0], 1) :]
+
+
+def bare(ids: list[int]) -> list[int]:
+    """The user's words alone: between a turn's beginning, its role and a line's end, and the turn's end."""
+    turn, end = without_system_turn(ids), ids[ids.index(ids[0], 1) - 2]
+    return turn[3 : turn.index(end)]
 
 
 def best(p: Tensor, *_: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The servers that the audit is tried on do what their names say, and its verdicts on parts are those on the whole."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,15 @@ def test_without_a_fault_the_samplers_say_what_generate_says(model: PreTrainedMo
     by_itself = sample(model, model, PROMPTS, drafted(lambda *_: torch.tensor(True), drawn, best), SEEDS, LENGTH)
     assert by_itself == said
     assert sampled(model, drawn, PROMPTS[:1]) == sampled(model, drawn)[:1]  # whoever is in the batch
+
+
+def test_prompts_lose_what_the_server_does_not_read() -> None:
+    from served_answers import bare, without_system_turn
+
+    begin, end, line = 1, 2, 9
+    ids = [begin, 40, line, 50, end, line, begin, 41, line, 60, 61, end, line, begin, 42, line]
+    assert without_system_turn(ids) == ids[6:]
+    assert bare(ids) == [60, 61]
 
 
 def test_a_draft_is_accepted_where_its_rule_says_so() -> None:
@@ -114,3 +124,14 @@ def test_the_table_says_how_many_audits_accept_or_refuse() -> None:
         "| good | accepted 2 of 2 (100 tokens each) | accepted 1 of 2 (100 tokens each) |",
         "| bad | – | refused 2 of 2 (100 tokens each) |",
     ]
+
+
+def test_the_page_has_the_counts_of_the_record() -> None:
+    from audit_servers import table
+
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "benchmarks/results/audit_servers.json").read_text())["rows"]
+    assert "\n".join(table(rows)) in (root / "docs/audit.md").read_text()
+    for row in rows:
+        assert row["refused"] == sum(bool(one["faults"]) for one in row["audits"])
+        assert row["lossy"] or row["refused"] == 0
