@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENGINES := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install engines kernels demo demo-real chat smollm2 test test-all test-fast test-gpu lint format clean
+.PHONY: help install engines kernels demo demo-real chat smollm2 test test-all test-fast test-gpu gpu-record lint format clean
 .NOTPARALLEL:
 
 help: ## this list (the default)
@@ -54,6 +54,9 @@ $(ENGINES)/%/.installed: $(STAMP) tests/inference/serving/engine_needs.py
 	$(ENGINES)/$*/bin/python tests/inference/serving/engine_needs.py $(foreach package,$(PACKAGES),$(firstword $(subst ==, ,$(package)))) > $(ENGINES)/$*/needs.txt
 	$(ENGINES)/$*/bin/pip install --quiet --disable-pip-version-check --requirement $(ENGINES)/$*/needs.txt 'setuptools<81'
 	touch $@
+
+gpu-record: $(STAMP) ## everything that a GPU can tell in ten minutes: ARGS='--target … --prompts …', or ARGS=--rehearse
+	$(RUN)python benchmarks/gpu_record.py $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(RUN)ruff check .

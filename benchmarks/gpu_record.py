@@ -1,0 +1,217 @@
+"""Everything that a GPU can tell in ten minutes, in one command that can be stopped and repeated.
+
+    python benchmarks/gpu_record.py --target runs/smollm2/fetch --prompts chat=mt_bench.jsonl --prompts code=mine.jsonl
+    python benchmarks/gpu_record.py --rehearse --work /tmp/rehearsal     # all parts on tiny models, on a CPU
+
+A part is a command with a time limit of its own. What it found is in WORK/gpu_record.json as soon as it ends, also if
+it failed or was cut; the same command does the parts again that did not end well. The parts:
+
+- tests: `pytest -m gpu`;
+- floors: a 7B shape against its memory's bandwidth, and against `torch.compile` of transformers' own layers;
+- smollm2: the target as it is in bfloat16, plain, `generate`, and every method with the shipped drafters;
+- inflate, inflated: the same in the shape of Llama-2-7B (inflate_target.py): real acceptance at a 7B's cost;
+- answers: answers a second;
+- prediction: the speed-ups that τ and the floors predict, beside those measured.
+
+A machine without a network gets the target in pieces, each small enough for one transfer, which are joined there:
+
+    python benchmarks/gpu_record.py --split model.gguf --work pieces        # pieces/model.gguf.00, .01, …
+    python benchmarks/gpu_record.py --target pieces/model.gguf …
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf import reported
+from draft_models.tiny.models import save_tiny_models
+from outrider.errors import UserError
+from outrider.files import read_json, require_writable, write_atomically, write_json
+from outrider.machine import describe_machine
+
+HERE = Path(__file__).parent
+RECORD = "gpu_record.json"
+PIECE = 45 << 20  # bytes
+METHODS = "eesd_fixed,early_exit/opt_tree_auto,vanilla,opt_tree_auto,gsd,mcsd,aded,ngrams,small_lm/fused,prompt_lookup"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of Python, its seconds at most, and the JSON file that it leaves; None: what it prints last counts."""
+
+    name: str
+    seconds: float
+    words: Sequence[str]
+    product: Path | None = None
+
+
+def parts(options: argparse.Namespace) -> list[Part]:
+    """All parts, in order."""
+    work, tiny, chat = options.work, options.rehearse, options.target
+    drafters = {kind: options.drafters / kind for kind in ("eesd", "small_lm", "trigrams")}
+    if tiny:
+        save_tiny_models(work / "models", "llama")
+        drafters = dict(zip(drafters, (work / "models" / n for n in ("early_exit", "small_lm", "table")), strict=True))
+        chat = shutil.copytree(work / "models/target", work / "models/chat", dirs_exist_ok=True)
+        (chat / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}: {% endfor %}")
+        prompts = work / "prompts.jsonl"
+        write_atomically(prompts, b"".join(b'{"prompt": "number %d: "}\n' % number for number in range(8)))
+        options.target, options.prompts = str(work / "models/target"), [f"texts={prompts}"]
+    some = [word for given in options.prompts for word in ("--prompts", given)]
+    inflated = work / "inflated"
+    first_prompts = options.prompts[0].partition("=")[2]
+    size = ["max_new_tokens=8", "dtype=float32"] if tiny else ["max_new_tokens=128", "dtype=bfloat16"]
+
+    def real(name: str, minutes: float, target: str, exit_at: Path, small: Path) -> Part:
+        given = [f"target={target}", f"checkpoint={exit_at}", f"small_lm={small}", f"table={drafters['trigrams']}"]
+        methods = "eesd_fixed,vanilla,ngrams" if tiny else METHODS
+        limits = ["--minutes", f"{0.05 if tiny else minutes}", "--per-category", "2" if tiny else "4"]
+        out = work / f"{name}.json"
+        words = [str(HERE / "bench_real.py"), *given, f"method=[{methods}]", *size, "doctor=false", *some, *limits]
+        return Part(name, 60 * minutes + 60, [*words, "--work", str(work / name), "--out", str(out)], out)
+
+    shape = ["--shapes", "toy" if tiny else "7b", "--contexts", "192", "--repeats", "1" if tiny else "8"]
+    floors = ["--out", str(work), *(["--buffer-gb", "0.01"] if tiny else ["--compiled"])]
+    answers = ["--batch", "4", "--batches", "2", "--new-tokens", "8", "--device", "cpu"] if tiny else ["--batch", "512"]
+    found = work / "answers.json"
+    gpu_tests = ["-m", "pytest", "-q", "-m", "gpu", "-n0", "-p", "no:cacheprovider"]
+    return [
+        Part("tests", 150, [*gpu_tests, *(["tests/test_gpu.py", "--collect-only"] if tiny else [])]),
+        Part("floors", 90, [str(HERE / "bench_floor.py"), *shape, *floors], work / f"floor_{options.device}.json"),
+        real("smollm2", 1.2, options.target, drafters["eesd"], drafters["small_lm"]),
+        Part("inflate", 90, [
+            str(HERE / "inflate_target.py"), "--target", options.target, "--shape", "tiny-test" if tiny else "7b",
+            "--out", str(inflated), "--early-exit", str(drafters["eesd"]), "--small-lm", str(drafters["small_lm"]),
+            *(["--small-shape", "tiny-test"] if tiny else ["--dtype", "bfloat16"]),
+        ], inflated / "inflated.json"),
+        real("inflated", 2.0, str(inflated / "target"), inflated / "early_exit", inflated / "small_lm"),
+        Part("answers", 60, [
+            str(HERE / "bench_responses.py"), "--target", str(chat), "--prompts", first_prompts, *answers,
+            "--out", str(found),
+        ], found),
+    ]  # fmt: skip
+
+
+def run(part: Part, log: Path) -> dict[str, Any]:
+    """Run a part to its end or its limit; what is recorded of it."""
+    began = time.monotonic()
+    with log.open("wb") as file:
+        try:
+            done = subprocess.run(
+                [sys.executable, *part.words], stdout=file, stderr=subprocess.STDOUT, timeout=part.seconds, check=False
+            )
+            state = "done" if done.returncode == 0 else f"failed with status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            state = f"cut after {part.seconds:.0f} s"
+    there = part.product is not None and part.product.exists()
+    result = json.loads(part.product.read_text()) if part.product is not None and there else None
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return {
+        "state": state,
+        "seconds": time.monotonic() - began,
+        "command": [*part.words],
+        "said": last,
+        "found": result,
+    }
+
+
+def predictions(found: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """By method the speed-up that its τ predicts at a 7B's cost, and the one measured.
+
+    τ / (pass over the root and the draft + draft steps), in passes over one row. A chain of d tokens takes d draft
+    steps; what n-grams draft takes none. Methods that draft trees are left out: their steps are not counted.
+    """
+    floors, entries = found["floors"]["found"], found["inflated"]["found"]
+    context = floors["shapes"][0]["contexts"][0]
+    arms = next(iter(entries["entries"].values()))["arms"]
+    widths = {int(width): one["of_width_1"] for width, one in context["verify"].items()}
+    steps = {"eesd_fixed": context["draft_step"]["share_of_step"], "ngrams": 0.0, "prompt_lookup": 0.0, "aded": 0.0}
+    predicted: dict[str, dict[str, float | None]] = {}
+    for name, step in steps.items():
+        drafted = arms.get(name, {}).get("drafted_tokens_per_round")  # none where nothing was drafted
+        if drafted is not None:
+            width = min((one for one in widths if one >= drafted + 1), default=max(widths))
+            measured = arms[name]["speedup"]["median"]
+            predicted[name] = {
+                "predicted": arms[name]["tau"] / (widths[width] + drafted * step), "measured": measured
+            }  # fmt: skip
+    return predicted
+
+
+def join(path: Path) -> None:
+    """Join the pieces of a file that `split` left, unless it is there."""
+    pieces = sorted(path.parent.glob(f"{path.name}.[0-9][0-9]"))
+    if pieces and not path.exists():
+        write_atomically(path, b"".join(piece.read_bytes() for piece in pieces))
+
+
+def split(path: Path, folder: Path) -> list[Path]:
+    """Write a file as pieces of `PIECE` bytes."""
+    content = path.read_bytes()
+    pieces = []
+    for number, start in enumerate(range(0, len(content), PIECE)):
+        pieces.append(require_writable(folder) / f"{path.name}.{number:02d}")
+        write_atomically(pieces[-1], content[start : start + PIECE])
+    return pieces
+
+
+def record(options: argparse.Namespace) -> dict[str, Any]:
+    """Do the parts that are not done. Raises `UserError` for inputs that are missing."""
+    work = require_writable(options.work)
+    options.device = "cpu" if options.rehearse else "cuda"
+    if not options.rehearse and not (options.target and options.prompts and torch.cuda.is_available()):
+        raise UserError("expected --target, --prompts and a GPU; or --rehearse")
+    if not options.rehearse:
+        join(Path(options.target))
+    path = work / RECORD
+    found: dict[str, Any] = read_json(path, "record", "remove it") if path.exists() else {}
+    found["machine"] = describe_machine()
+    for part in parts(options):
+        if found.get(part.name, {}).get("state") != "done":
+            print(f"part={part.name} seconds_at_most={part.seconds:.0f}", flush=True)
+            found[part.name] = run(part, work / f"{part.name}.log")
+            write_json(path, found)
+        print(
+            f"part={part.name} state='{found[part.name]['state']}' seconds={found[part.name]['seconds']:.1f}",
+            flush=True,
+        )
+    if all(found[name]["found"] for name in ("floors", "inflated")):
+        found["prediction"] = predictions(found)
+        write_json(path, found)
+        for name, one in found["prediction"].items():
+            print(
+                f"prediction method={name} predicted={one['predicted']:.2f} measured={one['measured']:.2f}", flush=True
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="SmolLM2-135M-Instruct: a directory, or a GGUF file that --split has cut")
+    parser.add_argument("--prompts", action="append", default=[], metavar="NAME=FILE", help="of a kind; repeatable")
+    parser.add_argument("--drafters", type=Path, default=HERE.parent / "drafters/smollm2")
+    parser.add_argument("--work", type=Path, default=Path("runs/gpu_record"))
+    parser.add_argument("--rehearse", action="store_true", help="everything tiny, on a CPU")
+    parser.add_argument("--split", type=Path, metavar="FILE", help="only cut this file into pieces, in --work")
+    options = parser.parse_args()
+    with reported(goes_on=True):
+        if options.split:
+            print(*split(options.split, options.work), sep="\n")
+            return
+        found = record(options)
+    failed = [name for name, part in found.items() if "state" in part and part["state"] != "done"]
+    print(f"gpu_record out={options.work / RECORD} failed={','.join(failed) or 'none'}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
