@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers_arms import MAX_NGRAM, generation_of
 
 from conf import reported
+from data_prep.formats.gguf_write import write_gguf
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
 from draft_models.targets.model_files import load_causal_lm
@@ -32,19 +32,12 @@ from inference.loading.targets import end_tokens, load_plain
 from inference.measure.arms import transformers_generate
 from inference.measure.results import Arm
 from inference.settings.kinds import KINDS
-from outrider.errors import UserError, require
+from outrider.errors import UserError
 from outrider.files import require_writable
 from outrider.streams import Streams
 
 SERVER = Path(__file__).parent / "llamacpp_server.py"
 FORMATS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight", "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 
 
 def llama_version(python: str) -> str:
@@ -58,61 +51,6 @@ def llama_version(python: str) -> str:
         why = (asked.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise UserError(f"llama-python={python}: {why}; {python} -m pip install llama-cpp-python")
     return asked.stdout.strip()
-
-
-def write_gguf(model: PreTrainedModel, path: Path) -> Path:
-    """The weights of a Llama as a GGUF file in the model's dtype, norms in float32, without a tokenizer; `path`.
-
-    Raises `UserError` for a model that this function cannot write.
-    """
-    import gguf  # an optional dependency, used here only
-
-    config: Any = model.config
-    rope = config.rope_parameters
-    plain = config.model_type == "llama" and not (config.attention_bias or config.mlp_bias)
-    plain = plain and rope.get("rope_type", "default") == "default"
-    require(plain, "llama-python", config.model_type, "a Llama of plain RoPE, without biases")
-    writer = gguf.GGUFWriter(require_writable(path.parent) / path.name, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    kind = gguf.GGMLQuantizationType[FORMATS[model.dtype].upper()]
-    for name, tensor in weights_of(model.state_dict(), config):
-        wanted = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(tensor.float().numpy(), wanted), raw_dtype=wanted)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def weights_of(state: dict[str, Tensor], config: PreTrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """The weights by their names in GGUF, queries and keys in the order of its RoPE. A tied head has no entry."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in state.items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        part = name.split(".")[-2]
-        tensor = interleaved(tensor, heads[part]) if part in heads else tensor
-        if name in NAMES:
-            yield NAMES[name], tensor
-        else:
-            _, _, layer, *inner, weight = name.split(".")
-            yield f"blk.{layer}.{NAMES['.'.join(inner)]}.{weight}", tensor
-
-
-def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """weight [heads · d, n] with the rows of every head as pairs (0, d/2), (1, d/2 + 1), …, which llama.cpp rotates."""
-    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 class LlamaServer:
@@ -160,8 +98,11 @@ def llama_server(
     tokens: the target's ids of the small LM's, if it does not have all (see `DrafterPlugin.known_tokens`).
     asked: positions, threads and draft_tokens.
     """
-    model = write_gguf(target, folder / "target.gguf")
-    draft = None if small_lm is None else write_gguf(small_lm, folder / "small_lm.gguf")
+    model = require_writable(folder) / "target.gguf"
+    draft = None if small_lm is None else folder / "small_lm.gguf"
+    write_gguf(target, None, model)
+    if small_lm is not None and draft is not None:
+        write_gguf(small_lm, None, draft)
     asked["cache"] = FORMATS[target.dtype]
     del target, small_lm  # files hold them now
     asked |= {"model": str(model), "draft": draft and str(draft), "ids": None if tokens is None else list(tokens)}

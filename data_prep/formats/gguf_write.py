@@ -47,7 +47,8 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
         own["attention.sliding_window"] = config.sliding_window
     found: dict[str, Value] = {"general.architecture": family} | {f"{family}.{key}": own[key] for key in own}
     _require_read_back(config, found)
-    return found if tokenizer is None else _with_tokenizer(found, tokenizer, config.vocab_size)
+    none: dict[str, Value] = {"tokenizer.ggml.model": "none"}
+    return found | none if tokenizer is None else _with_tokenizer(found, tokenizer, config.vocab_size)
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.architectures import load_config
@@ -155,29 +154,6 @@ def test_llama_cpp_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
     assert plain.decode_seconds == pytest.approx(sum(r.seconds for r in plain.rounds))
     assert server.process.poll() == 0
     assert not list((tmp_path / "files").iterdir())
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_gguf_file_has_the_weights(tmp_path: Path, tied: bool) -> None:
-    """All of them, queries and keys in the order in which llama.cpp rotates them."""
-    gguf = pytest.importorskip("gguf")
-    from peer_llamacpp import weights_of, write_gguf
-
-    path = save_target(tmp_path / "target", tied=tied, kv_heads=2)
-    target, _ = open_stack(path)
-    reader = gguf.GGUFReader(write_gguf(target, tmp_path / "model.gguf"))
-    stored = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
-    assert ("output.weight" in stored) == (not tied)
-    weights = load_file(path / "model.safetensors")
-    heads, name = target.config.num_attention_heads, "self_attn.q_proj.weight"
-    rows = weights[f"model.layers.1.{name}"].unflatten(0, (heads, -1))
-    half = rows.shape[1] // 2
-    pairs = stored["blk.1.attn_q.weight"].unflatten(0, (heads, -1))
-    for i in range(half):  # llama.cpp turns rows 2i and 2i + 1 together, transformers i and i + half
-        assert torch.equal(pairs[:, 2 * i], rows[:, i])
-        assert torch.equal(pairs[:, 2 * i + 1], rows[:, i + half])
-    assert torch.equal(stored["blk.1.ffn_down.weight"], weights["model.layers.1.mlp.down_proj.weight"])
-    assert len(stored) == len(list(weights_of(weights, target.config)))
 
 
 @torch.no_grad()
