@@ -190,7 +190,7 @@ def _add_config(writer: GgufWriter, config: PreTrainedConfig, family: str) -> No
     }  # fmt: skip
     if getattr(config, "head_dim", None):
         values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    if config.model_type == "mistral":
+    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
         values["attention.sliding_window"] = config.sliding_window
     rope = config.rope_parameters
     if rope["rope_type"] in ("linear", "yarn"):

@@ -44,7 +44,7 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     own: dict[str, Value] = {key: getattr(config, name) for key, name in _FIELDS.items()} | sizes
     own["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
-        own["attention.sliding_window"] = config.sliding_window
+        raise _unsaid(f"sliding_window={config.sliding_window}, as llama.cpp lets a Mistral see all")
     found: dict[str, Value] = {"general.architecture": family} | {f"{family}.{key}": own[key] for key in own}
     _require_read_back(config, found)
     none: dict[str, Value] = {"tokenizer.ggml.model": "none"}

@@ -9,7 +9,14 @@ import torch
 from gguf import GGUFReader
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 from data_prep.formats import gguf_write
 from data_prep.formats.gguf_file import GgufFile, open_gguf
@@ -18,15 +25,18 @@ from data_prep.formats.gguf_write import require_gguf, write_gguf
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import load_tokenizer
 from outrider.errors import UserError
-from tests.data_prep.formats.test_gguf import VARIANTS, random_biases, same_model
+from tests.data_prep.formats.test_gguf import VARIANTS as WINDOWED
+from tests.data_prep.formats.test_gguf import random_biases, same_model
 from tests.data_prep.formats.test_gguf_tokenizers import CUTS, TEXTS, byte_level, sentencepiece, spm_file  # noqa: F401
 from tests.gguf_files import TEMPLATE, bpe_tokenizer, save_plain_target
 from tests.gguf_files import write_gguf as as_converted
 
+VARIANTS = {**WINDOWED, "mistral": ("mistral", {"sliding_window": None})}
+REFUSED = ("linear", "yarn")
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("linear", "yarn")])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in REFUSED])
 def test_the_file_is_that_of_the_converter(variant: str, tmp_path: Path) -> None:
     architecture, changes = VARIANTS[variant]
     source = save_plain_target(tmp_path / "model", architecture, **changes)
@@ -94,6 +104,7 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_facto
     ("config", "tokenizer", "named"),
     [
         (OPTConfig(), None, "model_type='opt'; it is written of llama, qwen2, qwen3 and mistral"),
+        (MistralConfig(sliding_window=8, **SHAPE), None, "sliding_window=8, as llama.cpp lets a Mistral see all"),
         (LlamaConfig(hidden_act="gelu", **SHAPE), None, "hidden_act='gelu'"),
         (
             LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, **SHAPE),
