@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENGINES := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install engines kernels demo demo-real chat smollm2 test test-all test-fast test-gpu gpu-record lint format clean
+.PHONY: help install engines kernels demo demo-real chat smollm2 test test-all test-fast test-gpu test-kernels gpu-record lint format clean
 .NOTPARALLEL:
 
 help: ## this list (the default)
@@ -41,6 +41,13 @@ test-fast: $(STAMP) ## the quick tier: every subject, nothing slow
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(RUN)python -m pytest -m gpu
+
+test-kernels: $(VENV)/.triton ## the Triton kernels without a GPU: interpreted against PyTorch, compiled for sm_80, sm_90 and sm_100
+	TRITON_INTERPRET=1 $(RUN)python -m pytest -n auto --dist worksteal tests/draft_models/targets/test_triton_kernels.py
+
+$(VENV)/.triton: $(STAMP)
+	$(RUN)pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[kernels]'
+	touch $@
 
 engines: $(ENGINES)/vllm/.installed $(ENGINES)/openvino/.installed ## install vLLM and OpenVINO for this CPU in environments of their own (6 GB), and run their tests
 	$(RUN)python -m pytest -n0 -m engine

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS = 64  # keys that a program of `attend` processes at a time
+KEYS, BYTES = 64, 2**14  # at most: keys, and bytes of keys, that a program of `attend` processes at a time
 PROGRAMS = 264  # programs that occupy a GPU of some hundred SMs: keys are split among at most as many
+JOINED = 2**15  # numbers that a program of `_join_kernel` keeps in registers, at most
 _SMALLEST = 16  # rows, columns and depth of a matrix product on tensor cores
 
 
@@ -234,10 +235,11 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     _, heads, queries, width = query.shape
     key_heads, count = keys.shape[1], keys.shape[2]
     group, depth = heads // key_heads, max(_SMALLEST, triton.next_power_of_2(width))
-    rows = group * queries
-    block = min(64, max(_SMALLEST, triton.next_power_of_2(rows)))
-    parts, steps = triton.cdiv(rows, block), triton.cdiv(count, KEYS)
-    turns = triton.cdiv(steps, max(1, min(steps, PROGRAMS // (key_heads * parts))))
+    rows, size = group * queries, query.element_size()
+    block = min(64 // size, max(_SMALLEST, triton.next_power_of_2(rows)))
+    step = max(_SMALLEST, min(KEYS, BYTES // (depth * size)))
+    parts, steps = triton.cdiv(rows, block), triton.cdiv(count, step)
+    turns = triton.cdiv(steps, max(1, min(steps, PROGRAMS // (key_heads * parts), JOINED // depth)))
     splits = triton.cdiv(steps, turns)
     partial = query.new_empty(key_heads, splits, rows, width, dtype=torch.float32)
     peaks = query.new_empty(key_heads, splits, rows, dtype=torch.float32)
@@ -247,11 +249,13 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     _attend_kernel[(key_heads, splits, parts)](
         query, keys, values, mask, partial, peaks, sums, scale,
         keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), mask.stride(2),
-        queries, count, rows, turns=turns, group=group, width=width, depth=depth, block=block, step=KEYS, num_warps=4,
+        queries, count, rows, turns=turns, group=group, width=width, depth=depth, block=block, step=step,
+        num_warps=2 * size,
     )  # fmt: skip
+    most = triton.next_power_of_2(splits)
     _join_kernel[(key_heads, rows)](
         partial, peaks, sums, out, splits, rows, queries, heads,
-        group=group, width=width, depth=depth, most=triton.next_power_of_2(splits), num_warps=1,
+        group=group, width=width, depth=depth, most=most, num_warps=max(1, most * depth // 4096),
     )  # fmt: skip
     return out
 
