@@ -17,7 +17,7 @@ ENGINES := .engines
 .NOTPARALLEL:
 
 help: ## this list (the default)
-	@awk -F ':.* ## ' '/^[a-z0-9-]+:.* ## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.* ## ' '/^[a-z0-9-]+:.* ## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

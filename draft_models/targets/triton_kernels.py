@@ -248,9 +248,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     assert all(tensor.stride(3) == 1 for tensor in (keys, values, mask))
     _attend_kernel[(key_heads, splits, parts)](
         query, keys, values, mask, partial, peaks, sums, scale,
-        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), mask.stride(2),
-        queries, count, rows, turns=turns, group=group, width=width, depth=depth, block=block, step=step,
-        num_warps=2 * size,
+        keys.stride(1), keys.stride(2), values.stride(1), values.stride(2), mask.stride(2), queries, count, rows,
+        turns=turns, group=group, width=width, depth=depth, block=block, step=step, num_warps=2 * size,
     )  # fmt: skip
     most = triton.next_power_of_2(splits)
     _join_kernel[(key_heads, rows)](
@@ -264,10 +263,7 @@ def try_all(device: torch.device | str) -> None:
     """Run every kernel once. Raises any error of Triton if it cannot build them for `device`."""
     x = torch.ones(1, 1, 32, device=device)
     summed, _ = add_and_norm(norm(x, x[0, 0], 0.0), gate(torch.cat([x, x], -1)), x[0, 0], 0.0)
-    heads, cache = (
-        summed.expand(1, 3, 32).reshape(1, 1, 3, 32).contiguous(),
-        torch.zeros(2, 1, 1, 64, 32, device=device),
-    )
+    heads, cache = summed.repeat(1, 3, 1)[:, None], torch.zeros(2, 1, 1, 64, 32, device=device)
     slots = torch.zeros(1, dtype=torch.long, device=device)
     query = place(heads, (x, x), heads[0, 0, :2].contiguous(), 0.0, slots, cache[0], cache[1])
     attend(query, cache[0], cache[1], torch.zeros(1, 1, 1, 64, device=device), 1.0)
