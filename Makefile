@@ -4,6 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
+TRITON := $(shell grep '^triton==' constraints.txt)
 # Whatever is given as NAME=VALUE is an option of the command (make smollm2 minutes=45), which refuses what it has not.
 OPTIONS = $(foreach option,$(filter-out PYTHON=%,$(MAKEOVERRIDES)),'$(option)')
 
@@ -42,11 +43,12 @@ test-fast: $(STAMP) ## the quick tier: every subject, nothing slow
 test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(RUN)python -m pytest -m gpu
 
-test-kernels: $(VENV)/.triton ## the Triton kernels without a GPU: interpreted against PyTorch, compiled for sm_80, sm_90 and sm_100
-	TRITON_INTERPRET=1 $(RUN)python -m pytest -n auto --dist worksteal tests/draft_models/targets/test_triton_kernels.py
+test-kernels: $(VENV)/triton ## the Triton kernels without a GPU: interpreted against PyTorch, compiled for sm_80, sm_90 and sm_100
+	TRITON_INTERPRET=1 PYTHONPATH=$< $(RUN)python -m pytest -n auto --dist worksteal tests/draft_models/targets/test_triton_kernels.py
 
-$(VENV)/.triton: $(STAMP)
-	$(RUN)pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[kernels]'
+# Beside the environment, not in it: what else can import Triton (DeepSpeed does) goes on as without it.
+$(VENV)/triton: $(STAMP)
+	$(RUN)pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ $(TRITON)
 	touch $@
 
 engines: $(ENGINES)/vllm/.installed $(ENGINES)/openvino/.installed ## install vLLM and OpenVINO for this CPU in environments of their own (6 GB), and run their tests
