@@ -178,6 +178,8 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
     for part in parts(options):
         if found.get(part.name, {}).get("state") != "done":
             print(f"part={part.name} seconds_at_most={part.seconds:.0f}", flush=True)
+            if part.name == "inflate":  # which writes to an empty directory only
+                shutil.rmtree(work / "inflated", ignore_errors=True)
             found[part.name] = run(part, work / f"{part.name}.log")
             write_json(path, found)
         print(

@@ -29,6 +29,8 @@ def asked(work: Path, **changes: object) -> argparse.Namespace:
 @pytest.mark.slow
 def test_a_rehearsal_of_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_record: ModuleType) -> None:
     """Each leaves what it found, in the record as soon as it ends; what is done is not done again."""
+    (tmp_path / "inflated").mkdir()
+    (tmp_path / "inflated/left").write_text("by a run that was cut")
     monkeypatch.chdir(ROOT)
     found = gpu_record.record(asked(tmp_path))
     states = {name: part["state"] for name, part in found.items() if "state" in part}
