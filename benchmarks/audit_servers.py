@@ -208,7 +208,9 @@ def cell(row: Mapping[str, Any] | None) -> str:
         return "–"
     refused, of = row["refused"], len(row["audits"])
     words = f"refused {refused} of {of}" if row["lossy"] else f"accepted {of - refused} of {of}"
-    return f"{words} ({round(sum(one['tokens'] for one in row['audits']) / of):,} tokens each)"
+    tokens = row["together"]["numbers"]["tokens"]
+    whole = "refused" if row["together"]["faults"] else "accepted"
+    return f"{words}, {round(tokens / of)} tokens each; all {tokens:,}: {whole}"
 
 
 def main() -> None:

@@ -212,7 +212,8 @@ def _deviation(positions: int, gaps: Tensor, own_gaps: int) -> Deviation:
 def judged(arm: AuditArm, answers: Mapping[int, ServedAnswer], level: float) -> Finding:
     """The judgement of an arm."""
     choices, draws = judge(arm.deviations), join(arm.draws) if arm.draws else None
-    chances = p_values(draws) if draws else {}
+    first = [row for row, token in enumerate(arm.sampled) if token.position == 0]
+    chances = p_values(draws, first) if draws else {}
     against = refused(chances, level)
     odd = sorted(arm.odd, key=lambda token: -token.off)
     unlikely = sorted(arm.sampled, key=lambda token: token.off)

@@ -4,7 +4,7 @@ Let p_t be the target's distribution after the text before token x_t, H its entr
 a draw from p_t, u_t = P(a token before x_t) + v_t · p_t(x_t) is uniform and independent of all before it, whichever
 order the tokens are in (the randomised probability integral transform). Two orders are looked at: the likeliest token
 first, and by id, as a sampler may have gone through them. And Σ (log p_t(x_t) + H(p_t)) is a martingale. The p-values
-of the four tests hold for any number of tokens; that of `independent` is of a normal limit.
+of the five tests hold for any number of tokens; that of `independent` is of a normal limit.
 
     uniform      the largest distance of the distribution of u from the diagonal, by Massart's inequality
     independent  the correlation of u_t and u_t+1
@@ -12,6 +12,8 @@ of the four tests hold for any number of tokens; that of `independent` is of a n
                  averaged over `LAMBDAS`, is rarely large (Markov's inequality). It is the likelihood of the answers
                  under p^(1 + λ) over that under p
     unlikeliest  the probability of a token as unlikely as the unlikeliest one, times the number of tokens
+    beginning    the first tokens of the answers alone, by Fisher's combination of 1 − u, the likeliest token first:
+                 after a few tokens an answer to another prompt, as of another template, is likely by its own text
 """
 
 import math
@@ -110,8 +112,8 @@ def _faults(p: Tensor) -> dict[str, Tensor]:
     }
 
 
-def p_values(draws: Draws) -> dict[str, float]:
-    """By test, how likely draws as odd as these are, at most."""
+def p_values(draws: Draws, first: Sequence[int] = ()) -> dict[str, float]:
+    """By test, how likely draws as odd as these are, at most. first: the rows of the answers' first tokens."""
     n, u = len(draws.u), draws.u.sort(0).values
     steps, centred = (torch.arange(n + 1) / n)[:, None], draws.u - 0.5
     distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
@@ -125,7 +127,14 @@ def p_values(draws: Draws) -> dict[str, float]:
         "independent": min(1.0, ORDERS * math.erfc(correlation / math.sqrt(2))),
         "surprise": math.exp(min(0.0, math.log(len(LAMBDAS)) - float(growth.logsumexp(0)))),
         "unlikeliest": min(1.0, n * float(draws.tail.min())),
+        "beginning": beginning(draws.u[[*first], 0]),
     }
+
+
+def beginning(u: Tensor) -> float:
+    """How likely first tokens as unlikely as those with u [answers], by likelihood, are."""
+    score = -(1 - u).clamp(min=torch.finfo(u.dtype).eps).log().sum()
+    return float(torch.special.gammaincc(score.new_tensor(len(u)), score)) if len(u) else 1.0
 
 
 def surprise(draws: Draws) -> float:

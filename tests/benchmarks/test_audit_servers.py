@@ -114,15 +114,16 @@ def test_the_function_of_vllm_is_mended_where_it_is_imported(tmp_path: Path) -> 
 def test_the_table_says_how_many_audits_accept_or_refuse() -> None:
     from audit_servers import table
 
-    audits = [{"tokens": 90}, {"tokens": 110}]
+    row = {"temperature": 1, "audits": [{}, {}], "together": {"numbers": {"tokens": 2200}, "faults": []}}
     rows = [
-        {"server": "good", "temperature": 0, "lossy": False, "refused": 0, "audits": audits},
-        {"server": "good", "temperature": 1, "lossy": False, "refused": 1, "audits": audits},
-        {"server": "bad", "temperature": 1, "lossy": True, "refused": 2, "audits": audits},
+        {**row, "server": "good", "temperature": 0, "lossy": False, "refused": 0},
+        {**row, "server": "good", "lossy": False, "refused": 1},
+        {**row, "server": "bad", "lossy": True, "refused": 1, "together": {**row["together"], "faults": ["so"]}},
     ]
     assert table(rows)[2:] == [
-        "| good | accepted 2 of 2 (100 tokens each) | accepted 1 of 2 (100 tokens each) |",
-        "| bad | – | refused 2 of 2 (100 tokens each) |",
+        "| good | accepted 2 of 2, 1100 tokens each; all 2,200: accepted "
+        "| accepted 1 of 2, 1100 tokens each; all 2,200: accepted |",
+        "| bad | – | refused 1 of 2, 1100 tokens each; all 2,200: refused |",
     ]
 
 

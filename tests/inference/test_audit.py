@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Re
 from draft_models.targets.open_target import open_target
 from inference.audit.answers import ServedAnswer, read_answers
 from inference.audit.audit import Part, audit, beyond, judged, read
-from inference.audit.draws import LAMBDAS, ORDERS, Draws, draws_of, p_values, refused, tokens_needed
+from inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, draws_of, p_values, refused, tokens_needed
 from inference.core.decode import autoregressive, speculative
 from inference.core.sampling import Sampler, invert
 from inference.core.token_selector import TokenSelector
@@ -128,6 +128,15 @@ def test_several_tests_refuse_together_as_often_as_one_would() -> None:
     assert refused({"a": 0.0002, "b": 0.00033, "c": 0.0006, "d": 1.0}, 0.001) == ["a", "b"]
     assert refused({"a": 0.0003, "b": 0.0002601, "c": 0.9, "d": 1.0}, 0.001) == []
     assert refused({}, 0.001) == []
+
+
+def test_the_beginnings_are_combined_as_fisher_does() -> None:
+    u = torch.tensor([0.3, 0.99], dtype=torch.float64)
+    both = float((1 - u).prod())
+    assert beginning(u[:1]) == pytest.approx(0.7)
+    assert beginning(u) == pytest.approx(both * (1 - math.log(both)))  # of a product of two uniform numbers
+    assert beginning(u[:0]) == 1.0
+    assert 0 < beginning(torch.ones(2, dtype=torch.float64)) < 1e-25
 
 
 def drawn_from(log_p: Tensor, coins: torch.Generator) -> tuple[Draws, dict[str, Draws]]:
@@ -307,6 +316,17 @@ def coins_used_twice(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
     return decode(model, choose, seed)
 
 
+def of_another_prompt(model: PreTrainedModel, seed: int) -> list[ServedAnswer]:
+    """The first token of an answer is among those that p hardly has; all later ones are drawn from p."""
+    coins = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor, step: int) -> Tensor:
+        unlikely = logits.where(logits.softmax(-1) < 0.001, -torch.inf)
+        return draw(logits if step else unlikely, step, coins)
+
+    return decode(model, choose, seed)
+
+
 LOSSY = (
     replaced,
     colder,
@@ -318,6 +338,7 @@ LOSSY = (
     penalty_ignored,
     penalty_ignored_greedily,
     coins_used_twice,
+    of_another_prompt,
 )
 
 
@@ -327,6 +348,11 @@ def test_what_is_lossy_is_refused(
 ) -> None:
     for seed in range(2):
         assert faults(model, lossy(model, seed), seed), seed
+
+
+def test_another_prompt_is_seen_by_the_first_tokens_alone(model: PreTrainedModel) -> None:
+    (fault,) = faults(model, of_another_prompt(model, 0))
+    assert "`beginning`" in fault
 
 
 def test_faults_are_found_where_they_are(model: PreTrainedModel) -> None:
