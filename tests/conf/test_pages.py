@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from data_prep.text.chat import encode
 from inference.evaluate_checkpoint import with_methods
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig
 from outrider import settings
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, ROOT, compose_and_build, written_commands
@@ -94,6 +97,19 @@ def test_the_example_of_an_option_is_one() -> None:
         with pytest.raises(UserError, match=said):
             stopping(**given)
     assert stopping(rule="beta", alpha=2.0, workers=3).deciding() == {"rule": "beta", "alpha": 2.0}
+
+
+def test_the_example_of_a_drafter_is_one() -> None:
+    """docs/extend.md: it registers and drafts; a registered kind can decode (tests/inference/drafters)."""
+    [block] = [code for language, code in FENCE.findall((ROOT / "docs/extend.md").read_text()) if language == "python"]
+    names: dict[str, Any] = {}
+    try:
+        exec(compile(block, "docs/extend.md", "exec"), names)
+        drafter = names["PLUGIN"].make(None, MethodConfig("repeat"), None, drawn=False, tuning=None)
+        tree = drafter.draft(torch.tensor([7]), 2)
+        assert (tree.tokens.tolist(), tree.parents) == ([7, 7], (-1, 0))
+    finally:
+        KINDS.pop("repeat", None)
 
 
 @pytest.mark.parametrize(("page", "line"), commands())
