@@ -327,7 +327,9 @@ def readme_commands() -> list[tuple[str, list[str]]]:
     scripts |= {"evaluate-checkpoint": "evaluate_checkpoint", "evaluate.sbatch": "evaluate_checkpoint"}
     found = []
     for line in (SLURM / "README.md").read_text().splitlines():
-        words = shlex.split(line, comments=True) if line.startswith(("sbatch ", "python ", "evaluate-")) else []
+        words = shlex.split(line, comments=True) if line.startswith(("sbatch ", "outrider ", "evaluate-")) else []
+        if words[:1] == ["outrider"]:
+            words[1] = f"{words[1].replace('-', '_')}.py"
         for place, word in enumerate(words):
             if Path(word).name in scripts:
                 overrides = [re.sub(r",.*", "", w) for w in words[place + 1 :] if w != "--multirun"]
