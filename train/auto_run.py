@@ -171,10 +171,17 @@ def _conclude(config: AutoConfig, folder: Path) -> None:
     said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
     for name in _EXPORTED:
         if (folder / STEPS[name].product).exists():
-            out_dir = folder / "export" / name
-            words = [f"checkpoint={folder / name}", f"target={config.target}", f"out_dir={out_dir}", "resume=true"]
-            if run_command("train/export.py", words, folder / LOG):
-                raise UserError(f"{folder / name}: its export failed; see {folder / LOG}")
-            said.append(f"for engines: {out_dir}, and {out_dir / CARD_FILE} has their commands")
+            said.append(_export(config, folder, name))
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in said).encode())
     print("\n".join([*said, f"auto out_dir={folder} state=complete"]), flush=True)
+
+
+def _export(config: AutoConfig, folder: Path, name: str) -> str:
+    """Write a drafter as an engine loads it: llama.cpp where it reads the target's file, else vLLM. Where it is."""
+    out_dir = folder / "export" / name
+    words = [f"checkpoint={folder / name}", f"target={config.target}", f"out_dir={out_dir}", "resume=true"]
+    if config.target.endswith(".gguf") and name in ("eesd", "small_lm"):
+        words.append("engine=llama_cpp")
+    if run_command("train/export.py", words, folder / LOG):
+        return f"no engine loads {folder / name}: {folder / LOG} says why"
+    return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
