@@ -124,27 +124,61 @@ def run(part: Part, log: Path) -> dict[str, Any]:
     }
 
 
-def predictions(found: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """By method the speed-up that its τ predicts at a 7B's cost, and the one measured.
+def speedup_of(tau: float, drafted: float, steps: float, step: float, widths: Mapping[int, float]) -> float:
+    """The speed-up of rounds that yield τ tokens: τ / (pass over the root and the draft + draft steps).
 
-    τ / (pass over the root and the draft + draft steps), in passes over one row. A chain of d tokens takes d draft
-    steps; what n-grams draft takes none. Methods that draft trees are left out: their steps are not counted.
+    In passes over one row. drafted: tokens of a draft; passes are padded to a power of two. step: cost of a draft step.
     """
-    floors, entries = found["floors"]["found"], found["inflated"]["found"]
-    context = floors["shapes"][0]["contexts"][0]
-    arms = next(iter(entries["entries"].values()))["arms"]
+    width = min((one for one in widths if one >= drafted + 1), default=max(widths))
+    return tau / (widths[width] + steps * step)
+
+
+def costs_of(floors: Mapping[str, Any]) -> tuple[dict[int, float], float, float]:
+    """Of floor_DEVICE.json, in passes of its first shape over one row: passes by width, draft steps of both models.
+
+    The early exit's is over 8 % of the layers. The small LM's is a pass of the shape 68m; 0 where that is not measured.
+    """
+    first, *others = (shape for shape in floors["shapes"] if "contexts" in shape)
+    context = first["contexts"][0]
+    seconds = context["verify"]["1"]["seconds"]
+    small = next((one["contexts"][0]["verify"]["1"]["seconds"] for one in others if one["shape"] == "68m"), 0.0)
     widths = {int(width): one["of_width_1"] for width, one in context["verify"].items()}
-    steps = {"eesd_fixed": context["draft_step"]["share_of_step"], "ngrams": 0.0, "prompt_lookup": 0.0, "aded": 0.0}
-    predicted: dict[str, dict[str, float | None]] = {}
-    for name, step in steps.items():
-        drafted = arms.get(name, {}).get("drafted_tokens_per_round")  # none where nothing was drafted
-        if drafted is not None:
-            width = min((one for one in widths if one >= drafted + 1), default=max(widths))
-            measured = arms[name]["speedup"]["median"]
-            predicted[name] = {
-                "predicted": arms[name]["tau"] / (widths[width] + drafted * step), "measured": measured
-            }  # fmt: skip
-    return predicted
+    return widths, context["draft_step"]["share_of_step"], small / seconds
+
+
+def predictions(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """By method the speed-up predicted at a 7B's cost, and the one measured; trees are left out, see `predict`."""
+    widths, exit_step, _ = costs_of(found["floors"]["found"])
+    arms = next(iter(found["inflated"]["found"]["entries"].values()))["arms"]
+    steps = {"eesd_fixed": exit_step, "ngrams": 0.0, "prompt_lookup": 0.0, "aded": 0.0}
+    there = {name: arms[name] for name in steps if "drafted_tokens_per_round" in arms.get(name, {})}
+    return {
+        name: {
+            "predicted": speedup_of(
+                arm["tau"], arm["drafted_tokens_per_round"], arm["drafted_tokens_per_round"], steps[name], widths
+            ),
+            "measured": arm["speedup"]["median"],
+        }
+        for name, arm in there.items()
+    }  # fmt: skip
+
+
+def predict(report: Path, floors: Path) -> list[str]:
+    """A table of the speed-ups that the τ of an evaluation predicts at the costs in `floors`, as Markdown.
+
+    The drafts of its methods have fixed depths (`stop.max_draft`, `max_depth` with δ = 0, or `widths`).
+    """
+    widths, exit_step, small_step = costs_of(read_json(floors, "floors", "run bench_floor.py"))
+    rows = ["| method | τ | drafted a pass | draft steps | predicted speed-up |", "|---|---|---|---|---|"]
+    for one in read_json(report, "report", "evaluate again")["reports"]:
+        settings, tree = one["settings"], one["settings"]["structure"]
+        depths = {"chain": settings["stop"]["max_draft"], "k_config": len(tree["widths"])}
+        step = {"early_exit": exit_step, "small_lm": small_step}.get(settings["source"], 0.0)
+        steps = depths.get(tree["kind"], tree["max_depth"]) if step else 0
+        drafted = one["drafted_tokens_per_round"]
+        speedup = speedup_of(one["tau"], drafted, steps, step, widths)
+        rows.append(f"| `{one['method']}` | {one['tau']:.2f} | {drafted:.1f} | {steps} | {speedup:.2f}× |")
+    return rows
 
 
 def join(path: Path) -> None:
@@ -204,8 +238,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_record"))
     parser.add_argument("--rehearse", action="store_true", help="everything tiny, on a CPU")
     parser.add_argument("--split", type=Path, metavar="FILE", help="only cut this file into pieces, in --work")
+    parser.add_argument("--predict", type=Path, metavar="REPORT", help="only predict from this report.json")
+    parser.add_argument("--floors", type=Path, default=HERE / "results/floor_cuda.json", help="for --predict")
     options = parser.parse_args()
     with reported(goes_on=True):
+        if options.predict:
+            print(*predict(options.predict, options.floors), sep="\n")
+            return
         if options.split:
             print(*split(options.split, options.work), sep="\n")
             return

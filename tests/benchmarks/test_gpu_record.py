@@ -21,6 +21,11 @@ def gpu_record() -> ModuleType:
     return import_module("gpu_record")
 
 
+VERIFY = {str(n): {"of_width_1": cost, "seconds": 2.0 * cost} for n, cost in ((1, 1.0), (4, 1.5), (8, 2.0))}
+SMALL = {"shape": "68m", "contexts": [{"verify": {"1": {"seconds": 0.2}}}]}
+FLOORS = {"shapes": [{"shape": "7b", "contexts": [{"verify": VERIFY, "draft_step": {"share_of_step": 0.25}}]}, SMALL]}
+
+
 def asked(work: Path, **changes: object) -> argparse.Namespace:
     given = {"target": None, "prompts": [], "drafters": Path("d"), "work": work, "rehearse": True, **changes}
     return argparse.Namespace(**given)
@@ -67,8 +72,7 @@ def test_only_what_did_not_end_well_is_done_again(
 
 
 def test_a_prediction_is_tau_over_the_costs(gpu_record: ModuleType) -> None:
-    verify = {"1": {"of_width_1": 1.0}, "4": {"of_width_1": 1.5}, "8": {"of_width_1": 2.0}}
-    floors = {"shapes": [{"contexts": [{"verify": verify, "draft_step": {"share_of_step": 0.25}}]}]}
+    floors = FLOORS
     arm = {"tau": 3.0, "drafted_tokens_per_round": 4.0, "speedup": {"median": 0.9}}
     arms = {"eesd_fixed": arm, "ngrams": {**arm, "drafted_tokens_per_round": 3.0}, "aded": {"tau": 1.0}, "gsd": arm}
     found = {"floors": {"found": floors}, "inflated": {"found": {"entries": {"bfloat16": {"arms": arms}}}}}
@@ -76,6 +80,27 @@ def test_a_prediction_is_tau_over_the_costs(gpu_record: ModuleType) -> None:
         "eesd_fixed": {"predicted": 3.0 / (2.0 + 4 * 0.25), "measured": 0.9},
         "ngrams": {"predicted": 3.0 / 1.5, "measured": 0.9},
     }
+
+
+def test_a_table_of_predictions(tmp_path: Path, gpu_record: ModuleType) -> None:
+    """A chain of an early exit, a tree of a small LM of three levels, and n-grams, whose steps cost nothing."""
+
+    def one(method: str, source: str, kind: str, drafted: float) -> dict[str, object]:
+        tree = {"kind": kind, "max_depth": 5, "widths": [4, 2, 2]}
+        settings = {"source": source, "structure": tree, "stop": {"max_draft": 4}}
+        return {"method": method, "settings": settings, "tau": 3.0, "drafted_tokens_per_round": drafted}
+
+    made = [
+        one("a", "early_exit", "chain", 4.0),
+        one("b", "small_lm", "k_config", 7.0),
+        one("c", "ngrams", "chain", 3.0),
+    ]
+    made.append(one("d", "small_lm", "opt_tree", 7.0))
+    (tmp_path / "report.json").write_text(json.dumps({"reports": made}))
+    (tmp_path / "floors.json").write_text(json.dumps(FLOORS))
+    rows = gpu_record.predict(tmp_path / "report.json", tmp_path / "floors.json")[2:]
+    costs = (2.0 + 4 * 0.25, 2.0 + 3 * 0.1, 1.5, 2.0 + 5 * 0.1)
+    assert [row.split(" | ")[-1] for row in rows] == [f"{3.0 / cost:.2f}× |" for cost in costs]
 
 
 def test_a_file_in_pieces_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_record: ModuleType) -> None:
