@@ -22,11 +22,7 @@ ORDER: Mapping[Device, tuple[Trained, ...]] = {
 LEAST: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # minutes of a training: those of the records that paid
 _ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
 _PARAMETERS = 5e8  # of a target on a CPU, from which on they are fewer, so that a batch takes about as long
-_STEPS: Mapping[Trained, Mapping[str, float]] = {  # of each kind, with shares of its minutes
-    "early_exit": {"eesd": 0.72, "calibrate": 0.28},
-    "small_lm": {"small_lm": 1.0},
-    "eagle3": {"eagle3": 1.0},
-}
+_STEPS: Mapping[Trained, str] = {"early_exit": "eesd", "small_lm": "small_lm", "eagle3": "eagle3"}
 _METHODS: Mapping[Trained, tuple[str, ...]] = {
     "early_exit": ("eesd_survival", "early_exit/opt_tree_auto"),
     "small_lm": ("small_lm/survival", "opt_tree_auto", "small_lm/fused"),
@@ -113,8 +109,7 @@ def _minutes_for(look: Look, number: int, fits: list[Trained]) -> float:
 
 
 def _untimed(look: Look, kinds: Sequence[Trained]) -> float:
-    loads = 2 + sum(len(_STEPS[kind]) for kind in kinds)
-    return _QUICK + look.loading * loads
+    return _QUICK + look.loading * (2 + len(kinds))
 
 
 def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[Trained, ...], why: Mapping[str, str]) -> Choice:
@@ -124,14 +119,13 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[Trained, ...], wh
     least = untimed + _FEWEST
     require(timed >= _FEWEST, "minutes", f"{config.minutes:g}", f"{least:.0f} or more: loading takes {untimed:.1f}")
     minutes = {"responses": answers * timed + look.spent, "report": report * timed}
-    for kind in kinds:
-        minutes |= {step: share * training * timed / len(kinds) for step, share in _STEPS[kind].items()}
+    minutes |= {_STEPS[kind]: training * timed / len(kinds) for kind in kinds}
     return Choice(kinds, why, minutes)
 
 
 def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: Look) -> PipelineConfig:
     """The pipeline that carries out `choice`. base: all steps, as conf/experiment/auto.yaml has them."""
-    left_out = {step for kind in TRAINED if kind not in choice.kinds for step in _STEPS[kind]}
+    left_out = {"fetch", "calibrate", *(_STEPS[kind] for kind in TRAINED if kind not in choice.kinds)}
     methods = [*(method for kind in choice.kinds for method in _METHODS[kind]), *_ALWAYS]
     own: dict[str, list[str]] = {"report": [f"method=[{','.join(methods)}]"]}
     own["responses"] = [f"batch_size={look.rows}", f"shard_size={2 * look.rows}"]
@@ -144,7 +138,7 @@ def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: 
                 own.setdefault(reader, []).append(f"data.template={config.template}")
     steps = {}
     for name, step in base.steps.items():
-        if name in left_out or name == "fetch":
+        if name in left_out:
             continue
         more = [*own.get(name, ()), *(_LARGER.get(name, ()) if look.device == "cuda" else ())]
         minutes = choice.minutes.get(name)
