@@ -19,6 +19,7 @@ ENTRIES = {name: command.module for name, command in COMMANDS.items() if name !=
 # The options that each command needs to run, besides its out_dir.
 OPTIONS = {
     "audit": [f"target={TARGET}", f"answers={TARGET}"],
+    "auto": [f"target={TARGET}", "template=vicuna", "train=[]"],
     "build_trigrams": [f"tokenizer={TARGET}"],
     "calibrate": [f"checkpoint={EARLY_EXIT}"],
     "compare_reports": [f"compare=[{TARGET},{EARLY_EXIT}]"],

@@ -18,7 +18,7 @@ from inference.report.wording import recommendation
 from outrider.errors import UserError
 from outrider.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.progress import Stage
-from outrider.run_dirs import check_identity, rehearsal_folder
+from outrider.run_dirs import check_identity, only_run, rehearsal_folder
 from outrider.settings import read_as
 from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, pipeline_of, rows_of
 from train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, run_pipeline
@@ -67,7 +67,8 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
         folder = rehearsal_folder(config.out_dir)
     else:
         folder = require_writable(config.out_dir)
-        start = _start(config, folder, base, unseen, unfit, began)
+        with only_run(folder, "a target's drafters"):
+            start = _start(config, folder, base, unseen, unfit, began)
         choice, look = start.choice, start.look
         print(describe(choice, look), flush=True)
     run_pipeline(pipeline_of(config, base, choice, look))
