@@ -122,3 +122,9 @@ def test_make_gpu_record_is_this_script() -> None:
     command = ["make", "-n", "gpu-record", "ARGS=--rehearse"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "benchmarks/gpu_record.py --rehearse" in done.stdout
+
+
+def test_the_predictions_on_the_page_are_those_of_the_records(gpu_record: ModuleType) -> None:
+    results = ROOT / "benchmarks/results"
+    rows = gpu_record.predict(results / "tau_smollm2_cpu.json", results / "floor_cuda.json")
+    assert "\n".join(rows) in (results / "gpu.md").read_text()
