@@ -20,6 +20,7 @@ ORDER: Mapping[Device, tuple[Trained, ...]] = {
     "cuda": ("eagle3", "early_exit", "small_lm"),
 }
 LEAST: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # minutes of a training: those of the records that paid
+_SHORTEST, _LONGEST = 64, 256  # tokens of a measured text, which is as long as the target's answers between these
 _ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
 _PARAMETERS = 5e8  # of a target on a CPU, from which on they are fewer, so that a batch takes about as long
 _STEPS: Mapping[Trained, str] = {"early_exit": "eesd", "small_lm": "small_lm", "eagle3": "eagle3"}
@@ -31,6 +32,7 @@ _METHODS: Mapping[Trained, tuple[str, ...]] = {
 _ALWAYS = ("ngrams", "prompt_lookup")
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
+_MORE = 1.2  # times the minutes in which all prompts are answered at the rate of the first ones
 _QUICK = 1.5  # minutes of all that neither loads a target nor has a limit: prompts, table, pages, exports
 _FEWEST = 2.0  # minutes that answers and report need at least
 _LARGER: Mapping[str, list[str]] = {  # on a GPU
@@ -118,7 +120,8 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[Trained, ...], wh
     timed = config.minutes - untimed
     least = untimed + _FEWEST
     require(timed >= _FEWEST, "minutes", f"{config.minutes:g}", f"{least:.0f} or more: loading takes {untimed:.1f}")
-    minutes = {"responses": answers * timed + look.spent, "report": report * timed}
+    answering = min(answers * timed, _MORE * look.prompts * look.answer_tokens / look.tokens_per_second / 60)
+    minutes = {"responses": answering + look.spent, "report": report * timed + answers * timed - answering}
     minutes |= {_STEPS[kind]: training * timed / len(kinds) for kind in kinds}
     return Choice(kinds, why, minutes)
 
@@ -127,7 +130,8 @@ def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: 
     """The pipeline that carries out `choice`. base: all steps, as conf/experiment/auto.yaml has them."""
     left_out = {"fetch", "calibrate", *(_STEPS[kind] for kind in TRAINED if kind not in choice.kinds)}
     methods = [*(method for kind in choice.kinds for method in _METHODS[kind]), *_ALWAYS]
-    own: dict[str, list[str]] = {"report": [f"method=[{','.join(methods)}]"]}
+    length = min(_LONGEST, max(_SHORTEST, round(look.answer_tokens)))
+    own: dict[str, list[str]] = {"report": [f"method=[{','.join(methods)}]", f"max_new_tokens={length}"]}
     own["responses"] = [f"batch_size={look.rows}", f"shard_size={2 * look.rows}"]
     if config.prompts is not None:
         own["prompts"] = [f"file={config.prompts}"]

@@ -1,6 +1,7 @@
 """`outrider auto`: look at the target, choose by what it showed, run the pipeline, export, and say what to use."""
 
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,7 @@ from train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, 
 from train.pipeline_settings import STEPS, TIME, PipelineConfig
 from train.settings.auto import TRAINED, AutoConfig
 
+_OWN_SIZE = ("max_new_tokens=", "num_prompts=", "minutes=", "card=")  # of the report's options
 RECORD, LOG = "auto.json", "auto.log"
 _LOOK = (0.05, 0.5, 3.0)  # share of all minutes in which the target is looked at, and their bounds
 _TEXT_TOKENS = 1024  # of a prompt and its answer
@@ -71,8 +73,9 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
             start = _start(config, folder, base, unseen, unfit, began)
         choice, look = start.choice, start.look
         print(describe(choice, look), flush=True)
-    run_pipeline(pipeline_of(config, base, choice, look))
-    _conclude(config, folder)
+    pipeline = pipeline_of(config, base, choice, look)
+    run_pipeline(pipeline)
+    _conclude(config, folder, pipeline)
 
 
 def _device() -> Device:
@@ -166,13 +169,19 @@ def _run(pipeline: PipelineConfig, name: str, folder: Path, *more: str) -> float
     return time.monotonic() - began
 
 
-def _conclude(config: AutoConfig, folder: Path) -> None:
+def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig) -> None:
     """Write the exports and say what to use, on the screen and in the folder's README.md."""
     report = folder / STEPS["report"].product
     said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
     for name in _EXPORTED:
         if (folder / STEPS[name].product).exists():
             said.append(_export(config, folder, name))
+    drafters = [f"{folder / name}" for name in _EXPORTED if (folder / STEPS[name].product).exists()]
+    said += [f"talk to it: outrider chat target={config.target} checkpoint={one}" for one in drafters]
+    measured = replace(pipeline, out_dir=str(folder))
+    words = [word for word in measured.placed(measured.options("report")) if not word.startswith(_OWN_SIZE)]
+    longer = ["max_new_tokens=256", "num_prompts=null", f"out_dir={folder / 'longer'}"]
+    said.append(f"measure longer texts: {shlex.join(['evaluate-checkpoint', *words, *longer])}")
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in said).encode())
     print("\n".join([*said, f"auto out_dir={folder} state=complete"]), flush=True)
 

@@ -1,6 +1,7 @@
 """`outrider auto`: what it chooses by what it measured, its steps, and a run of a tiny target from start to end."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,6 +98,19 @@ def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...
     assert not any(TIME in option for option in pipeline.options("trigrams"))
 
 
+def test_minutes_without_prompts_to_answer_go_to_the_report() -> None:
+    few = choose(CONFIG, replace(LOOK, prompts=20), {})
+    many = choose(replace(CONFIG, train=()), LOOK, {})
+    assert few.minutes["responses"] < 1.2 < many.minutes["responses"]
+    assert sum(few.minutes.values()) == pytest.approx(sum(many.minutes.values()))
+
+
+def test_measured_texts_are_as_long_as_answers() -> None:
+    for tokens, length in ((10.0, 64), (140.0, 140), (900.0, 256)):
+        pipeline = pipeline_of(CONFIG, BASE, Choice((), {}, {}), replace(LOOK, answer_tokens=tokens))
+        assert f"max_new_tokens={length}" in pipeline.options("report")
+
+
 def test_folders_are_named_after_targets() -> None:
     assert AutoConfig(target="org/model").out_dir == "runs/auto/model"
     assert AutoConfig(target="/a/b.gguf").out_dir == "runs/auto/b"
@@ -132,6 +146,11 @@ def test_from_a_target_to_a_recommendation(tmp_path: Path, chat_target: str, mon
     assert sentence in said
     assert sentence in (folder / "README.md").read_text()
     assert (folder / "export/trigrams/README.md").exists()
+    assert "talk to it: outrider chat target=" in said
+    (longer,) = [line for line in said.splitlines() if line.startswith("measure longer texts: ")]
+    built = compose_and_build("evaluate_checkpoint", shlex.split(longer.partition("evaluate-checkpoint ")[2]))
+    assert (built.max_new_tokens, built.num_prompts, built.minutes) == (256, None, None)
+    assert Path(built.prompts).exists()
     held = {prompt.turns for prompt in read_prompts(str(folder / "prompts/heldout.jsonl"))}
     answered = {prompt.turns for prompt in read_prompts(str(folder / "prompts/train.jsonl"))}
     assert (len(held), len(answered), len(held | answered)) == (12, 18, 30)
