@@ -173,11 +173,9 @@ def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig) -> Non
     """Write the exports and say what to use, on the screen and in the folder's README.md."""
     report = folder / STEPS["report"].product
     said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
-    for name in _EXPORTED:
-        if (folder / STEPS[name].product).exists():
-            said.append(_export(config, folder, name))
-    drafters = [f"{folder / name}" for name in _EXPORTED if (folder / STEPS[name].product).exists()]
-    said += [f"talk to it: outrider chat target={config.target} checkpoint={one}" for one in drafters]
+    drafters = [name for name in _EXPORTED if (folder / STEPS[name].product).exists()]
+    said += [_export(config, folder, name) for name in drafters]
+    said += [f"talk to it: outrider chat target={config.target} checkpoint={folder / name}" for name in drafters]
     measured = replace(pipeline, out_dir=str(folder))
     words = [word for word in measured.placed(measured.options("report")) if not word.startswith(_OWN_SIZE)]
     longer = ["max_new_tokens=256", "num_prompts=null", f"out_dir={folder / 'longer'}"]
