@@ -317,8 +317,11 @@ def test_sweeps_compose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if "eval_tau" in metrics:
             assert config.decode_prompts > 0
             assert (config.target, config.out_dir) == ("TARGET", "runs/sweep/r1")
+            assert (config.data.source, config.data.path) == ("local", ("ANSWERS",))  # not whatever is the default
+            assert config.fit.steps >= 2 * config.fit.eval_every
         else:
             assert list(config.methods) == ["eesd_beta"]  # one report
+            assert config.prompts == "PROMPTS"
 
 
 def readme_commands() -> list[tuple[str, list[str]]]:

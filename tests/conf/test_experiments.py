@@ -117,7 +117,7 @@ def test_eesd_is_table_9(name: str, target: str, exit_layer: int, seq_len: int, 
 
 def test_the_corpora_of_aded() -> None:
     chat, code = composed("build_trigrams/ultrachat"), composed("build_trigrams/the_stack")
-    assert (chat.data.layout, chat.data.column, chat.data.max_records, chat.text) == ("turns", "data", None, "all")
+    assert (chat.data.layout, chat.data.column, chat.data.max_records, chat.text) == ("turns", "data", 774_000, "all")
     assert (code.data.data_dir, code.data.layout, code.data.max_records) == ("data/python", "code", 2_700_000)
     for config in (chat, code):
         assert (config.orders, config.min_count, config.data.heldout_fraction) == ((3,), 1, 0)
