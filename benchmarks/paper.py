@@ -4,7 +4,7 @@
 
 PAPER is eesd, aded, gsd, opt_tree or mcsd. Every table that does not need the paper's hardware is printed with its
 figures and ours, and with every claim: *holds*, *does not hold*, *undecided*, or *not run* and why. Claims are
-orderings and trends. They are judged by the 95 % bootstrap interval over prompts, all rows on the same prompts.
+orderings and trends. They are judged by 95 % jackknife intervals over conversations, all rows on the same ones.
 
 Nothing is timed without --timed, so a busy machine does no harm: τ, shares and drafted tokens do not depend on it.
 With --timed every row is decoded once more, in turn with plain decoding; that wants a machine that does nothing else.
@@ -13,24 +13,33 @@ With --timed every row is decoded once more, in turn with plain decoding; that w
 Counts are kept by prompt and row in --work. The same command goes on where it was cut, and measures only what is new.
 A run replaces its tables in the entry --label of --out and leaves the others, so one file has several targets.
 mcsd takes several pairs in one run, each an entry: --pair NAME=TARGET,DRAFTER.
+
+    python benchmarks/paper.py gsd --judge
+
+makes every figure and verdict of --out again, from the counts that lie beside it in counts/PAPER_LABEL.jsonl.gz. It
+needs no model. --judge --shuffle 100 prints how often the procedure decides where there is nothing to decide: rows
+change places at random in every conversation.
 """
 
 import argparse
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
 import torch
-from papers.claims import Table, judged
+from papers.claims import Table
 from papers.exits import train_exits
+from papers.judging import described, judge_entry, shuffled
+from papers.keeping import counts_file, of_entry, read_kept, read_record, write_kept, write_record
 from papers.loading import load
-from papers.measuring import Asked, by_row, measure_all, read_counts
-from papers.writing import markdown, plot
+from papers.measuring import key_of, measure_all, read_counts, runnable
+from papers.writing import markdown
 
 from conf import reported
 from data_prep.text.settings import PromptTemplate
@@ -50,6 +59,8 @@ OPTIONS = {"small_lm": "--small-lm", "early_exit": "--checkpoint", "eagle3": "--
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paper", choices=PAPERS)
+    parser.add_argument("--judge", action="store_true", help="only judge again what --out has")
+    parser.add_argument("--shuffle", type=int, metavar="TIMES", help="with --judge: on shuffled labels, per claim")
     parser.add_argument("--target", help="the model that decodes")
     parser.add_argument("--small-lm", help="a small LM for it")
     parser.add_argument("--checkpoint", help="an early exit for it")
@@ -107,7 +118,7 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
     free = ["work", "out", "tables", "minutes", "timed", "label", "exits", "train_steps", "train", "first_layers",
-            "depths", "pair"]  # fmt: skip
+            "depths", "pair", "judge", "shuffle"]  # fmt: skip
     if options.paper != "aded":  # what it keeps across prompts depends on how many there are
         free.append("num_prompts")
     asked = {key: value for key, value in vars(options).items() if key not in free}
@@ -195,11 +206,9 @@ def runs_of(options: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def entry_of(
-    options: argparse.Namespace, tables: Mapping[str, Any], prompts: Sequence[Asked], dtype: str, timed_before: int
+    options: argparse.Namespace, tables: Mapping[str, Any], asked: Mapping[str, str], dtype: str
 ) -> dict[str, Any]:
-    counts = read_counts(options.work)
-    measured = {prompt for _, prompt in counts}
-    timed = {prompt for (_, prompt), own in counts.items() if "seconds" in own}
+    """All of an entry but its figures. asked: the categories of its prompts."""
     models = {"target": options.target, "small LM": options.small_lm, "early exit": options.checkpoint,
               "EAGLE-3": options.eagle3, "table": options.table and options.table[0],
               "recorded answers": options.transcripts}  # fmt: skip
@@ -207,26 +216,14 @@ def entry_of(
     return {
         "models": {name: where and Path(where).name for name, where in models.items()},
         "digests": {kind: known[kind] for kind in ("small_lm", "early_exit", "eagle3", "target") if kind in known},
-        "categories": sorted({asked.category for asked in prompts}),
-        "prompts": len(measured & {asked.id for asked in prompts}),
-        "tokens": options.tokens,
+        "categories": sorted(set(asked.values())),
+        "length": "whole answers" if options.transcripts else f"up to {options.tokens} tokens",
         "dtype": dtype,
-        "timed": len(timed) or timed_before,
         "machine": describe_machine(),
         "made_with": provenance(),
+        "asked": dict(asked),
         "tables": dict(tables),
     }
-
-
-def measured_on(table: Table, prompts: Sequence[Asked], options: argparse.Namespace) -> str:
-    """Of how many prompts a table is, in words: tables of one entry may be of several runs."""
-    counts = by_row(table, prompts, options.work)
-    measured = {prompt for own in counts.values() for prompt in own}
-    timed = {prompt for own in counts.values() for prompt, each in own.items() if "seconds" in each}
-    if not measured:
-        return ""
-    length = "whole answers" if options.transcripts else f"up to {options.tokens} tokens"
-    return f"{len(measured)} prompts × {length}" + (f", {len(timed)} timed" if timed else "")
 
 
 def fingerprint_of(target: str) -> dict[str, Any]:
@@ -242,27 +239,46 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     measure_all(
         bench, list(tables.values()), prompts, options.work, minutes=options.minutes, timed_prompts=options.timed
     )
-    found = {key: judged(table, by_row(table, prompts, options.work)) for key, table in tables.items()}
-    for key, table in tables.items():
-        found[key]["measured"] = measured_on(table, prompts, options)
+    record = read_record(options.out) if options.out.exists() else {"paper": options.paper, "entries": {}}
+    old = record["entries"].get(options.label, {"tables": {}, "asked": {}})
+    keys = {name: {row.name: key_of(row) for row in runnable([table])} for name, table in tables.items()}
+    found = {**old["tables"], **{name: described(table, keys[name]) for name, table in tables.items()}}
+    found = {name: found[name] for name in every_table(options) if name in found}
     dtype = "replayed" if bench.stack is None else str(bench.stack.dtype).removeprefix("torch.")
-    record = {"paper": options.paper, "entries": {}}
-    if options.out.exists():
-        record = read_json(options.out, "results of a paper", "give another --out")
-    old = record["entries"].get(options.label, {"tables": {}})
-    before = old["tables"]
-    found = {key: found.get(key) or before[key] for key in every_table(options) if key in found or key in before}
-    record["entries"][options.label] = entry_of(options, found, prompts, dtype, int(old.get("timed", 0)))
-    write_json(options.out, record)
-    picture = plot(record)
-    if picture is not None:
-        picture.savefig(options.out.with_suffix(".png"), format="png", dpi=100)
+    asked = old["asked"] | {one.id: one.category for one in prompts}
+    entry = entry_of(options, found, asked, dtype)
+    counts = {**read_kept(counts_file(options.out, options.paper, options.label)), **read_counts(options.work)}
+    counts = of_entry(entry, counts)
+    record["entries"][options.label] = judge_entry(entry, counts)
+    write_kept(counts_file(options.out, options.paper, options.label), counts)
+    write_record(options.out, record)
+    return record
+
+
+def judge_again(options: argparse.Namespace) -> dict[str, Any]:
+    """The results of --out with all figures and verdicts made again. Raises `UserError`."""
+    given = [name for name in ("target", "transcripts", "pair", "tables", "label") if getattr(options, name)]
+    require(not given, "judge", True, f"without --{' or --'.join(given)}: it judges all that --out has")
+    out = options.out or RESULTS / f"paper_{options.paper}.json"
+    record, verdicts = read_record(out), Counter[str]()
+    for label, entry in record["entries"].items():
+        counts = read_kept(counts_file(out, options.paper, label))
+        record["entries"][label] = judge_entry(entry, counts)
+        verdicts.update(shuffled(entry, counts, options.shuffle or 0))
+    if options.shuffle:
+        shares = ", ".join(f"{verdict} {count / verdicts.total():.1%}" for verdict, count in sorted(verdicts.items()))
+        print(f"{verdicts.total()} claims with shuffled labels: {shares}")
+    write_record(out, record)
     return record
 
 
 def main() -> None:
     given = parse()
     with reported(goes_on=True):
+        require(given.judge or not given.shuffle, "shuffle", given.shuffle, "--judge")
+        if given.judge:
+            print(markdown(judge_again(given)))
+            return
         runs = [read_options(run) for run in runs_of(given)]
         for options in runs:
             require_same(options)

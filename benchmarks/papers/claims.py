@@ -1,12 +1,10 @@
-"""What a paper says, as plain data, and how measured counts judge it.
+"""What a paper says, as plain data, and the quantities that it speaks of (`papers.judging` judges it).
 
 A row of a table is a way of decoding. What was measured of it are counts by prompt, sums over rounds. Every quantity is
-made of such sums, so that the bootstrap draws prompts anew and nothing else: rows stay paired by prompt.
+made of such sums, over any set of prompts.
 """
 
-import re
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,12 +13,8 @@ import numpy as np
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 
-DRAWS, MIN_PROMPTS = 2000, 5  # of the bootstrap; fewer prompts decide nothing
-HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "undecided", "not run"
-QUIET = "a time: needs --timed, on a machine that does nothing else"
-
 Counts = Mapping[str, float]  # of one prompt
-Sums = Mapping[str, Any]  # of all prompts: a number, or one for every draw of the bootstrap
+Sums = Mapping[str, Any]  # of all prompts: a number, or one for every prompt that is left out
 
 
 @dataclass(frozen=True)
@@ -53,8 +47,8 @@ class Row:
 class Claim:
     """The paper says it. terms: rows in the order of the claim, "row", or "row@quantity" for another than `quantity`.
 
-    rises: every term is above the one before it. level: the terms differ by no more than the share `bound` of their
-    mean. peaks: some term in the middle is above both ends. above, below: the one term is at least, at most `bound`.
+    rises: every term is above the one before it. level: no two terms differ by more than the share `bound` of the
+    mean of all. peaks: some term in the middle is above both ends. above, below: the one term is above, below `bound`.
     scale: what each term is multiplied by first.
     """
 
@@ -176,124 +170,3 @@ def quantity(name: str) -> Quantity:
                                  (f"late_rounds_{n}",)),
     }  # fmt: skip
     return made[kind]()
-
-
-# -------------------------------------------------------------------------------------------------------------- judging
-
-
-def sums(counts: Mapping[str, Counts], prompts: Sequence[str], weights: Any) -> dict[str, Any]:
-    """The counts of `prompts`, added up with `weights` [draws, prompts] (or [prompts])."""
-    keys = sorted({key for prompt in prompts for key in counts.get(prompt, {})})
-    table = np.array([[counts.get(prompt, {}).get(key, 0.0) for key in keys] for prompt in prompts])
-    return dict(zip(keys, (weights @ table).T, strict=True))
-
-
-def by_conversation(counts: Mapping[str, Counts]) -> dict[str, Counter[str]]:
-    """The counts of prompts, those of a conversation's turns together: turns are alike, and drawn together."""
-    found: dict[str, Counter[str]] = {}
-    for prompt, own in counts.items():
-        found.setdefault(prompt.partition("/turn")[0], Counter()).update(own)  # type: ignore[arg-type]
-    return found
-
-
-def why_not(row: Row, counts: Mapping[str, Counts], name: str) -> str:
-    """Why a quantity of a row is not known; empty where it is."""
-    if row.never:
-        return row.never
-    if not counts:
-        return f"{row.name}: not measured yet"
-    known = {key for each in counts.values() for key in each}
-    lacking = [key for key in quantity(name).needs if key not in known]
-    if "seconds" in lacking:
-        return QUIET
-    return f"{row.name}: never came up here" if lacking else ""
-
-
-def value(row: Row, counts: Mapping[str, Counts], name: str) -> float | None:
-    """A quantity of a row over all its prompts."""
-    if why_not(row, counts, name):
-        return None
-    prompts = sorted(counts)
-    return float(quantity(name).of(sums(counts, prompts, np.ones(len(prompts)))))
-
-
-def statistic(kind: str, bound: float, terms: Sequence[Any]) -> Any:
-    """What must be above 0 for the claim to hold (see `Claim`)."""
-    stacked = np.stack(terms)
-    if kind == "level":
-        return bound - (stacked.max(0) - stacked.min(0)) / np.maximum(np.abs(stacked.mean(0)), 1e-12)
-    if kind == "peaks":
-        return stacked[1:-1].max(0) - np.maximum(stacked[0], stacked[-1])
-    if kind in ("above", "below"):
-        return stacked[0] - bound if kind == "above" else bound - stacked[0]
-    return np.diff(stacked, axis=0)  # by step
-
-
-def judge(claim: Claim, rows: Mapping[str, Row], measured: Mapping[str, Mapping[str, Counts]]) -> dict[str, Any]:
-    """The claim with its verdict. measured: the counts by row and prompt.
-
-    It holds if the interval of its statistic is above 0, and does not hold if that is below. A rising claim holds if
-    that of every step is above, and does not hold if that of one is below. All else is undecided.
-    """
-    found: dict[str, Any] = {"says": claim.says}
-    named = [(*term.partition("@")[::2], claim.quantity) for term in claim.terms]
-    parts = [(rows[row], other or default) for row, other, default in named]
-    reasons = [why_not(row, measured.get(row.name, {}), name) for row, name in parts]
-    if any(reasons):
-        return {**found, "verdict": NOT_RUN, "reason": next(filter(None, reasons))}
-    measured = {row.name: by_conversation(measured[row.name]) for row, _ in parts}
-    prompts = sorted({prompt for row, _ in parts for prompt in measured[row.name]})
-    if any("seconds" in quantity(name).needs for _, name in parts):  # times may be of some prompts only
-        own = [measured[row.name] for row, _ in parts]
-        prompts = [prompt for prompt in prompts if all("seconds" in each[prompt] for each in own if prompt in each)]
-        if not prompts:
-            return {**found, "verdict": NOT_RUN, "reason": QUIET}
-    scale = claim.scale or (1.0,) * len(parts)
-    draws = np.random.default_rng(0).multinomial(len(prompts), np.full(len(prompts), 1 / len(prompts)), DRAWS)
-
-    def terms(weights: Any) -> list[Any]:
-        return [
-            factor * quantity(name).of(sums(measured[row.name], prompts, weights))
-            for factor, (row, name) in zip(scale, parts, strict=True)
-        ]
-
-    drawn, whole = terms(draws), terms(np.ones(len(prompts)))
-    ends = np.quantile(statistic(claim.kind, claim.bound, drawn), [0.025, 0.975], axis=-1)
-    low, high = (float(end.min()) for end in ends)  # of the step that stands worst, where there are several
-    verdict = FAILS if high < 0 else HOLDS if low > 0 else UNDECIDED
-    return {
-        **found,
-        "verdict": verdict if len(prompts) >= MIN_PROMPTS else UNDECIDED,
-        "values": [float(term) for term in whole],
-        "statistic": float(np.min(statistic(claim.kind, claim.bound, [np.asarray(term) for term in whole]))),
-        "ci95": [low, high],
-        "prompts": len(prompts),
-    }
-
-
-def judged(table: Table, measured: Mapping[str, Mapping[str, Counts]]) -> dict[str, Any]:
-    """A table with our figures and verdicts, JSON-able. measured: the counts of its rows by prompt."""
-    rows = {row.name: row for row in table.rows}
-    return {
-        "title": table.title,
-        "note": table.note,
-        "never": table.never,
-        "columns": list(table.columns),
-        "quantities": {name: {"label": quantity(name).label, "digits": quantity(name).digits}
-                       for name in table.quantities},
-        "rows": {
-            row.name: {
-                "paper": list(row.paper), "never": row.never, "x": row.x, "line": row.line,
-                "here": {name: value(row, measured.get(row.name, {}), name) for name in table.quantities},
-            }
-            for row in table.rows
-        },
-        "claims": [judge(claim, rows, measured) for claim in table.claims],
-        "plot": table.plot,
-        "xlabel": table.xlabel,
-    }  # fmt: skip
-
-
-def safe(name: str) -> str:
-    """`name` as part of a file's name."""
-    return re.sub(r"\W+", "_", name).strip("_").lower()

@@ -30,7 +30,7 @@ from inference.measure.replay import RecordedSession, replay
 from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.kinds import KINDS
 from outrider.streams import Streams
-from papers.claims import Counts, Row, Table
+from papers.claims import Row, Table
 from papers.watching import Watched
 
 STRETCH = 64  # tokens, of `late_64` and so on
@@ -233,14 +233,3 @@ def measure_all(
                 for key, seconds in timed(bench, untimed, asked, turn, cold=cold).items():
                     keep(key, asked, seconds)
                 cold = False
-
-
-def by_row(table: Table, prompts: Sequence[Asked], folder: Path) -> dict[str, dict[str, Counts]]:
-    """The counts of a table's rows by prompt, of prompts on which all of its rows were measured."""
-    done, rows = read_counts(folder), runnable([table])
-    whole = [asked for asked in prompts if all((key, asked.id) in done for key in about(asked, rows))]
-    return {
-        row.name: {asked.id: {**done[key_of(row), asked.id], **dict(row.facts)} for asked in whole
-                   if row.category in ("", asked.category)}
-        for row in rows
-    }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 MARKS = {"holds": "**holds**", "does not hold": "**does not hold**", "undecided": "undecided", "not run": "not run"}
+ALONE = "°"  # a decision that does not stand by Holm's correction over all claims of its entry
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -22,12 +23,14 @@ def markdown(record: Mapping[str, Any]) -> str:
 def said(name: str, entry: Mapping[str, Any]) -> str:
     """What was measured, and how the claims fared in all."""
     models = ", ".join(kind for kind, where in entry["models"].items() if where)
-    verdicts = Counter(claim["verdict"] for one in entry["tables"].values() for claim in one["claims"])
+    claims = [claim for one in entry["tables"].values() for claim in one["claims"]]
+    verdicts = Counter(claim["verdict"] for claim in claims)
     counted = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
-    times = f", times of {entry['timed']} of them" if entry.get("timed") else ""
+    times = f", times of {entry['timed']} of them" if entry["timed"] else ""
+    standing = sum(claim.get("stands", False) for claim in claims)
     return (
-        f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × up to "
-        f"{entry['tokens']} tokens, {entry['dtype']}{times}. Claims: {counted}."
+        f"- `{name}` ({models}): {entry['prompts']} prompts ({', '.join(entry['categories'])}) × {entry['length']}, "
+        f"{entry['dtype']}{times}. Claims: {counted}; {standing} decisions stand by Holm's correction over all of them."
     )
 
 
@@ -83,11 +86,16 @@ def claims(here: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def verdict(claim: Mapping[str, Any]) -> str:
-    """The verdict in words, with the figures that it was made of."""
+    """The verdict in words, with the figures that it was made of: the terms, the interval of the difference that
+    decides (in a row of steps the weakest), and the number of conversations."""
     mark = MARKS[claim["verdict"]]
     if claim["verdict"] == "not run":
         return f"{mark} ({claim['reason']})"
-    return f"{mark} ({' → '.join(number(value) for value in claim['values'])})"
+    alone = "" if claim["stands"] or claim["verdict"] == "undecided" else ALONE
+    terms = " → ".join(number(value) for value in claim["values"])
+    low, high = map(number, claim["ci95"])
+    needed = f", decided by about {claim['needed']}" if claim["needed"] else ""
+    return f"{mark}{alone} ({terms}; [{low}, {high}], n = {claim['prompts']}{needed})"
 
 
 def number(value: float) -> str:

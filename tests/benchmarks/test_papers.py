@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -68,7 +67,8 @@ def test_replayed_rounds_are_those_of_decoding(pair: tuple[LayerStack, LayerStac
 def test_prompts_are_measured_whole_until_the_time_is_over(pair: tuple[LayerStack, LayerStack], tmp_path: Path) -> None:
     """A prompt on which a row is missing counts for no row; the same call goes on."""
     from papers.claims import Row, Table
-    from papers.measuring import Asked, Bench, by_row, key_of, measure_all, read_counts
+    from papers.judging import by_row, described
+    from papers.measuring import Asked, Bench, key_of, measure_all, read_counts
 
     stack, small = pair
     bench = Bench(stack, {"small_lm": small}, stack.config.vocab_size, 4)
@@ -83,77 +83,19 @@ def test_prompts_are_measured_whole_until_the_time_is_over(pair: tuple[LayerStac
     measure_all(bench, [table], asked, tmp_path, minutes=0, timed_prompts=0)
     assert {prompt for _, prompt in read_counts(tmp_path)} == {"p0"}
     measure_all(bench, [table], asked, tmp_path, minutes=None, timed_prompts=0)
-    found = by_row(table, asked, tmp_path)
-    assert {name: set(counts) for name, counts in found.items()} == {
+    plain = described(table, {row.name: key_of(row) for row in rows})
+
+    def found() -> dict[str, set[str]]:
+        given = by_row(plain, {one.id: one.category for one in asked}, read_counts(tmp_path))
+        return {name: set(counts) for name, counts in given.items()}
+
+    assert found() == {
         "K = 1": {"p0", "p1"}, "K = 2": {"p0", "p1"}, "K = 1, b only": {"p1"}}  # fmt: skip
     kept = [line for line in (tmp_path / "counts.jsonl").read_text().splitlines(keepends=True)
             if json.loads(line)["key"] != key_of(rows[1]) or json.loads(line)["prompt"] == "p0"]  # fmt: skip
     (tmp_path / "counts.jsonl").write_text("".join(kept))
-    assert {name: set(counts) for name, counts in by_row(table, asked, tmp_path).items()} == {
+    assert found() == {
         "K = 1": {"p0"}, "K = 2": {"p0"}, "K = 1, b only": set()}  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------------------- judging
-
-
-def rows_of(*names: str) -> dict[str, Any]:
-    from papers.claims import Row
-
-    return {name: Row(name, MethodConfig(source="prompt_lookup")) for name in names}
-
-
-def measured(**taus: list[float]) -> dict[str, dict[str, Counts]]:
-    """By row, τ of every prompt, in ten rounds each."""
-    return {
-        row: {f"p{place}": {"tokens": 10 * tau, "rounds": 10.0} for place, tau in enumerate(values)}
-        for row, values in taus.items()
-    }
-
-
-MANY = [2.0, 2.1, 1.9, 2.05, 1.95, 2.2]
-
-
-@pytest.mark.parametrize(
-    ("kind", "bound", "terms", "taus", "verdict"),
-    [
-        ("rises", 0, "ab", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "holds"),
-        ("rises", 0, "ba", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "does not hold"),
-        ("rises", 0, "ab", {"a": MANY, "b": MANY[::-1]}, "undecided"),
-        ("rises", 0, "ab", {"a": MANY[:4], "b": [x + 0.5 for x in MANY[:4]]}, "undecided"),  # too few
-        ("rises", 0, "abc", {"a": MANY, "b": [x - 1 for x in MANY], "c": [x + 1 for x in MANY]}, "does not hold"),
-        ("rises", 0, "abc", {"a": MANY, "b": MANY[::-1], "c": [x + 1 for x in MANY]}, "undecided"),  # one step is not
-        ("rises", 0, "abc", {"a": MANY, "b": [x + 1 for x in MANY], "c": [x + 2 for x in MANY]}, "holds"),
-        ("level", 0.1, "ab", {"a": MANY, "b": [x * 1.05 for x in MANY]}, "holds"),
-        ("level", 0.1, "ab", {"a": MANY, "b": [x * 1.5 for x in MANY]}, "does not hold"),
-        ("peaks", 0, "aba", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "holds"),
-        ("peaks", 0, "bab", {"a": MANY, "b": [x + 0.5 for x in MANY]}, "does not hold"),
-        ("above", 1.5, "a", {"a": MANY}, "holds"),
-        ("below", 1.5, "a", {"a": MANY}, "does not hold"),
-    ],
-)
-def test_claims_by_hand(kind: Any, bound: float, terms: str, taus: dict[str, list[float]], verdict: str) -> None:
-    from papers.claims import Claim, judge
-
-    found = judge(Claim("said", "tau", tuple(terms), kind, bound), rows_of(*taus), measured(**taus))
-    assert found["verdict"] == verdict
-    means = {row: sum(values) / len(values) for row, values in taus.items()}
-    assert found["values"] == pytest.approx([means[row] for row in terms])
-
-
-def test_a_claim_is_scaled_reads_other_quantities_and_draws_conversations() -> None:
-    from papers.claims import Claim, judge
-
-    rows, counts = rows_of("a", "b"), measured(a=MANY, b=[3 * x for x in MANY])
-    assert judge(Claim("twice", "tau", ("b", "a"), scale=(1, 2)), rows, counts)["verdict"] == "does not hold"
-    assert judge(Claim("four times", "tau", ("b", "a"), scale=(1, 4)), rows, counts)["verdict"] == "holds"
-    for own in counts.values():
-        for place, each in enumerate(own.values()):
-            each.update(tried=10.0, rank_1=5.0, rank_2=2.0 + place % 2)
-    found = judge(Claim("more", "", ("a@alpha_1", "a@alpha_2")), rows, counts)
-    assert found["values"] == pytest.approx([0.5, 0.75])
-    turns = {"a": {f"{n // 2}/turn{n % 2}": {"tokens": 20.0, "rounds": 10.0} for n in range(8)}}
-    few = judge(Claim("four conversations", "tau", ("a",), "above", 1.0), rows, turns)
-    assert (few["prompts"], few["verdict"]) == (4, "undecided")
 
 
 def test_a_key_is_of_what_was_chosen() -> None:
@@ -163,23 +105,6 @@ def test_a_key_is_of_what_was_chosen() -> None:
     assert chosen(SamplingConfig()) == {}
     method = MethodConfig(source="small_lm", stop=StopConfig(rule="beta", max_draft=3))
     assert chosen(method) == {"source": "small_lm", "stop": {"rule": "beta", "max_draft": 3}}
-
-
-def test_what_was_not_measured_says_why() -> None:
-    from dataclasses import replace
-
-    from papers.claims import QUIET, Claim, judge
-
-    rows, counts = rows_of("a", "b"), measured(a=MANY)
-    timed = judge(Claim("fast", "speedup", ("a",), "above", 1.0), rows, counts)
-    assert (timed["verdict"], timed["reason"]) == ("not run", QUIET)
-    for each in list(counts["a"].values())[:2]:
-        each.update(seconds=1.0, plain_seconds=3.0)
-    some = judge(Claim("fast", "speedup", ("a",), "above", 1.0), rows, counts)
-    assert (some["prompts"], some["values"], some["ci95"]) == (2, [3.0], [2.0, 2.0])  # those that were timed
-    assert judge(Claim("more", "tau", ("a", "b")), rows, counts)["reason"] == "b: not measured yet"
-    rows["b"] = replace(rows["b"], never="no such drafter")
-    assert judge(Claim("more", "tau", ("a", "b")), rows, counts)["reason"] == "no such drafter"
 
 
 # ------------------------------------------------------------------------------------------------------------- counting
@@ -321,55 +246,6 @@ def test_one_solved_example_stands_before_every_prompt(tmp_path: Path) -> None:
     file.write_text(json.dumps({"question": "three?"}) + "\n")
     with pytest.raises(UserError, match="answer"):
         with_example(prompts, str(file))
-
-
-def test_pages_show_every_figure_and_verdict() -> None:
-    from fill_tables import fill_paper
-    from papers.claims import Claim, Row, Table, judged
-    from papers.writing import markdown, plot
-
-    row = MethodConfig(source="prompt_lookup", stop=StopConfig(max_draft=3))
-    rows = (
-        Row("a", row, paper=("1.5",), x=1.0),
-        Row("b", row, SamplingConfig(temperature=1.0), x=2.0),
-        Row("c", never="no time"),
-    )
-    claims = (Claim("b beats a", "tau", ("a", "b")),)
-    table = Table("Table 9: all", ("tau",), rows, claims, ("MAL",), plot="tau")
-    facts = {"models": {"target": "t"}, "prompts": 6, "categories": ["x"], "tokens": 8, "dtype": "float32"}
-    found = judged(table, measured(a=MANY, b=[x + 1 for x in MANY])) | {"measured": "6 prompts × up to 8 tokens"}
-    other = judged(
-        Table("Table 9", ("tau",), (Row("d", row),), (Claim("d", "tau", ("d",), "above", 1.0),)), measured(d=MANY)
-    )
-    record = {"here": {**facts, "tables": {"table_9": found}}, "there": {**facts, "tables": {"table_9": other}}}
-    text = markdown({"entries": record})
-    for line in ("| a | 1.5 | 2.03 | – |", "| b | – | 3.03 | – |", "| d | – | – | 2.03 |"):
-        assert line in text.splitlines()
-    for said in ("no time", "b beats a: here **holds**", "d: there **holds**"):
-        assert said in text
-    page = "before\n<!-- x tables: begin -->\nold\n<!-- x tables: end -->\n"
-    filled = fill_paper(page, {"paper": "x", "entries": record})
-    assert filled == f"before\n<!-- x tables: begin -->\n{text}<!-- x tables: end -->\n"
-    with pytest.raises(ValueError, match="y"):
-        fill_paper(page, {"paper": "y", "entries": record})
-    drawn = plot({"entries": record})
-    assert drawn is not None
-    places = drawn.axes[0].lines[0].get_xydata().tolist()
-    assert places == [[1.0, pytest.approx(12.2 / 6)], [2.0, pytest.approx(18.2 / 6)]]
-
-
-def test_a_plot_of_several_quantities_is_a_line_of_every_row() -> None:
-    from papers.claims import Row, Table, judged
-    from papers.writing import plot
-
-    counts = {"a": {f"p{n}": {"tried": 10.0, "rank_1": 5.0, "rank_2": 2.0} for n in range(6)}}
-    table = Table("Fig. 3: α", ("tau", "alpha_1", "alpha_2"), (Row("a", MethodConfig(source="prompt_lookup")),),
-                  plot="alpha_*", xlabel="k")  # fmt: skip
-    drawn = plot({"entries": {"here": {"tables": {"figure_3": judged(table, counts)}}}})
-    assert drawn is not None
-    [line] = drawn.axes[0].lines
-    assert line.get_xydata().tolist() == [[1.0, 0.5], [2.0, 0.7]]
-    assert (line.get_label(), drawn.axes[0].get_ylabel()) == ("here: a", "α")
 
 
 def test_counts_of_a_drafter_made_again_in_its_place_are_not_taken(tmp_path: Path) -> None:
