@@ -18,6 +18,7 @@ from data_prep.python_docs.instructions import Instruction, as_lines, halves, ma
 from data_prep.python_docs.modules import PACKAGES, STANDARD_LIBRARY
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.python_docs.subjects import Collector
+from data_prep.text.benchmarks import prompt_file
 from data_prep.text.prompt_records import as_record
 from data_prep.text.prompts import read_prompts
 from data_prep.text.sources import Split
@@ -70,8 +71,9 @@ def _write(config: PromptsConfig, folder: Path) -> None:
 
 def _write_own(config: PromptsConfig, file: str, folder: Path) -> None:
     """The prompts of a file, each once, those held out evenly spread over it. Raises `UserError` for fewer than two."""
-    prompts = [*{prompt.turns: prompt for prompt in read_prompts(file)}.values()]
-    identity = {**config.deciding(), "file": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+    path = prompt_file(file, "file")
+    prompts = [*{prompt.turns: prompt for prompt in read_prompts(str(path))}.values()]
+    identity = {**config.deciding(), "file": hashlib.sha256(path.read_bytes()).hexdigest()}
     if finished(folder / RECORD_FILE, identity, config.resume, config):
         print(f"{folder}: finished already")
         return

@@ -6,16 +6,18 @@ from typing import Annotated
 from annotated_types import Ge, Lt
 
 from data_prep.python_docs.modules import PACKAGES
+from data_prep.text.benchmarks import PromptFile
 from outrider.errors import require_choice
-from outrider.settings import Count, Place, RunConfig, free, require_default
+from outrider.settings import Count, RunConfig, free, require_default
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsConfig(RunConfig):
     """write-prompts: instructions about what Python and its packages document, in two files of chat prompts."""
 
-    # your own prompts in their place, to be parted the same way: at least 12 are held out, or half
-    file: Annotated[str, Place("a JSONL or JSON file of prompts")] | None = None
+    # your own prompts in their place, or a benchmark's by name, to be parted the same way: at least 12 are held out, or
+    # half
+    file: PromptFile | None = None
     packages: tuple[str, ...] = tuple(PACKAGES)  # whose documentation is read beside the standard library's
     # share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1

@@ -3,10 +3,19 @@
 import reprlib
 from dataclasses import dataclass
 
-from data_prep.text.records import Record, alpaca_instruction, is_conversation
+from data_prep.text.records import Raw, Record, alpaca_instruction, is_conversation
 from outrider.errors import UserError
 from outrider.files import is_text
 
+_IDS = ("question_id", "task_id", "prompt_id", "id")  # columns, the first that is there counts
+_LANGUAGES = {"cs": "Czech", "de": "German", "fr": "French", "hi": "Hindi", "ru": "Russian"}  # WMT 2014's
+_ASKED = {  # column → category, and how the user's turn begins
+    "question": ("question", ""),
+    "instruction": ("instruction", ""),
+    "document": ("summary", "Summarize this article in one sentence.\n\n"),
+    "article": ("summary", "Summarize: "),  # as in Spec-Bench
+    "translation": ("translation", "Translate the input English sentence into "),
+}
 NOT_THERE = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench's placeholder for third-party texts
 
 
@@ -42,32 +51,42 @@ def to_prompt(raw: object, where: str, number: int) -> Prompt:
         return Prompt(str(number), "text", (prompt_text(raw, where),), False)
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
-    identity = _encodable(str(raw.get("question_id", raw.get("task_id", raw.get("id", number)))), where)
+    identity = _encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
     category = _encodable(str(raw.get("category") or ""), where)
-    if "turns" in raw:
-        if not isinstance(raw["turns"], list) or not raw["turns"]:
-            raise UserError(f"{where}: turns={raw['turns']!r}: expected a list of texts")
-        turns = tuple(prompt_text(turn, where) for turn in raw["turns"])
-        if any(turn.startswith(NOT_THERE) for turn in turns):
-            raise UserError(f"{where}: a place-holder of SPEED-Bench; fill the copy by the benchmark's own preparation")
-        return Prompt(identity, category or "question", turns, True)
-    if "question" in raw:
-        return Prompt(identity, category or "question", (prompt_text(raw["question"], where),), True)
-    if "instruction" in raw:
-        prompt_text(raw["instruction"], where)
-        return Prompt(identity, category or "instruction", (prompt_text(alpaca_instruction(raw), where),), True)
-    if "document" in raw:
-        asked = f"Summarize this article in one sentence.\n\n{prompt_text(raw['document'], where)}"
-        return Prompt(identity, category or "summary", (asked,), True)
-    if "prompt" in raw:
-        kind = "code" if "task_id" in raw else "text"
-        return Prompt(identity, category or kind, (prompt_text(raw["prompt"], where),), False)
-    if "text" in raw:
-        return Prompt(identity, category or "text", (prompt_text(raw["text"], where),), False)
+    turns = raw["turns"] if "turns" in raw else raw.get("prompt")
+    if "turns" in raw or isinstance(turns, list):
+        return Prompt(identity, category or "question", _turns(turns, where), True)
+    for column, (kind, request) in _ASKED.items():
+        if column in raw:
+            return Prompt(identity, category or kind, (request + _asked(raw, column, where),), True)
+    for column in ("prompt", "text"):
+        if column in raw:
+            kind = "code" if column == "prompt" and "task_id" in raw else "text"
+            return Prompt(identity, category or kind, (prompt_text(raw[column], where),), False)
     raise UserError(
-        f"{where}: expected one of the columns turns, question, instruction, document, prompt, text; "
+        f"{where}: expected one of the columns turns, {', '.join(_ASKED)}, prompt, text; "
         f"columns present: {', '.join(map(str, raw)) or '(none)'}"
     )
+
+
+def _turns(turns: object, where: str) -> tuple[str, ...]:
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{where}: turns={turns!r}: expected a list of texts")
+    said = tuple(prompt_text(turn, where) for turn in turns)
+    if any(turn.startswith(NOT_THERE) for turn in said):
+        raise UserError(f"{where}: a place-holder of SPEED-Bench; fill the copy by the benchmark's own preparation")
+    return said
+
+
+def _asked(raw: Raw, column: str, where: str) -> str:
+    value = raw[column]
+    if column != "translation":
+        text = prompt_text(value, where)
+        return prompt_text(alpaca_instruction(raw), where) if column == "instruction" else text
+    other = next((code for code in value if code in _LANGUAGES), "") if isinstance(value, dict) else ""
+    if not isinstance(value, dict) or value.keys() != {"en", other}:
+        raise UserError(f"{where}: translation={reprlib.repr(value)}: expected en and one of {', '.join(_LANGUAGES)}")
+    return f"{_LANGUAGES[other]}.\nInput: {prompt_text(value['en'], where)}\nOutput: "
 
 
 def prompt_text(value: object, where: str) -> str:
@@ -81,8 +100,7 @@ def asks(raw: object) -> bool:
     """Whether a record's columns are those of a prompt, not of a conversation or a training text."""
     if not isinstance(raw, dict) or is_conversation(raw):
         return False
-    columns = {"turns", "question", "instruction", "document"}
-    return bool(columns & raw.keys()) or ("prompt" in raw and "text" not in raw)
+    return bool({"turns", *_ASKED} & raw.keys()) or ("prompt" in raw and "text" not in raw)
 
 
 def asked_record(prompt: Prompt, identity: str) -> Record:

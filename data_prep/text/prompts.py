@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
+from data_prep.text.benchmarks import BENCHMARKS, prompt_file
 from data_prep.text.prompt_records import Prompt, prompt_text, to_prompt
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_file, read_records
@@ -24,13 +24,14 @@ def read_prompts(
 ) -> list[Prompt]:
     """Prompts, in a fixed order.
 
-    prompts: one of three things.
+    prompts: one of four things.
       "python_stdlib": beginnings of held-out files of the standard library, `prompt_chars` long and cut at a line end;
       one per file, and more from within the files if `limit` needs them.
-      A path of a JSONL, JSON or parquet file. Its columns determine the layout: MT-Bench / Spec-Bench (turns),
-      HumanEval (task_id, prompt), GSM8K (question), Alpaca (instruction, input), XSum (document), plain prompt or text,
-      or a JSON list of strings.
+      A path of a JSONL, JSON or parquet file. Its columns determine the layout: MT-Bench / Spec-Bench (turns, or a list
+      in prompt), HumanEval (task_id, prompt), GSM8K (question), Alpaca (instruction, input), XSum (document), CNN/DM
+      (article), WMT (translation), plain prompt or text, or a JSON list of strings.
       Questions are chat, the others are text to complete.
+      The name of a benchmark (see `prompt_file`).
       A list of texts to complete.
     limit: the number of prompts to keep, evenly spread, with categories balanced.
     heldout_fraction: at most the one used in training.
@@ -101,14 +102,10 @@ def _windows(text: str, prompt_chars: int) -> Iterator[tuple[int, str]]:
 
 
 def _from_file(name: str) -> Iterator[Prompt]:
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise UserError(
-            f"prompts={name}: no such file; expected python_stdlib, the path of a JSONL or JSON file, "
-            "or a list of texts"
-        )
+    path = prompt_file(name)
+    where = name if name in BENCHMARKS else str(path)
     for number, raw in read_file(path):
-        yield to_prompt(raw, f"{path}:{number}" if number else str(path), number)
+        yield to_prompt(raw, f"{where}:{number}" if number else where, number)
 
 
 def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
 
+from data_prep.text.benchmarks import PromptSource
 from data_prep.text.settings import PromptTemplate
 from draft_models.targets.settings import Dtype, Model
 from inference.settings.sampling import SamplingConfig
@@ -33,8 +34,8 @@ class AuditConfig(RunConfig):
     concurrency: Count = free(16)  # requests to the server at a time
     server_timeout: Positive = free(600.0)  # seconds that the server may take for one request
     server_retries: Annotated[int, Ge(0)] = free(5)  # how often a failed request is repeated
-    # python_stdlib: held-out standard-library files; or a JSONL/JSON file, of whose prompts the first turn is asked
-    prompts: Annotated[str, Place("a JSONL or JSON file of prompts", besides=("python_stdlib",))] = "python_stdlib"
+    # as evaluate-checkpoint's; of each prompt the first turn is asked
+    prompts: PromptSource = "python_stdlib"
     num_prompts: Count | None = free(64)  # evenly spread; null: all
     template: PromptTemplate = "auto"  # how chat prompts are rendered; none: bare text
     max_new_tokens: Count = 256  # per answer

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from annotated_types import Ge
 
+from data_prep.text.benchmarks import PromptSource
 from data_prep.text.settings import PromptTemplate
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.targets.settings import (
@@ -53,8 +54,8 @@ class EvaluateConfig(RehearsedConfig):
     revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
     # the ways of decoding to compare, by name; method=[…] chooses presets
     methods: dict[str, MethodConfig] = field(default_factory=dict)
-    # python_stdlib: held-out standard-library files; or a JSONL/JSON file of prompts
-    prompts: Annotated[str, Place("a JSONL or JSON file of prompts", besides=("python_stdlib",))] = "python_stdlib"
+    # python_stdlib: held-out standard-library files; a JSONL, JSON or parquet file; or a benchmark of the Hub by name:
+    prompts: PromptSource = "python_stdlib"  # mt_bench, gsm8k, humaneval, alpaca, cnn_dm, xsum or wmt
     prompt_text: list[str] = free(factory=list)  # inline prompts instead
     prompt_chars: Count = free(1000)  # python_stdlib: characters of a file to continue from
     num_prompts: Count | None = free(24)  # evenly spread; null: all

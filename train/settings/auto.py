@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated, Literal, get_args
+from typing import Literal, get_args
 
+from data_prep.text.benchmarks import PromptFile
 from draft_models.targets.settings import Model
 from outrider.errors import require
-from outrider.settings import Place, Positive, RunConfig, free
+from outrider.settings import Positive, RunConfig, free
 
 Trained = Literal["early_exit", "small_lm", "eagle3"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)
@@ -18,9 +19,9 @@ class AutoConfig(RunConfig):
     """auto: from a target to a drafter, a report and exports, in the minutes that are given."""
 
     target: Model = free()  # model directory, GGUF file or Hub name of a chat model
-    # a file of prompts like those that will be asked (docs/evaluate.md), 20 or more: most are answered to train on, the
-    # others measured; null: questions about Python
-    prompts: Annotated[str, Place("a JSONL or JSON file of prompts")] | None = None
+    # a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 20 or more: most are
+    # answered to train on, the others measured; null: questions about Python
+    prompts: PromptFile | None = None
     template: Literal["auto", "vicuna"] = "auto"  # of chats; auto: the tokenizer's own
     minutes: Positive = 30.0  # for everything; a step that has begun to load or to save still ends
     # drafters that are trained, besides n-grams; auto: those that pay by what was measured at the start; []: none

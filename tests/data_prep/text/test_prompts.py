@@ -1,12 +1,21 @@
 import gzip
 import json
+import re
 from collections import Counter
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from data_prep.python_docs.prompt_files import write_prompts
+from data_prep.python_docs.settings import PromptsConfig
+from data_prep.text.benchmarks import BENCHMARKS
 from data_prep.text.prompts import Prompt, read_prompts
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import is_heldout, library_keys, python_stdlib_files
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 
 
@@ -16,6 +25,7 @@ def write(path, rows):
     return str(path)
 
 
+ENGLISH = "Translate the input English sentence into"
 LAYOUTS = [
     (
         {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
@@ -57,6 +67,18 @@ LAYOUTS = [
     (
         {"document": "It rained.", "summary": "Rain.", "id": "7"},
         Prompt("7", "summary", ("Summarize this article in one sentence.\n\nIt rained.",), True),
+    ),
+    (  # mt_bench_prompts' columns
+        {"prompt": ["first", "second"], "prompt_id": 35931929, "category": "writing", "reference": []},
+        Prompt("35931929", "writing", ("first", "second"), True),
+    ),
+    (
+        {"article": "It rained.", "highlights": "Rain.", "id": "f0"},
+        Prompt("f0", "summary", ("Summarize: It rained.",), True),
+    ),
+    (
+        {"translation": {"de": "Regen.", "en": "Rain."}},
+        Prompt("1", "translation", (f"{ENGLISH} German.\nInput: Rain.\nOutput: ",), True),
     ),
     ({"prompt": "Once"}, Prompt("1", "text", ("Once",), False)),
     ({"id": "x", "text": "Once"}, Prompt("x", "text", ("Once",), False)),
@@ -133,15 +155,86 @@ def test_unusable_prompts_are_named(tmp_path):
     placed = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
     refused(json.dumps({"turns": ["a", placed]}), r"p\.jsonl:1: a place-holder of SPEED-Bench; fill the copy")
     refused('{"turns": [1]}', r"p\.jsonl:1: prompt is 1: expected a text")
+    refused('{"prompt": []}', r"p\.jsonl:1: turns=\[\]: expected a list of texts")
+    refused('{"prompt": [{"role": "user"}]}', r"p\.jsonl:1: prompt is {'role': 'user'}: expected a text")
+    refused(
+        '{"translation": {"en": "a", "de": 1, "fr": 2}}', r"p\.jsonl:1: translation=.*: expected en and one of cs, de"
+    )
+    refused('{"translation": "a"}', r"p\.jsonl:1: translation='a': expected en and one of")
+    refused('{"translation": {"en": "", "de": "b"}}', r"p\.jsonl:1: prompt is ''")
     refused('{"instruction": null}', r"p\.jsonl:1: prompt is None")
     refused("[1]", r"p\.jsonl:1: expected a record or a text, found list")
     refused("", r"prompts=.*p\.jsonl: no prompt in it")
-    with pytest.raises(UserError, match=r"prompts=missing.jsonl: no such file; expected python_stdlib, the path"):
+    with pytest.raises(UserError, match=r"prompts=missing.jsonl: no such file; give a JSONL, JSON or parquet file"):
         read_prompts("missing.jsonl")
     with pytest.raises(UserError, match=r"no prompt in it"):
         read_prompts([])
     with pytest.raises(UserError, match=r"^limit=0: expected at least 1"):
         read_prompts(["a"], limit=0)
+
+
+ROWS = {  # in the columns that the datasets have, and the prompts that become of them
+    "mt_bench": ({"question_id": 81, "category": "writing", "prompt": ["a", "b"], "reference": []}, "81", ("a", "b")),
+    "gsm8k": ({"question": "How many?", "answer": "#### 3"}, "1", ("How many?",)),
+    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f():\n", "test": ""}, "HumanEval/0", ("def f():\n",)),
+    "alpaca": ({"instruction": "Sort.", "input": "3 1", "output": "1 3", "text": "Below"}, "1", ("Sort.\n\n3 1",)),
+    "cnn_dm": ({"article": "It rained.", "highlights": "Rain.", "id": "f0"}, "f0", ("Summarize: It rained.",)),
+    "xsum": ({"document": "It rained.", "summary": "Rain.", "id": "7"}, "7",
+             ("Summarize this article in one sentence.\n\nIt rained.",)),
+    "wmt": ({"translation": {"de": "Regen.", "en": "Rain."}}, "1", (f"{ENGLISH} German.\nInput: Rain.\nOutput: ",)),
+}  # fmt: skip
+
+
+def fetched(cache, name, *rows):
+    """The Hub's cache with a file of these rows, as a download of the benchmark leaves it; no network is asked then."""
+    dataset, commit, file = BENCHMARKS[name]
+    path = cache / f"datasets--{dataset.replace('/', '--')}" / "snapshots" / commit / file
+    path.parent.mkdir(parents=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([*rows]), path)
+    else:
+        write(path, rows)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmarks_by_name(cache, name):
+    """One file at one commit, fetched once; a local file of that name is read instead."""
+    dataset, commit, _ = BENCHMARKS[name]
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    said = rf"^prompts={name}: cannot be fetched .*; download https://.*{dataset}/resolve/{commit}/.* prompts=FILE"
+    with pytest.raises(UserError, match=said):
+        read_prompts(name)
+    row, identity, turns = ROWS[name]
+    fetched(cache, name, row)
+    (prompt,) = read_prompts(name)
+    assert (prompt.id, prompt.turns, prompt.chat) == (identity, turns, name != "humaneval")
+    EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, prompts=name).require_places(
+        lambda key: key == "prompts"
+    )
+    Path(name).write_text("mine")
+    assert read_prompts(name) == [Prompt("0", "text", ("mine",), False)]
+
+
+def test_a_benchmark_is_parted_for_training(cache):
+    with pytest.raises(UserError, match=r"^file=mt_bench: cannot be fetched .* file=FILE"):
+        write_prompts(PromptsConfig(file="mt_bench", out_dir="prompts"))
+    fetched(cache, "mt_bench", *({"question_id": i, "prompt": [f"a{i}"]} for i in range(30)))
+    write_prompts(PromptsConfig(file="mt_bench", out_dir="prompts"))
+    assert [len(read_prompts(f"prompts/{split}.jsonl")) for split in ("train", "heldout")] == [18, 12]
+
+
+def test_a_name_that_is_neither_file_nor_benchmark(cache):
+    config = EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, prompts="mtbench")
+    with pytest.raises(UserError, match=r"^prompts=mtbench: no such .*or one of mt_bench, .*or python_stdlib"):
+        config.require_places(lambda key: key == "prompts")
 
 
 def test_library_prompts_are_beginnings_of_heldout_files():
