@@ -11,7 +11,6 @@ from interleaved import read_categories
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt, read_prompts
-from inference.core.decode import autoregressive
 from inference.drafters.ngram.ngrams import open_table
 from inference.engines.choose import make_runtime
 from inference.loading.drafters import prepare
@@ -20,9 +19,8 @@ from inference.measure.replay import load_vocabulary, read_transcripts, recordin
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from outrider.errors import require
-from outrider.files import read_json, write_json
 from papers.claims import Table
-from papers.measuring import Asked, Bench, key_of, runnable
+from papers.measuring import Asked, Bench, answer_of, key_of, runnable
 from papers.shots import with_example
 
 PLAIN = MethodConfig(source="prompt_lookup")  # which needs no model
@@ -58,7 +56,8 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
         prepare(stack, {"early_exit": loaded["early_exit"]})
         others[where] = loaded["early_exit"]
     runtime = make_runtime("auto", setup.device)
-    bench = Bench(stack, drafters, setup.config.vocab_size, options.tokens, setup.eos, runtime, others)
+    answers = options.work / "answers.json"
+    bench = Bench(stack, drafters, setup.config.vocab_size, options.tokens, setup.eos, runtime, others, (), answers)
     asked = [answered(bench, setup, prompt, options) for prompt in prompts]
 
     def more() -> list[Asked]:
@@ -75,14 +74,8 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
 def answered(bench: Bench, setup: TargetSetup, prompt: Prompt, options: argparse.Namespace) -> Asked:
     """A prompt with the target's greedy answer, which is decoded once and kept."""
     ids = tuple(render_prompt(prompt.turns, setup.tokenizer, options.template if prompt.chat else "none"))
-    path = options.work / "answers.json"
-    kept = read_json(path, "answers", "remove it") if path.exists() else {}
-    if prompt.id not in kept:
-        assert bench.stack is not None
-        rounds = autoregressive(bench.stack, ids, max_new_tokens=bench.tokens, eos=bench.eos)
-        kept[prompt.id] = [token for r in rounds for token in r.tokens]
-        write_json(path, kept)
-    return Asked(prompt.id, prompt.category, ids, tuple(kept[prompt.id]))
+    asked = Asked(prompt.id, prompt.category, ids)
+    return replace(asked, answer=answer_of(bench, asked))
 
 
 def load_recorded(options: argparse.Namespace) -> tuple[Bench, list[Asked]]:

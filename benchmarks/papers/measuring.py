@@ -1,7 +1,8 @@
 """Measuring rows on prompts: replayed where the text does not depend on the draft, else decoded; kept as they come in.
 
-The text of a greedy target is the same whatever is drafted. So the target says it once, and drafters that see nothing
-of the target but its tokens draft along it: the same rounds as in decoding, without the target's passes.
+The text of a greedy target is the same whatever is drafted. So the target says it once, and drafters draft along it:
+the same rounds as in decoding, without the target's passes. Under sampling the target says one text too, for drafts
+whose candidates it meets by drawing (see `papers.replaying.replays`).
 """
 
 import hashlib
@@ -10,27 +11,31 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from draft_models.targets.target import Target
-from inference.core.decode import speculative
+from inference.core.decode import autoregressive, cut, decode_rounds, speculative
 from inference.core.drafter import Drafter
 from inference.core.generation import Generation, collect
 from inference.core.runtime import Eager, Runtime
+from inference.core.sampling import Sampler
+from inference.core.session import Session
 from inference.core.token_selector import TokenSelector
 from inference.drafters.shaped import ModelDrafter
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.measure.arms import make_arms
-from inference.measure.replay import RecordedSession, replay
+from inference.measure.replay import RecordedSession
 from inference.measure.results import AUTOREGRESSIVE
-from inference.settings.kinds import KINDS
+from inference.settings.sampling import GREEDY, SamplingConfig
+from outrider.files import read_json, write_json
 from outrider.streams import Streams
 from papers.claims import Row, Table
+from papers.replaying import RecordedStates, RecordedText, replays
 from papers.watching import Watched
 
 STRETCH = 64  # tokens, of `late_64` and so on
@@ -52,6 +57,7 @@ class Bench:
     """What decodes. stack: None where answers were recorded and no target is there. tokens: new ones at most.
 
     others: further models, by where they lie (see `Row.other`). session: all prompts, in the order of the command.
+    answers: the file that keeps what the target says to them.
     """
 
     stack: Target | None
@@ -62,6 +68,7 @@ class Bench:
     runtime: Runtime = field(default_factory=Eager)
     others: Mapping[str, Any] = field(default_factory=dict)
     session: tuple[Asked, ...] = ()
+    answers: Path | None = None
 
     def drafters_of(self, row: Row) -> Drafters:
         """The models of a row's method."""
@@ -75,42 +82,65 @@ class Bench:
         return self.tokens if self.stack is not None or asked.answer is None else max(self.tokens, len(asked.answer))
 
 
-def replays(row: Row) -> bool:
-    """Whether the drafter sees nothing of the target but its greedy tokens."""
-    assert row.method is not None
-    method = row.method
-    blind = KINDS[method.source].sees_tokens_only or method.source == "small_lm"
-    looks = method.ngrams.recycle or method.stop.needs_head  # at its logits, or its hidden states
-    return blind and not looks and row.sampling.temperature == 0
-
-
 def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Generation:
     """The prompt continued by a row's method, its structure watched."""
     assert row.method is not None
     streams = Streams(0, asked.id).within(key_of(row))
     drafter = new_drafter(row.method, bench.drafters_of(row), streams, row.sampling.temperature > 0)
     if isinstance(drafter, ModelDrafter):
-        drafter.structure = Watched(drafter.structure)
-    if replays(row) and not live:
-        return replayed(bench, drafter, asked)
+        drafter.structure = Watched(drafter.structure, bench.eos)
+    if replays(row.method, row.sampling) and not live:
+        return replayed(bench, drafter, asked, row.sampling)
     assert bench.stack is not None
-    budget = bench.budget(asked)
-    settings = generate_settings(None, row.sampling, max_new_tokens=budget, eos=bench.eos)
-    sampler = make_sampler(settings, row.sampling, asked.ids, bench.stack.device)
     coins = streams.of("verify") if row.sampling.temperature else None
-    selector = TokenSelector(sampler, coins, naive=row.method.verify == "naive")
+    selector = TokenSelector(sampler_of(bench, asked, row.sampling), coins, naive=row.method.verify == "naive")
     options: dict[str, Any] = {"eos": bench.eos, "selector": selector, "runtime": bench.runtime}
-    decoded = collect(speculative(bench.stack, drafter, asked.ids, max_new_tokens=budget, **options))
+    decoded = collect(speculative(bench.stack, drafter, asked.ids, max_new_tokens=bench.budget(asked), **options))
     return replace(decoded, totals=dict(drafter.totals))
 
 
-def replayed(bench: Bench, drafter: Drafter, asked: Asked) -> Generation:
-    """The recorded answer as the target would have decoded it with `drafter`, which sees nothing else of the target."""
-    assert asked.answer is not None
-    eos = bench.eos if bench.stack is not None else {asked.answer[-1]} if asked.answer else ()
-    session, budget = partial(RecordedSession, vocabulary=bench.vocabulary), bench.budget(asked)
-    decoded = collect(replay(drafter, asked.ids, asked.answer, max_new_tokens=budget, eos=eos, session=session))
+def sampler_of(bench: Bench, asked: Asked, sampling: SamplingConfig) -> Sampler | None:
+    settings = generate_settings(None, sampling, max_new_tokens=bench.budget(asked), eos=bench.eos)
+    device = torch.device("cpu") if bench.stack is None else bench.stack.device
+    return make_sampler(settings, sampling, asked.ids, device)
+
+
+@torch.inference_mode()
+def replayed(bench: Bench, drafter: Drafter, asked: Asked, sampling: SamplingConfig = GREEDY) -> Generation:
+    """The recorded answer as the target would have decoded it with `drafter`, of a method that `replays`."""
+    answer, budget = answer_of(bench, asked, sampling), bench.budget(asked)
+    eos = bench.eos if bench.stack is not None else {answer[-1]}
+    context = len(asked.ids) + budget
+    sizes = (drafter.split, context + drafter.max_rows + 1, context)
+    if bench.stack is None:
+        session: Session = RecordedSession(*sizes, vocabulary=bench.vocabulary)
+    else:
+        session = RecordedStates(bench.stack, (*asked.ids, *answer), *sizes)
+    selector = RecordedText(cut(answer, eos, budget), sampler_of(bench, asked, sampling))
+    decoded = collect(decode_rounds(session, drafter, selector, asked.ids, budget, eos, time.perf_counter))
     return replace(decoded, totals=dict(drafter.totals))
+
+
+def answer_of(bench: Bench, asked: Asked, sampling: SamplingConfig = GREEDY) -> tuple[int, ...]:
+    """What the target says to a prompt: recorded, or decoded once, one sample of it, and kept in `bench.answers`."""
+    if asked.answer is not None and sampling == GREEDY:
+        return asked.answer
+    name = said_under(asked, sampling)
+    kept = read_json(bench.answers, "answers", "remove it") if bench.answers and bench.answers.exists() else {}
+    if name not in kept:
+        assert bench.stack is not None
+        coins = Streams(0, asked.id).of("answer", name)
+        selector = TokenSelector(sampler_of(bench, asked, sampling), coins)
+        options: dict[str, Any] = {"eos": bench.eos, "selector": selector, "runtime": bench.runtime}
+        kept[name] = collect(autoregressive(bench.stack, asked.ids, max_new_tokens=bench.tokens, **options)).tokens
+        if bench.answers:
+            write_json(bench.answers, kept)
+    return tuple(kept[name])
+
+
+def said_under(asked: Asked, sampling: SamplingConfig) -> str:
+    """What an answer is kept under: the prompt's id, and how it was sampled."""
+    return asked.id if sampling == GREEDY else f"{asked.id} {json.dumps(chosen(sampling), sort_keys=True)}"
 
 
 def counts_of(generation: Generation) -> dict[str, float]:

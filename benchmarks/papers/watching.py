@@ -1,10 +1,11 @@
 """What the papers count of a round's tree and no report does: ranks of accepted children, repetitions, E(A) and A."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
+from inference.core.decode import cut
 from inference.core.tree import ROOT, DraftTree, OptimalTree, depths
 from inference.shapes.factory import RoundSource, Structure
 from inference.shapes.token_graph import GraphTree
@@ -14,10 +15,13 @@ LONGEST_GRAM, BANDS = 4, 5
 
 
 class Watched:
-    """A structure that drafts as `inner` does and counts besides. totals: its own and those counts."""
+    """A structure that drafts as `inner` does and counts besides. totals: its own and those counts.
 
-    def __init__(self, inner: Structure):
-        self.inner = inner
+    eos: the ids that end a text. What a round accepts after one is no part of it, and does not count.
+    """
+
+    def __init__(self, inner: Structure, eos: Collection[int] = ()):
+        self.inner, self.eos = inner, eos
         self.max_rows, self.reads_root = inner.max_rows, inner.reads_root
         self.sums: Counter[str] = Counter()
 
@@ -29,6 +33,8 @@ class Watched:
         return self.inner.draft(source, root, limit)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        tokens = tree.tokens[list(accepted)].tolist()
+        accepted = accepted[: len(cut(tokens, self.eos, len(tokens)))]
         self.sums.update(of_tree(tree, accepted))
         self.inner.observe(tree, accepted)
 

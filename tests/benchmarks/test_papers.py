@@ -4,74 +4,110 @@ import argparse
 import importlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from draft_models.calibration.head import CalibrationHead
 from draft_models.targets.stack import LayerStack
+from draft_models.tiny.models import tiny_head
 from inference.core.decode import autoregressive
 from inference.core.tree import OptimalTree
+from inference.drafters.calibrated import Calibrated
+from inference.loading.drafters import prepare
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.token_graph import GraphTree
 from outrider.errors import UserError
-from tests.tiny import open_stack, random_prompt, save_target
+from outrider.files import write_json
+from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 Counts = dict[str, float]
+Pair = tuple[LayerStack, dict[str, Any]]
 
 
 # ------------------------------------------------------------------------------------------------------------ replaying
 
 
-STRUCTURES = {
-    "chain": StructureConfig(),
-    "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=4),
-    "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
-    "k_config": StructureConfig(kind="k_config", widths=(3, 2)),
+TREE = StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=4)
+GRAPH = StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0)
+TOP_K = StructureConfig(kind="k_config", widths=(3, 2), draw="top_k")
+WIDE = StructureConfig(kind="k_config", widths=(64, 4), draw="top_k")
+CALIBRATED = StopConfig(rule="calibrated")
+METHODS = {
+    "chain": MethodConfig(source="small_lm"),
+    "opt_tree": MethodConfig(source="small_lm", structure=TREE),
+    "token_graph": MethodConfig(source="small_lm", structure=GRAPH),
+    "k_config": MethodConfig(source="small_lm", structure=TOP_K),
+    "small LM, calibrated": MethodConfig(source="small_lm", stop=CALIBRATED),
+    "early exit": MethodConfig(),
+    "early exit, Beta-TS": MethodConfig(stop=StopConfig(rule="beta")),
+    "early exit, calibrated": MethodConfig(stop=CALIBRATED),
+    "early exit, opt_tree": MethodConfig(structure=TREE, stop=CALIBRATED),
+    "EAGLE-3": MethodConfig(source="eagle3", structure=WIDE),
+    "EAGLE-3, calibrated": MethodConfig(source="eagle3", structure=WIDE, stop=CALIBRATED),
+    "naive": MethodConfig(source="small_lm", verify="naive"),
+    "prompt_lookup": MethodConfig(source="prompt_lookup"),
 }
+# Whose candidates are drawn, and verified by rejection, under sampling.
+DRAWN = ("chain", "small LM, calibrated", "early exit", "early exit, Beta-TS", "early exit, calibrated")
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, LayerStack]:
-    """A target, and a small LM that often decodes as it does."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target, and drafters that often decode as it does, with calibration heads of any weights."""
     folder = tmp_path_factory.mktemp("pair")
     _, stack = open_stack(save_target(folder, peak=6.0))
     _, small = open_stack(folder)
     for weight in small.parameters():
         weight.data += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-    return stack, small
+    generator = torch.Generator().manual_seed(0)
+    head = CalibrationHead(64, 64).requires_grad_(False)
+    for parameter in head.parameters():
+        parameter += torch.randn(parameter.shape, generator=generator) / 8
+    eagle = tiny_head(stack.config).requires_grad_(False)
+    drafters = {"small_lm": small, "early_exit": make_drafter(folder, LAYERS - 1, noise=0.3), "eagle3": eagle}
+    found = {name: Calibrated(drafter, head) for name, drafter in drafters.items()}
+    prepare(stack, found)
+    return stack, found
 
 
-@pytest.mark.parametrize(("kind", "eos"), [("chain", False), *((kind, True) for kind in STRUCTURES)])
-def test_replayed_rounds_are_those_of_decoding(pair: tuple[LayerStack, LayerStack], kind: str, eos: bool) -> None:
-    """Also where the text ends early; and all that is watched of them."""
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+@pytest.mark.parametrize("name", METHODS)
+def test_replayed_rounds_are_those_of_decoding(pair: Pair, tmp_path: Path, name: str, temperature: float) -> None:
+    """Also where the text ends early; and all that is watched of them. Under sampling it is the text of decoding."""
     from papers.claims import Row
-    from papers.measuring import Asked, Bench, continued, counts_of
+    from papers.measuring import Asked, Bench, continued, counts_of, replays, said_under
 
-    stack, small = pair
-    ids = tuple(random_prompt(12))
-    answer = [token for r in autoregressive(stack, ids, max_new_tokens=20) for token in r.tokens]
-    ends = {answer[15]} if eos else set()
-    answer = [token for r in autoregressive(stack, ids, max_new_tokens=20, eos=ends) for token in r.tokens]
-    bench = Bench(stack, {"small_lm": small}, stack.config.vocab_size, 20, ends)
-    row = Row(kind, MethodConfig(source="small_lm", structure=STRUCTURES[kind]))
-    asked = Asked("p", "c", ids, tuple(answer))
-    replayed, live = continued(bench, row, asked), continued(bench, row, asked, live=True)
-    assert replayed.tokens == live.tokens == tuple(answer)
-    assert counts_of(replayed) == counts_of(live)
-    assert counts_of(live)["accepted"] > 0
+    (stack, drafters), method = pair, METHODS[name]
+    law, asked = SamplingConfig(temperature=temperature), Asked("p", "c", tuple(random_prompt(12)))
+    assert replays(method, law) == (not temperature or name not in DRAWN)
+    if not replays(method, law):
+        return
+    bench = Bench(stack, drafters, stack.config.vocab_size, 30, answers=tmp_path / "answers.json")
+    said = continued(bench, Row(name, method, law), asked, live=True).tokens
+    for ends in (set(), {max(said, key=said.index)}):
+        bench = replace(bench, eos=ends)
+        live = continued(bench, Row(name, method, law), asked, live=True)
+        write_json(tmp_path / "answers.json", {said_under(asked, law): live.tokens})
+        replayed = continued(bench, Row(name, method, law), asked)
+        assert replayed.tokens == live.tokens
+        assert counts_of(replayed) == counts_of(live)
+        assert counts_of(live)["accepted"] > 0
 
 
-def test_prompts_are_measured_whole_until_the_time_is_over(pair: tuple[LayerStack, LayerStack], tmp_path: Path) -> None:
+def test_prompts_are_measured_whole_until_the_time_is_over(pair: Pair, tmp_path: Path) -> None:
     """A prompt on which a row is missing counts for no row; the same call goes on."""
     from papers.claims import Row, Table
     from papers.judging import by_row, described
     from papers.measuring import Asked, Bench, key_of, measure_all, read_counts
 
-    stack, small = pair
-    bench = Bench(stack, {"small_lm": small}, stack.config.vocab_size, 4)
+    stack, drafters = pair
+    bench = Bench(stack, drafters, stack.config.vocab_size, 4)
     rows = tuple(Row(f"K = {k}", MethodConfig(source="small_lm", stop=StopConfig(max_draft=k))) for k in (1, 2))
     rows = (*rows, Row("K = 1, b only", rows[0].method, category="b"))
     asked = []

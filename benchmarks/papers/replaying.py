@@ -1,0 +1,84 @@
+"""What stands in for a target whose text is known: its choices, and its hidden states of one pass over that text."""
+
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from draft_models.targets.target import Target, require_layers
+from inference.core.cache import KVCache
+from inference.core.sampling import Sampler
+from inference.core.target_session import TargetSession
+from inference.core.token_selector import TokenSelector
+from inference.measure.replay import RecordedSelector
+from inference.settings.kinds import KINDS
+from inference.settings.method import MethodConfig
+from inference.settings.sampling import SamplingConfig
+
+FAITHFUL = ("early_exit", "eagle3", "small_lm", "prompt_lookup", "ngrams")  # kinds that recorded states are enough for
+
+
+def replays(method: MethodConfig, sampling: SamplingConfig) -> bool:
+    """Whether the text says all that drafts and their acceptance depend on.
+
+    Under sampling it does where the target draws a token and goes on while that is a candidate: then the text is what
+    the target drew. Candidates that are drawn themselves are verified by rejection, unless verification is naive.
+    """
+    shape = method.structure
+    drawn = KINDS[method.source].shaped and (
+        shape.kind == "chain" or (shape.kind == "k_config" and shape.draw != "top_k")
+    )
+    rejects = sampling.temperature > 0 and drawn and method.verify == "exact"
+    known = method.source in FAITHFUL and not method.ngrams.recycle  # which reads the target's logits
+    return known and not rejects and sampling.repetition_penalty in (None, 1.0)
+
+
+class RecordedText(RecordedSelector):
+    """Chooses what was recorded; a drafter sees the `sampler` that the text was drawn with."""
+
+    def __init__(self, recorded: Sequence[int], sampler: Sampler | None):
+        TokenSelector.__init__(self, sampler, random.Random())  # which is never asked
+        self._recorded, self._said = recorded, 0
+
+
+class RecordedStates(TargetSession):
+    """Runs the layers that a drafter shares, and recalls the hidden states of the others, at each row's position.
+
+    Those of a row off the text are another row's. No drafter reads them, as that row is not committed.
+    """
+
+    def __init__(self, target: Target, text: tuple[int, ...], split: int, capacity: int, context: int):
+        super().__init__(require_layers(target), split, capacity, context)
+        self.rest = KVCache(range(0), capacity)
+        self._target, self._text = target, text
+
+    def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
+        self.finished = range(self.rows) if rows is None else rows
+        places = [min(self.base + self.round.depths[row], len(self._text) - 1) for row in self.finished]
+        self._known, aux = states_of(self._target, self._text, self.aux_layers)
+        self.extras = [aux[:, places]]
+        return self.hidden.new_empty(len(places), 0)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        super().commit(rows)
+        last = min(self.base, len(self._text)) - 1
+        self.target_hidden = self._known[last : last + 1]
+
+
+class _Read(TargetSession):
+    @property
+    def states(self) -> Tensor:
+        """The last hidden states of the rows that ran last [n, d]."""
+        return self._last_hidden
+
+
+@lru_cache(maxsize=4)
+@torch.inference_mode()
+def states_of(target: Target, text: tuple[int, ...], aux_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The last hidden states [n, d] and the aux hidden states [1, n, layers · d] of `text`, in one pass."""
+    session = _Read(require_layers(target), 0, len(text))
+    session.aux_layers = aux_layers
+    session.prefill(text)
+    return session.states, session.extras[0] if aux_layers else session.states[None, :, :0]
