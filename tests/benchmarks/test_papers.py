@@ -48,7 +48,6 @@ METHODS = {
     "early exit, Beta-TS": MethodConfig(stop=StopConfig(rule="beta")),
     "early exit, calibrated": MethodConfig(stop=CALIBRATED),
     "early exit, opt_tree": MethodConfig(structure=TREE, stop=CALIBRATED),
-    "EAGLE-3": MethodConfig(source="eagle3", structure=WIDE),
     "EAGLE-3, calibrated": MethodConfig(source="eagle3", structure=WIDE, stop=CALIBRATED),
     "naive": MethodConfig(source="small_lm", verify="naive"),
     "prompt_lookup": MethodConfig(source="prompt_lookup"),
@@ -98,6 +97,20 @@ def test_replayed_rounds_are_those_of_decoding(pair: Pair, tmp_path: Path, name:
         assert replayed.tokens == live.tokens
         assert counts_of(replayed) == counts_of(live)
         assert counts_of(live)["accepted"] > 0
+
+
+def test_a_text_is_said_once_for_every_law(pair: Pair, tmp_path: Path) -> None:
+    """And kept: a run that goes on replays the same texts."""
+    from papers.measuring import Asked, Bench, answer_of, said_under
+
+    stack, drafters = pair
+    asked, laws = Asked("p", "c", tuple(random_prompt(12))), [SamplingConfig(temperature=t) for t in (0.0, 0.3, 1.0)]
+    bench = Bench(stack, drafters, stack.config.vocab_size, 8, answers=tmp_path / "answers.json")
+    said = {said_under(asked, law): answer_of(bench, asked, law) for law in laws}
+    assert len(set(said.values())) == 3
+    assert {name: tuple(kept) for name, kept in json.loads((tmp_path / "answers.json").read_text()).items()} == said
+    gone = replace(bench, stack=None)
+    assert [answer_of(gone, asked, law) for law in laws] == list(said.values())
 
 
 def test_prompts_are_measured_whole_until_the_time_is_over(pair: Pair, tmp_path: Path) -> None:
