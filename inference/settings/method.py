@@ -128,6 +128,9 @@ class StructureConfig(Settings):
     shape: Annotated[str, only(kind="static")] = "eagle"  # eagle | binary | a JSON file of rank paths
     # of q under greedy decoding, where q only ranks: the target takes its likeliest token far more often than q says,
     temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0  # so a sharper q (below 1) drafts deeper
+    # by what a tree grows when sampling: q after the sampler's temperature, top-p and so on; drafter: q as under greedy
+    # decoding, so that sampling changes the verification only (OPT-Tree, section 4.6)
+    rank: Annotated[Literal["sampler", "drafter"], only(kind=_GROWN)] = "sampler"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -116,6 +116,7 @@ class Tree:
     max_rows: int
     max_depth: int
     greedy_probs: ToProbs | None = None  # q under greedy decoding; None if ranking the logits is enough
+    rank: str = "sampler"  # drafter: `greedy_probs` when sampling too
     count_candidates: bool = False
     sizes: TreeSizes | BestWidths | None = None  # if `build` chooses sizes: learns from their outcomes
     rule: StopRule = field(default_factory=lambda: FixedLength(sys.maxsize))  # the default never stops
@@ -123,7 +124,7 @@ class Tree:
     totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
-        to_probs = source.to_probs or self.greedy_probs
+        to_probs = (source.to_probs if self.rank == "sampler" else None) or self.greedy_probs
         limit = min(limit, self.max_depth, self.rule.max_draft)
         return self.build(source, root, limit=limit, rule=self.rule, to_probs=to_probs)
 
@@ -179,7 +180,7 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
 
     build: Callable[..., DraftTree]
     if settings.kind == "opt_tree":
-        return _make_opt_tree(settings, tuning)
+        return replace(_make_opt_tree(settings, tuning), rank=settings.rank)
     if settings.kind == "token_graph":
         build = partial(
             token_graph,
@@ -189,7 +190,8 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
             theta_sibling=settings.theta_sibling,
             tau=settings.tau,
         )
-        return Tree(build, number(settings.nodes), number(settings.max_depth), greedy_probs, reads_root=True)
+        sizes = number(settings.nodes), number(settings.max_depth)
+        return Tree(build, *sizes, greedy_probs, settings.rank, reads_root=True)
     if settings.kind == "k_config":
         mode = "top_k" if generator is None else settings.draw
         build = partial(k_config, mode=mode, generator=generator)

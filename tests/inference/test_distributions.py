@@ -142,6 +142,8 @@ CASES = {
     ),
     "opt_tree": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0)),
     "token_graph": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, theta_prob=0.1)),
+    "opt_tree, drafter": Case(tree("opt_tree", nodes=6, max_depth=4, delta=0.0, temperature=0.5, rank="drafter")),
+    "token_graph, drafter": Case(tree("token_graph", nodes=10, max_depth=4, tau=1, temperature=0.5, rank="drafter")),
     "binary": Case(tree("static", shape="binary", nodes=6)),
     "eagle": Case(tree("static", source="early_exit")),
     "prompt_lookup": Case(MethodConfig("prompt_lookup", stop=StopConfig(max_draft=3)), 403),
@@ -273,7 +275,7 @@ def penalised(sampling: SamplingConfig) -> Callable[[Text], Sequence[float]]:
     return distribution
 
 
-PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree")
+PROCESSED = ("chain, fixed", "k_config, without_replacement", "opt_tree", "opt_tree, drafter")
 
 
 @pytest.mark.parametrize("name", typical_where(lambda name: name.startswith("k_config"), PROCESSED))

@@ -30,7 +30,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "structure": {
         "max_depth": 4, "nodes": 9, "widths": (2, 2), "draw": "with_replacement", "delta": 0.1, "out_degree": 3,
         "theta_prob": 0.1, "theta_sibling": 0.1, "tau": 1, "shape": "binary", "temperature": 0.5, "kind": "k_config",
-        "width": 3, "join": "maximum",
+        "width": 3, "join": "maximum", "rank": "drafter",
     },
     "stop": {
         "rule": "beta", "max_draft": 3, "threshold": 0.3, "gamma": 0.3, "alpha": 5.0, "beta": 3.0, "update": "printed",
@@ -169,6 +169,10 @@ def of(source: str = "early_exit", verify: str = "exact", max_ngram: int = 3, **
         ({"stop": {"rule": "calibrated", "evidence": "model", "prior": 0.1}}, "prior=0.1: .* evidence=model"),
         ({"stop": {"rule": "calibrated", "evidence": "sample", "model_sigma": 1.0}}, "model_sigma=1.0: .*=sample"),
         ({"structure": {"nodes": 9}}, "nodes=9: expected 25, its default: kind=chain does not read it"),
+        (
+            {"structure": {"kind": "static", "rank": "drafter"}},
+            "rank='drafter': expected 'sampler', its default: kind=st",
+        ),
         ({"structure": {"kind": "static", "nodes": 9}}, "nodes=9: expected 25, its default: shape=eagle"),
         ({"source": "ngrams", "ngrams": {"adapt": False, "increment": 0.1}}, "increment=0.1: .* adapt=False"),
         ({"source": "ngrams", "ngrams": {"c1": 2.0}}, "c1=2.0: expected 32.0, its default: search=best_first"),

@@ -39,6 +39,16 @@ BUILDERS: dict[str, tuple[StructureConfig, int, Callable[..., DraftTree]]] = {
         4,
         partial(token_graph, node_budget=40, **GRAPH),
     ),
+    "opt_tree by the drafter": (
+        StructureConfig(kind="opt_tree", nodes=14, max_depth=6, delta=0.25, temperature=0.7, rank="drafter"),
+        6,
+        partial(opt_tree, nodes=14, delta=0.25),
+    ),
+    "token_graph by the drafter": (
+        StructureConfig(kind="token_graph", nodes=40, max_depth=4, temperature=0.7, rank="drafter", **GRAPH),
+        4,
+        partial(token_graph, node_budget=40, **GRAPH),
+    ),
     "k_config": (
         StructureConfig(kind="k_config", widths=(3, 2, 2)),
         3,
@@ -75,12 +85,30 @@ def test_a_tree_is_drafted_by_its_settings(name: str) -> None:
         for to_probs in (None, flatter):  # of the target's sampler; none when greedy
             ours, other = RoundSource(random_q(seed, order=2)), KnownSource(random_q(seed, order=2))
             ours.to_probs = to_probs
-            expected = to_probs or (sharper if name in ("opt_tree", "token_graph") else None)
+            own = sharper if settings.kind in ("opt_tree", "token_graph") else None
+            expected = own if settings.rank == "drafter" else to_probs or own
             tree = structure.draft(ours, root(), 9)
             assert as_drafted(tree) == as_drafted(build(other, root(), limit=depth, to_probs=expected))
             rows = len(ours.paths) - 1 + tree.rows.count(-1)  # besides the root: fed while drafting, and to the target
             assert rows <= structure.max_rows
-    assert processed
+    assert bool(processed) == (settings.rank == "sampler")
+
+
+@pytest.mark.parametrize("kind", ["opt_tree", "token_graph"])
+def test_whose_q_ranks_a_tree_matters_when_sampling_only(kind: str) -> None:
+    """The distribution of what is sampled is the target's by either: `test_distributions.py`."""
+
+    def draft(rank: str, to_probs: Any) -> tuple:
+        settings = StructureConfig(kind, nodes=14, rank=rank, **({"delta": 0.0} if kind == "opt_tree" else {}))  # type: ignore[arg-type]
+        source = RoundSource(random_q(1, order=2))
+        source.to_probs = to_probs
+        return as_drafted(make_tree(settings).draft(source, root(), 9))
+
+    def sharper(logits: Tensor, rows: Any) -> Tensor:
+        return plain_probs(logits / 0.3, rows)
+
+    assert draft("sampler", None) == draft("drafter", None) == draft("drafter", sharper)
+    assert draft("sampler", sharper) != draft("drafter", sharper)
 
 
 @pytest.mark.parametrize("draw", ["with_replacement", "without_replacement", "top_k"])
