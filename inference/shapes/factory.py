@@ -190,8 +190,8 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
             theta_sibling=settings.theta_sibling,
             tau=settings.tau,
         )
-        sizes = number(settings.nodes), number(settings.max_depth)
-        return Tree(build, *sizes, greedy_probs, settings.rank, reads_root=True)
+        most, depth = number(settings.nodes), number(settings.max_depth)
+        return Tree(build, most, depth, greedy_probs, settings.rank, reads_root=True)
     if settings.kind == "k_config":
         mode = "top_k" if generator is None else settings.draw
         build = partial(k_config, mode=mode, generator=generator)
