@@ -1,0 +1,170 @@
+"""The counts that drafts drawn from q have on a text on average, without decoding it again.
+
+Speculative sampling is lossless: after a prefix the emitted token t has the distribution p, and what follows depends on
+the prefix and t alone. So plain decoding may say the text, and each node that a round visits is then conditioned on the
+token that follows there. With r_1 = p, candidates from q_1, q_2, … and β_j = Σ max(q_j − r_j, 0), the probability that
+candidate j is rejected, the candidate of rank i is accepted and is t with probability
+
+    E [ Π_{j<i} β_j · min(q_i(t), r_i(t)) ],   r_{j+1} = max(r_j − q_j, 0) / β_j.
+
+With replacement q_j = q, and nothing is random. Without, q_{j+1} is q_j without x_j, and the mean is over x_j drawn as
+the rejected candidates are, from max(q_j − r_j, 0) / β_j. Divided by p(t) it is the probability given t. Naive sampling
+accepts t if it is drawn: q_i(t), the earlier candidates being other tokens. Which rounds there are follows from these
+numbers for any widths. What remains of chance is the text, and a few draws.
+
+Example: p = (0.5, 0.5), q = (1, 0), t = 0: min(1, 0.5) / 0.5 = 1. If the target says 0, the candidate was accepted.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draft_models.targets.target import Target
+from inference.core.decode import autoregressive
+from inference.core.sampling import invert
+from inference.core.target_session import eager_session
+from inference.core.token_selector import TokenSelector
+from inference.core.tree import chain_parents
+from inference.drafters.small_lm import fit_vocabulary, small_lm_of
+from inference.loading.generation_config import generate_settings, make_sampler
+from inference.settings.sampling import SamplingConfig
+from inference.sizing.policy import level_sizes
+from outrider.files import read_json, write_json
+from outrider.streams import Streams
+from papers.claims import Row
+from papers.measuring import Asked, Bench
+
+MOST, DRAWS = 64, 4  # ranks; draws of the candidates without replacement
+RAW = SamplingConfig(temperature=1.0)
+
+
+def by_rank(p: Tensor, q: Tensor, said: Tensor, numbers: Tensor, *, replace: bool, naive: bool = False) -> Tensor:
+    """How probable it is, given the tokens said, that the candidate of each rank is accepted [n, ranks].
+
+    p, q [n, K]: the target's distribution and the drafter's, of the draft vocabulary; p need not sum to 1.
+    said [n]: the tokens' places in it, −1 for others. numbers [n, ranks]: uniform ones, to draw with.
+    """
+    rows, known = torch.arange(len(said), device=said.device), (said >= 0).double()
+    said = said.clamp(min=0)
+    r, q, chance = p.double(), q.double(), known / (1 if naive else p[rows, said].double().clamp(min=1e-300))
+    found = []
+    for column in numbers.T:
+        own = q[rows, said]
+        found.append(chance * (own if naive else torch.minimum(own, r[rows, said])))
+        rejected = q.clone().index_put_((rows, said), own * 0) if naive else (q - r).clamp(min=0)
+        left = rejected.sum(-1, keepdim=True)
+        chance = chance * left[:, 0]
+        if not naive:
+            r = _share((r - q).clamp(min=0), left)
+        if not replace:
+            q = q.scatter(-1, invert(rejected, column[:, None]).clamp(min=0), 0.0)
+            q = _share(q, q.sum(-1, keepdim=True))
+    return torch.stack(found, -1)
+
+
+def _share(rows: Tensor, whole: Tensor) -> Tensor:
+    return rows / whole.clamp(min=1e-300)
+
+
+def rounds_of(accepted: np.ndarray, widths: Sequence[int], most: int) -> dict[str, float]:
+    """The expected counts of a text's rounds (see `measuring.counts_of` and `watching.of_tree`).
+
+    accepted [n, ranks]: of the tokens after the first, as `by_rank`. widths: children by level. most: the tokens that
+    the text might have had. A round that begins `left` tokens before that drafts `left` − 1 levels at most.
+    """
+    last = len(accepted)
+    found: dict[str, float] = defaultdict(float, output=1.0 + last, tokens=float(last))
+    starts = np.zeros(last + 2)
+    starts[0] = 1.0
+    for root in range(min(last, most - 1)):
+        path, levels = starts[root], widths[: most - 2 - root]
+        nodes = level_sizes(levels)
+        each = {"rounds": 1, "drafted": sum(nodes), "by_source": sum(nodes), "depth": len(levels)}
+        each |= {"verified": 1 + sum(nodes), "verified_apart": 1 + len(levels) * (nodes[-1] if nodes else 0)}
+        for name, amount in each.items():
+            found[name] += path * amount
+        for place, width in enumerate(levels[: last - root], root):
+            own = path * accepted[place, :width]
+            found["tried"] += path
+            for rank, share in enumerate(own, 1):
+                found[f"rank_{rank}"] += share
+            starts[place + 1] += path - own.sum()
+            path = own.sum()
+            found["accepted"] += path
+        starts[min(root + len(levels), last) + 1] += path
+    found["reached"] = found["rounds"] + found["accepted"]
+    return {name: float(amount) for name, amount in found.items()}
+
+
+class Expected:
+    """Measures rows of k-config trees of a small LM at temperature 1 (see `Row.measure`).
+
+    folder: where the texts are kept. What is known of the last prompt is used again for the other rows.
+    """
+
+    __name__ = "expected"
+
+    def __init__(self, folder: Path):
+        self.path = folder / "sampled.json"
+        self._asked: Asked | None = None
+
+    def __call__(self, bench: Bench, row: Row, asked: Asked) -> Mapping[str, float]:
+        """Where draws repeat, equal ones are one node: how many there are is then not known, and not counted."""
+        assert row.method is not None
+        if asked != self._asked:
+            self._asked, self._text, self._ranks = asked, self.said(bench, asked), {}
+            self._laws = distributions(bench, asked, self._text)
+        shape = row.method.structure
+        assert shape.widths != "auto"
+        replace, naive = shape.draw == "with_replacement", row.method.verify == "naive"
+        if (replace, naive) not in self._ranks:
+            self._ranks[replace, naive] = self._accepted(asked, replace, naive)
+        counts = rounds_of(self._ranks[replace, naive], shape.widths, bench.tokens)
+        unknown = ("drafted", "by_source", "verified", "verified_apart") if replace else ()
+        return {name: amount for name, amount in counts.items() if name not in unknown}
+
+    def said(self, bench: Bench, asked: Asked) -> list[int]:
+        """What plain decoding says at temperature 1."""
+        kept = read_json(self.path, "texts", "remove it") if self.path.exists() else {}
+        if asked.id not in kept:
+            assert bench.stack is not None
+            settings = generate_settings(None, RAW, max_new_tokens=bench.tokens, eos=bench.eos)
+            sampler = make_sampler(settings, RAW, asked.ids, bench.stack.device)
+            selector = TokenSelector(sampler, Streams(0, asked.id).of("text"))
+            said = autoregressive(bench.stack, asked.ids, max_new_tokens=bench.tokens, eos=bench.eos, selector=selector)
+            kept[asked.id] = [token for each in said for token in each.tokens]
+            write_json(self.path, kept)
+        return list(kept[asked.id])
+
+    def _accepted(self, asked: Asked, replace: bool, naive: bool) -> np.ndarray:
+        numbers = Streams(0, asked.id).arrays("candidates").random((1 if replace else DRAWS, len(self._text) - 1, MOST))
+        device = self._laws[0].device
+        drawn = (by_rank(*self._laws, torch.from_numpy(own).to(device), replace=replace, naive=naive)
+                 for own in numbers)  # fmt: skip
+        return sum(drawn).cpu().numpy() / len(numbers)
+
+
+@torch.inference_mode()
+def distributions(bench: Bench, asked: Asked, text: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """p and q [n, K] of the tokens of `text` after the first, over the draft vocabulary, and their places there."""
+    assert bench.stack is not None
+    small = small_lm_of(bench.drafters["small_lm"])  # type: ignore[arg-type]
+    ids, vocabulary = (*asked.ids, *text[:-1]), bench.vocabulary
+    p = _logits(bench.stack, ids, len(text) - 1).float().softmax(-1)
+    q, own = _logits(small, ids, len(text) - 1), small.predicted
+    said = torch.tensor(text[1:], device=p.device, dtype=torch.long)
+    if own is None:
+        return p, fit_vocabulary(q, vocabulary).float().softmax(-1), said
+    place = said.new_full((vocabulary,), -1).index_copy_(0, own, torch.arange(len(own), device=own.device))
+    return p[:, own], q.float().softmax(-1), place[said]
+
+
+def _logits(model: Target, ids: Sequence[int], count: int) -> Tensor:
+    """Next-token logits [count, V] after each of the last `count` of ids."""
+    session = eager_session(model, None, len(ids))
+    logits = session.extend(torch.tensor(ids, device=model.device), chain_parents(0, len(ids)), max(1, count))[1]
+    return logits[len(logits) - count :]
