@@ -208,9 +208,10 @@ def reported(goes_on: bool = False) -> Iterator[None]:
 def register(name: str, schema: type) -> None:
     """Store `schema` under "<name>_schema", the first item of conf/<name>.yaml's defaults list.
 
-    In YAML ${by_device:A,B} is A with a GPU and B without one.
+    In YAML ${by_device:A,B} is A with a GPU and B without one; ${unless:${debug},A} is A, in a rehearsal null.
     """
     OmegaConf.register_new_resolver("by_device", lambda gpu, cpu: gpu if has_gpu() else cpu, replace=True)
+    OmegaConf.register_new_resolver("unless", lambda flag, value: None if flag else value, replace=True)
     ConfigStore.instance().store(f"{name}_schema", _thaw(schema))
 
 

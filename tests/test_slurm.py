@@ -167,19 +167,6 @@ def test_evaluate_and_sweep_agent(cluster: Cluster) -> None:
     assert cluster.calls("wandb") == [["agent", "--count", "1", "me/outrider/abc"]]
 
 
-def test_validate_gpu(cluster: Cluster) -> None:
-    cluster.run("validate_gpu.sbatch")
-    cluster.run("validate_gpu.sbatch", "out_dir=o", 'steps.target.more=["minutes=2"]', SLURM_RESTART_COUNT="1")
-    first, restarted = map(parsed, cluster.calls("accelerate"))
-    assert {launch.training_script for launch in (first, restarted)} == {"train/pipeline.py"}
-    assert (first.num_processes, first.multi_gpu) == (1, False)
-    assert first.training_script_args == ["experiment=gpu_validation", "out_dir=runs/gpu_validation-4711"]
-    assert restarted.training_script_args[2:] == ['steps.target.more=["minutes=2"]', "resume=true"]
-    config = compose_and_build("pipeline", restarted.training_script_args)
-    assert (config.out_dir, config.resume, "minutes=2" in config.options("target")) == ("o", True, True)
-    assert "measures one GPU" in cluster.run("validate_gpu.sbatch", SLURM_GPUS_ON_NODE="2", status=2)
-
-
 def test_a_table_in_parts(cluster: Cluster, tmp_path: Path) -> None:
     """The parts share the files out, each of them is merged once, and limits apply to the whole alone."""
     python = cluster.folder / "bin" / "python"

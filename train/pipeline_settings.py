@@ -99,7 +99,7 @@ class StepConfig(Settings):
     overrides: list[str] = field(default_factory=list)  # what an experiment says
     debug: list[str] = field(default_factory=list)  # with debug=true: these as well
     more: list[str] = field(default_factory=list)  # what you say: 'steps.eesd.more=["fit.steps=900","exit_layer=3"]'
-    expected_minutes: Positive | None = free(None)  # that it takes on two CPU cores; null: unknown. Tells the time left
+    expected_minutes: Positive | None = free(None)  # on the experiment's machine; null: unknown. Tells the time left
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,8 +127,8 @@ class PipelineConfig(RunConfig):
     # model directory, GGUF file or Hub name; null: what step target or fetch leaves, which are passed over where it is
     target: Model | None = None  # given
     out_dir: str = free("runs/pipeline")  # where everything goes
-    # what all steps together may take on two CPU cores: it shortens or lengthens the minutes that the experiment gives
-    # them, all in proportion; null: as the experiment says
+    # what all steps together may take on the experiment's machine, two CPU cores if it names none: it shortens or
+    # lengthens the minutes that the experiment gives them, all in proportion; null: as the experiment says
     minutes: Positive | None = None
     debug: bool = free(False)  # a rehearsal in <out_dir>-debug: the same commands, everything small
 
@@ -164,7 +164,7 @@ class PipelineConfig(RunConfig):
         return (self.minutes - self._untimed) / sum(self.steps[name].minutes for name in self.to_do)
 
     def expected_minutes(self, name: str) -> float | None:
-        """The minutes that step `name` is expected to take on two CPU cores; None if unknown."""
+        """The minutes that step `name` is expected to take on the experiment's machine; None if unknown."""
         step = self.steps[name]
         return step.expected_minutes and step.expected_minutes - (1 - self._share) * step.minutes
 
