@@ -7,8 +7,9 @@ figures and ours, and with every claim: *holds*, *does not hold*, *undecided*, o
 orderings and trends. They are judged by 95 % jackknife intervals over conversations, all rows on the same ones.
 
 Nothing is timed without --timed, so a busy machine does no harm: τ, shares and drafted tokens do not depend on it.
-With --timed every row is decoded once more, in turn with plain decoding; that wants a machine that does nothing else.
---timed 4 does so on the first four prompts, of which every category has one, and counts on all.
+With --timed every row whose time a claim is about is decoded once more, in turn with plain decoding; that wants a
+machine that does nothing else. --timed 4 does so on the first four prompts, of which every category has one, and counts
+on all; --timed-tokens 48 on the first 48 tokens of their answers.
 
 Counts are kept by prompt and row in --work. The same command goes on where it was cut, and measures only what is new.
 A run replaces its tables in the entry --label of --out and leaves the others, so one file has several targets.
@@ -90,6 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="begin no prompt later; the same command goes on")
     parser.add_argument("--timed", type=int, nargs="?", const=ALL, default=0, metavar="PROMPTS",
                         help="take times too, on a quiet machine; of so many prompts, or all")  # fmt: skip
+    parser.add_argument("--timed-tokens", type=int, default=0, metavar="N", help="only the first N of a timed answer")
     parser.add_argument("--dtype", default="float32", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--label", help="of the entry; else the target's folder")
@@ -117,8 +119,8 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
-    free = ["work", "out", "tables", "minutes", "timed", "label", "exits", "train_steps", "train", "first_layers",
-            "depths", "pair", "judge", "shuffle"]  # fmt: skip
+    free = ["work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "exits", "train_steps", "train",
+            "first_layers", "depths", "pair", "judge", "shuffle"]  # fmt: skip
     if options.paper != "aded":  # what it keeps across prompts depends on how many there are
         free.append("num_prompts")
     asked = {key: value for key, value in vars(options).items() if key not in free}

@@ -68,7 +68,7 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
 
     if (prepares := getattr(paper, "prepare_rows", None)) is not None:
         prepares(bench, more, options, tables)
-    return replace(bench, session=tuple(asked)), asked
+    return replace(bench, session=tuple(asked), timed_tokens=options.timed_tokens), asked
 
 
 def answered(bench: Bench, setup: TargetSetup, prompt: Prompt, options: argparse.Namespace) -> Asked:

@@ -34,7 +34,7 @@ from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.files import read_json, write_json
 from outrider.streams import Streams
-from papers.claims import Row, Table
+from papers.claims import Row, Table, quantity
 from papers.replaying import RecordedStates, RecordedText, replays
 from papers.watching import Watched
 
@@ -57,7 +57,7 @@ class Bench:
     """What decodes. stack: None where answers were recorded and no target is there. tokens: new ones at most.
 
     others: further models, by where they lie (see `Row.other`). session: all prompts, in the order of the command.
-    answers: the file that keeps what the target says to them.
+    answers: the file that keeps what the target says to them. timed_tokens: of an answer that is timed; 0: all.
     """
 
     stack: Target | None
@@ -69,6 +69,7 @@ class Bench:
     others: Mapping[str, Any] = field(default_factory=dict)
     session: tuple[Asked, ...] = ()
     answers: Path | None = None
+    timed_tokens: int = 0
 
     def drafters_of(self, row: Row) -> Drafters:
         """The models of a row's method."""
@@ -171,7 +172,8 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
         own = {key: row.method for key, row in alike.items() if row.method is not None}
         drafters = bench.drafters_of(next(iter(alike.values())))
         options: dict[str, Any] = {"eos": bench.eos, "sampling": sampling, "runtime": bench.runtime}
-        arms = make_arms(bench.stack, drafters, own, None, max_new_tokens=bench.tokens, **options)
+        options["max_new_tokens"] = bench.timed_tokens or bench.tokens
+        arms = make_arms(bench.stack, drafters, own, None, **options)
         names = [*own, AUTOREGRESSIVE]
         for name in names if cold else ():
             arms[name](asked.ids, Streams(0, asked.id))
@@ -218,6 +220,16 @@ def runnable(tables: Sequence[Table]) -> list[Row]:
     return [row for row in rows if row.method or row.measure]
 
 
+def with_a_clock(tables: Sequence[Table]) -> set[str]:
+    """The keys of the rows whose time a claim is about."""
+    found = set()
+    for table in tables:
+        named = {(*term.partition("@")[::2], claim.quantity) for claim in table.claims for term in claim.terms}
+        asked = {row for row, other, default in named if "seconds" in quantity(other or default).needs}
+        found |= {key_of(row) for row in runnable([table]) if row.name in asked and row.method}
+    return found
+
+
 def about(asked: Asked, rows: Sequence[Row]) -> dict[str, Row]:
     """Those of `rows` that a prompt counts for, by key."""
     return {key_of(row): row for row in rows if row.category in ("", asked.category)}
@@ -239,10 +251,11 @@ def measure_all(
 ) -> None:  # fmt: skip
     """Every row on every prompt that `folder` does not have yet, prompt by prompt.
 
-    minutes: no prompt begins later, but for the first. timed_prompts: take times too, on so many.
+    minutes: no prompt begins later, but for the first. timed_prompts: take times too, on so many, of the rows whose
+    time a claim is about.
     """
     began, rows, done, cold = time.monotonic(), runnable(tables), read_counts(folder), True
-    clocked = {asked.id for asked in prompts[:timed_prompts]}
+    clocked, keys = {asked.id for asked in prompts[:timed_prompts]}, with_a_clock(tables)
     with (folder / COUNTS_FILE).open("a") as file:
 
         def keep(key: str, asked: Asked, counts: Mapping[str, float]) -> None:
@@ -252,7 +265,7 @@ def measure_all(
         for turn, asked in enumerate(tqdm(prompts, desc="measure", unit="prompt", disable=None)):
             mine = about(asked, rows)
             todo = {key: row for key, row in mine.items() if (key, asked.id) not in done}
-            untimed = {key: row for key, row in mine.items() if asked.id in clocked and row.method
+            untimed = {key: row for key, row in mine.items() if asked.id in clocked and key in keys
                        and "seconds" not in done.get((key, asked.id), {})}  # fmt: skip
             if (todo or untimed) and turn and minutes is not None and time.monotonic() - began > 60 * minutes:
                 break

@@ -72,6 +72,19 @@ def test_times_are_taken_when_asked_for(paper: Callable[..., Any], tiny_models: 
     assert all(value > 0 for value in entry["tables"]["table_8"]["rows"]["EESD, Beta-TS"]["here"].values())
 
 
+def test_times_are_of_the_rows_that_claims_of_time_name_and_of_few_tokens(
+    paper: Callable[..., Any], tiny_models: Path, tmp_path: Path
+) -> None:
+    paper("gsd", *drafters(tiny_models), "--tables", "table_1", "--timed", "--timed-tokens", "3")
+    rows = paper("gsd", *drafters(tiny_models), "--tables", "table_1", "figure_5")["tables"]
+    named = {term for claim in rows["table_1"]["claims"] if claim["quantity"] == "speedup" for term in claim["terms"]}
+    keys = {row["key"]: name for name, row in rows["table_1"]["rows"].items()}
+    kept = [json.loads(line) for line in (tmp_path / "work/counts.jsonl").read_text().splitlines()]
+    timed = [line for line in kept if "seconds" in line["counts"]]
+    assert {keys[line["key"]] for line in timed} == named
+    assert {line["counts"]["timed"] for line in timed} == {2}  # all but the first
+
+
 def test_exits_of_every_shape_are_compared(paper: Callable[..., Any], tiny_models: Path, tmp_path: Path) -> None:
     """Each drafts for its own rows, and what a step costs is what its layers and the head weigh."""
     from draft_models.early_exit.checkpoint import save_pretrained
