@@ -15,7 +15,8 @@ ANSWERS = ("answer", "summary", "canonical_solution", "output")  # of GSM8K, XSu
 def with_example(prompts: Sequence[Prompt], file: str) -> list[Prompt]:
     """`prompts` of `file`, each after the last record of it that says its answer and is none of them.
 
-    Chat gets the example as an earlier turn, other text before it. Raises `UserError` where no record has an answer.
+    Chat gets the example as an earlier turn, other text before it. A file without answers leaves them as they are, and
+    a line says so, as MT-Bench beside GSM8K. Raises `UserError` where `file` is none.
     """
     if not Path(file).expanduser().is_file():
         raise UserError(f"--shot: {file} is no file of records with answers; give --prompts NAME=FILE")
@@ -26,7 +27,8 @@ def with_example(prompts: Sequence[Prompt], file: str) -> list[Prompt]:
         if answers and (turn := to_prompt(raw, f"{file}:{number}", number).turns[0]) not in asked:
             example = (turn, str(answers[0]))
     if example is None:
-        raise UserError(f"--shot: no record of {file} has an answer to show; expected one of {', '.join(ANSWERS)}")
+        print(f"--shot: no record of {file} has an answer to show ({', '.join(ANSWERS)}): its prompts stay without one")
+        return list(prompts)
     return [
         replace(prompt, turns=(*example, *prompt.turns) if prompt.chat else ("\n\n".join((*example, prompt.turns[0])),))
         for prompt in prompts

@@ -239,6 +239,21 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
     save_calibration(folder / "drafter", head, sha, facts)
 
 
+def test_the_papers_head_learns_of_the_same_drafts_and_says_that_it_is(folder: Path, tmp_path: Path) -> None:
+    """odds decides nothing of what is captured; the checkpoint says which head it is, and what it decodes with."""
+    stored, heads, drafts = shutil.copytree(folder / "drafter", tmp_path / "drafter"), {}, set()
+    for odds in (True, False):
+        run = tmp_path / f"run_{odds}"
+        calibrate(replace(calibrating(folder, run), checkpoint=str(stored), odds=odds))
+        assert json.loads((stored / META_FILE).read_text())["odds"] is odds
+        heads[odds] = load_calibration(stored, read_meta(stored).weights_sha256)
+        drafts.add(tuple(file.read_bytes() for file in sorted((run / "captured").glob("*/*.safetensors"))))
+    assert len(drafts) == 1
+    assert float(heads[True].odds) != 0 == float(heads[False].odds)
+    assert heads[False].temperature.tolist() == [1.0] * 10
+    assert float(heads[False].target.abs().sum()) > 0
+
+
 @pytest.mark.parametrize(("name", "method"), [("small_lm", "small_lm/calibrated"), ("eagle3", "eagle3/calibrated")])
 def test_a_head_of_a_drafter_that_other_engines_read(
     folder: Path, tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str

@@ -146,6 +146,29 @@ def test_folding_changes_no_prediction_and_gradients_reach_the_head_only() -> No
     torch.testing.assert_close(again, loss, rtol=1e-4, atol=1e-3)  # so one learning rate and one l2 fit any model
 
 
+def test_the_papers_head_sees_hidden_states_alone() -> None:
+    """However sure the draft was, it says the same; ours does not. It keeps no temperatures, which would help here."""
+    captured, gradients = synthetic(200, 0), {}
+    surer = captured | {"confidence": captured["confidence"] ** 3}
+    for odds in (True, False):
+        model = CalibrationModel(captured, l2=100, odds=odds)
+        with torch.no_grad():
+            model.head.target.normal_()
+        rows = Examples(captured)
+        sum(model(**{k: v[None] for k, v in rows[i].items()})["loss_sum"] for i in range(len(rows))).backward()
+        gradients[odds] = {name for name, weight in model.head.named_parameters() if weight.grad is not None}
+        head = model.folded()
+        assert torch.equal(predict(head, captured), predict(head, surer)) is not odds
+    assert gradients[True] - gradients[False] == {"odds"}
+    drawn = drawn_rounds(1.0, 2.5, 2000, 1)
+    tempered = CalibrationHead(1, 1).requires_grad_(False)
+    tempered.draft.fill_(1.0)
+    batch = {"target_hidden": torch.zeros(8000, 1), "draft_hidden": drawn["logits"][:, None]}
+    batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((8000,), 0.5)}
+    assert not temper(tempered, batch, keep=False)["kept"]
+    assert tempered.temperature.tolist() == [1.0] * 10
+
+
 def test_scores_by_hand() -> None:
     predicted, label = torch.tensor([0.05, 0.95, 0.95, 0.55]), torch.tensor([0.0, 1.0, 0.0, 1.0])
     assert brier(predicted, label) == pytest.approx((0.05**2 + 0.05**2 + 0.95**2 + 0.45**2) / 4)

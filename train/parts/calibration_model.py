@@ -33,6 +33,7 @@ class CalibrationModel(nn.Module):
     """The head on standardised inputs, so that one learning rate fits every model; see `folded`.
 
     It is initialised to the draft's own odds, shifted to the mean acceptance, so that few steps are enough.
+    odds=False: these stay without weight, as in the paper.
     """
 
     mean_target: Tensor
@@ -42,12 +43,12 @@ class CalibrationModel(nn.Module):
     mean_odds: Tensor
     scale_odds: Tensor
 
-    def __init__(self, captured: Batch, l2: float):
+    def __init__(self, captured: Batch, l2: float, *, odds: bool = True):
         super().__init__()
         self.l2 = l2 / len(captured["label"])
-        odds = log_odds(captured["confidence"].log())
-        self.register_buffer("mean_odds", odds.mean(), persistent=False)
-        self.register_buffer("scale_odds", odds.std().clamp_min(1e-6), persistent=False)
+        seen = log_odds(captured["confidence"].log())
+        self.register_buffer("mean_odds", seen.mean(), persistent=False)
+        self.register_buffer("scale_odds", seen.std().clamp_min(1e-6), persistent=False)
         for name in ("target", "draft"):
             values = captured[f"{name}_hidden"].float()
             self.register_buffer(f"mean_{name}", values.mean(0), persistent=False)
@@ -55,7 +56,8 @@ class CalibrationModel(nn.Module):
         self.head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0])
         accepted = captured["label"].float().mean().clamp(0.01, 0.99)
         nn.init.constant_(self.head.bias, float(accepted.logit()))
-        nn.init.constant_(self.head.odds, float(self.scale_odds))
+        nn.init.constant_(self.head.odds, float(self.scale_odds) if odds else 0.0)
+        self.head.odds.requires_grad_(odds)
 
     def forward(
         self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, confidence: Tensor, labels: Tensor

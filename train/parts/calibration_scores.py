@@ -112,8 +112,9 @@ def logits_of(head: CalibrationHead, captured: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def temper(head: CalibrationHead, heldout: Batch) -> Survival:
+def temper(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Survival:
     """Fit temperatures of `head` on the first half of the rounds of `heldout`; keep them if they improve the second.
+    keep=False: never.
 
     Returns the scores on the second half. heldout: whole rounds, from `capture`.
     """
@@ -121,7 +122,7 @@ def temper(head: CalibrationHead, heldout: Batch) -> Survival:
     half = len(rounds.accepted) // 2
     temperatures, rest = fit_temperatures(rounds.part(slice(half))), rounds.part(slice(half, None))
     none = torch.ones_like(temperatures)
-    kept = log_loss(rest, temperatures) < log_loss(rest, none)
+    kept = keep and log_loss(rest, temperatures) < log_loss(rest, none)
     before, after = (expected_calibration_error(reliability(*survivals(rest, each))) for each in (none, temperatures))
     head.temperature.copy_(temperatures if kept else none)
     return {

@@ -137,15 +137,16 @@ class Recipe:
 
         captured = capture_splits(config, settings, texts_of, drafting, state)
         heldout = {name: value.to(state.device) for name, value in only_tested(captured["heldout"]).items()}
-        student = CalibrationModel(captured["train"], config.l2)
+        student = CalibrationModel(captured["train"], config.l2, odds=config.odds)
         recipe = {"capture": settings, "l2": config.l2, "examples": len(captured["train"]["label"])}
         identity = {**recipe, "labels": digest_of(captured["train"]["label"].tolist())}
+        identity |= {} if config.odds else {"odds": False}
 
         def evaluate(fitted: CalibrationModel, _: int) -> Metrics:
             return {"brier": brier(predict(fitted.folded(), heldout), heldout["label"])}
 
         def save(trained: Trained) -> None:
-            made = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": trained.result.steps}
+            made = {**recipe, "odds": config.odds, "data": config.data.source, "fit": asdict(config.fit), "steps": trained.result.steps}
             self._save(student.cpu().folded(), captured, {**made, "target": known})
 
         return Training(student, Examples(captured["train"]), config.fit, identity, evaluate, save)
@@ -170,7 +171,7 @@ class Recipe:
     def _settings(self, target: str, dtype: str, ends: Collection[int]) -> dict[str, object]:
         """What decides what is captured of a text. target: its digest. ends: the tokens that end a text."""
         decided = keyed(self.config, ("dtype", "new_tokens", "max_draft"))
-        return {key: value for key, value in decided.items() if key not in ("fit", "l2")} | {
+        return {key: value for key, value in decided.items() if key not in ("fit", "l2", "odds")} | {
             "drafter": self.digest,
             "target": target,
             "dtype": dtype,
@@ -190,7 +191,7 @@ class Recipe:
     def _save(self, head: CalibrationHead, captured: Mapping[Split, Batch], made: Mapping[str, object]) -> None:
         """Fit the head's temperatures, write its scores, and store it with its drafter."""
         out_dir = Path(self.config.out_dir)
-        survival = temper(head, captured["heldout"])
+        survival = temper(head, captured["heldout"], keep=self.config.odds)
         scores = judge(head, captured["train"], only_tested(later_half(captured["heldout"])))
         judged = {**scores, "survival": survival}
         write_json(out_dir / "calibration.json", judged)

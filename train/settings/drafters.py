@@ -154,6 +154,8 @@ class CalibrateConfig(RehearsedConfig):
     new_tokens: Annotated[int, Ge(3)] = 128
     max_draft: Count = 10  # tokens drafted every round: the paper's positions
     l2: Annotated[float, Ge(0)] = 1000.0  # penalty on the head's weights: what so many tokens weigh
+    # false: the paper's head, which sees the hidden states alone: not the draft's own log-odds, and no temperatures
+    odds: bool = True
     # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
     dtype: RunDtype = "auto"
     plan: bool = free(False)  # only say what every device would hold; needs no weights
