@@ -137,6 +137,11 @@ QUANTITIES = {
                                            / np.maximum(c.get("pass_weights", 0), 1e-12), 1e-12), ("step_weights",)),
     "trained_steps": Quantity("steps", _share("trained_steps", "trained_runs"), ("trained_runs",), 0),
     "speedup": Quantity("speed-up", _share("plain_seconds", "seconds"), ("seconds",)),
+    # EESD's Eqs. 13 and 14: the time of all drafts, and as many passes over one token as there are rounds
+    "predicted": Quantity(
+        "speed-up by Eq. 14", lambda c: c["plain_seconds"] / np.maximum(
+            c["plain_seconds"] * c["timed_rounds"] / np.maximum(c["timed"], 1e-12) + c["draft_seconds"], 1e-12),
+        ("seconds",)),
     "milliseconds": Quantity("ms/token", _share("seconds", "timed", 1e3), ("seconds",)),
     "drafting_ms": Quantity("draft ms/round", _share("draft_seconds", "timed_rounds", 1e3), ("seconds",)),
     "verifying_ms": Quantity("verify ms/round", _share("verify_seconds", "timed_rounds", 1e3), ("seconds",)),

@@ -1,9 +1,10 @@
 """EESD, early exits with Thompson sampling (arXiv 2406.03853): its tables and figures.
 
 Speed-ups need --timed. Without, v_d, r_d and their harmonic mean HM are judged, which the paper has beside them.
-Self-speculation leaves out the layers that `choose_skip.py` chooses, on other prompts. Table 4's rows without an exit
-layer and without self-distillation need two more drafters of train/eesd.py, trained as that of --checkpoint but for
-one option: `train_layer=false` in the folder no_layer, and the open data alone in the folder open_data of --ablation.
+Self-speculation leaves out the layers that `choose_skip.py` chooses, on other prompts. Table 4 needs more drafters, as
+folders of --ablation. Three are of train/eesd.py, trained alike by the paper's recipe but for one option: mixed,
+no_layer (`train_layer=false`) and open_data (the open data alone). paper_head is that of --checkpoint with the paper's
+calibration head (train/calibrate.py odds=false), which sees hidden states alone.
 Figs. 4 and 5 are of the early exits in --exits and of those that --train-steps trains here.
 """
 
@@ -13,8 +14,10 @@ from typing import Any
 
 from choose_skip import choose_for
 
+from draft_models.calibration.checkpoint import META_FILE as CALIBRATION
 from inference.drafters.calibrated import head_identity
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.errors import require
 from outrider.files import write_json
 from papers.claims import Claim, Row, Table
 from papers.exits import tables_of_exits
@@ -23,9 +26,14 @@ ARXIV = "2406.03853"
 SOURCES = ("early_exit",)
 FIXED = 10  # K of Tables 4 and 5, and the longest draft of every rule
 LENGTHS = (2, 3, 4, 5, 6, 8, 10)  # K of Fig. 3
+FEW = 6  # nodes of a tree as costs choose them on two cores: the mean of `eesd_tree_auto` in smollm2_mixed.json
 NO_HEAD = "the drafter has no calibration head; run train/calibrate.py checkpoint=E"
-NO_ABLATION = "needs --ablation, a folder with drafters of train/eesd.py: no_layer (train_layer=false) and open_data"
+NO_ABLATION = "needs the folder {} in --ablation (see benchmarks/papers/eesd.py)"
 NO_CHECKPOINT = "self-speculation has no checkpoint that a calibration head could lie in"
+TABLE_6 = """of its hardware. The half that needs none: for LLaMA-2-70B `train/eesd.py plan=true` says 5.66 B parameters
+read and 1.12 B trained (the paper: 5.6 B and 1.12 B), and a step that runs the whole target takes 1.92 to 2.08 times as
+long on a CPU, with far smaller targets (the paper: 13 and 5.9 times); benchmarks/results/speed.md""".replace("\n", " ")
+RECIPE, PAPERS_HEAD = "EESD by the paper's recipe, Beta-TS", "EESD, Cali-TS, the paper's head"
 SHOWN = ("hm", "acceptance", "draft_share", "tau", "per_round", "speedup")
 
 
@@ -34,27 +42,27 @@ def chain(rule: str, source: str = "early_exit", longest: int = FIXED, **setting
     return MethodConfig(source=source, stop=StopConfig(rule=rule, max_draft=longest, **settings), **own)  # type: ignore[arg-type]
 
 
-def tree(rule: str, temperature: float = 0.5) -> MethodConfig:
+def tree(rule: str, temperature: float = 0.5, nodes: int = 25) -> MethodConfig:
     """As early_exit/opt_tree/STOP with delta=0: the rule says how many levels the tree gets.
 
     temperature: of q, which ranks.
     """
-    shape = StructureConfig(kind="opt_tree", nodes=25, delta=0.0, temperature=temperature)
+    shape = StructureConfig(kind="opt_tree", nodes=nodes, delta=0.0, temperature=temperature)
     return MethodConfig(structure=shape, stop=StopConfig(rule=rule))  # type: ignore[arg-type]
 
 
 def tables(*, options: Any, **_: Any) -> dict[str, Table]:
     """Every table and figure of the paper, by key."""
     no_head = lacks_head("early_exit", options.checkpoint)
+    note = f"The head of Cali-TS sees {which_head(options.checkpoint)}." if options.checkpoint and not no_head else ""
     return {
-        "tables_1_3": baselines(no_head),
-        "table_4": ablation(no_head, options.ablation),
+        "tables_1_3": baselines(no_head, note),
+        "table_4": ablation(no_head, note, options.ablation),
         "table_5": other_drafters(options),
-        "table_6": Table("Table 6: training efficiency", never="of its hardware; benchmarks/bench_train_step.py "
-                         "measures a step"),
-        "table_7": trees(no_head),
-        "table_8": breakdown(no_head),
-        "figure_3": lengths(no_head),
+        "table_6": Table("Table 6: training efficiency", never=TABLE_6),
+        "table_7": trees(no_head, note),
+        "table_8": breakdown(no_head, note),
+        "figure_3": lengths(no_head, note),
         **tables_of_exits(options.target, options.exits or (), chain("beta")),
     }  # fmt: skip
 
@@ -64,11 +72,11 @@ def lacks_head(source: str, where: str | None) -> str:
     return NO_HEAD if where and head_identity(source, where) is None else ""
 
 
-def baselines(no_head: str) -> Table:
+def baselines(no_head: str, head: str) -> Table:
     """By prompts, give GSM8K, XSum, HumanEval or MT-Bench as --prompts, with --shot for the paper's 1-shot prompts."""
     return Table(
         "Tables 1 to 3 and 10 to 13: EESD and plain speculative decoding (LLaMA-2-13B)",
-        SHOWN,
+        (*SHOWN, "predicted"),
         (
             Row("vanilla SD, K = 10", chain("fixed", "small_lm"),
                 paper=("84.6, 75.6", "0.96×, 0.77×", "87.3, 0.97×", "90.0, 1.02×")),
@@ -84,42 +92,64 @@ def baselines(no_head: str) -> Table:
             Claim("EESD beats vanilla SD", "speedup", ("vanilla SD, K = 10", "EESD, Beta-TS")),
         ),
         ("HM, GSM8K and XSum", "speed-up", "HumanEval", "MT-Bench"),
-        note="The paper's small LM is LLaMA-2-7B.",
+        note=f"The paper's small LM is LLaMA-2-7B. {head}".strip(),
     )  # fmt: skip
 
 
-def ablation(no_head: str, folder: str | None) -> Table:
-    def trained(name: str) -> dict[str, str]:
-        return {"other": str(Path(folder) / name)} if folder else {"never": NO_ABLATION}
+def which_head(where: str | Path) -> str:
+    """What the calibration head of the early exit in `where` sees, in words."""
+    path = Path(where) / CALIBRATION
+    ours = json.loads(path.read_text()).get("odds", True) if path.exists() else True
+    return "hidden states and the draft's log-odds, which is more than the paper's" if ours else "what the paper's sees"
 
+
+def ablation(no_head: str, head: str, folder: str | None) -> Table:
+    """Its three drafters by the paper's recipe are told apart from --checkpoint, which may be of a better one."""
+
+    def of(name: str) -> dict[str, str]:
+        where = Path(folder or "") / name
+        return {"other": str(where)} if folder and where.is_dir() else {"never": NO_ABLATION.format(name)}
+
+    require(folder is None or Path(folder).is_dir(), "ablation", folder, "a folder with drafters")
+    papers_head = of("paper_head")
+    if "other" in papers_head:
+        require(which_head(papers_head["other"]) != which_head(""), "ablation", papers_head["other"],
+                "a head of train/calibrate.py odds=false")  # fmt: skip
+    model_alone = chain("calibrated", evidence="model")
     rows = (
+        Row(RECIPE, chain("beta"), paper=("57.22, 55.46", "1.91×, 1.84×"), **of("mixed")),
+        Row("– without exit layer", chain("beta"), paper=("23.69, 23.10", "1.18×, 1.15×"), **of("no_layer")),
+        Row("– without self-distillation", chain("beta"), paper=("54.12, 51.84", "1.82×, 1.73×"), **of("open_data")),
         Row("EESD, Beta-TS", chain("beta"), paper=("57.22, 55.46", "1.91×, 1.84×")),
-        Row("– without exit layer", chain("beta"), paper=("23.69, 23.10", "1.18×, 1.15×"), **trained("no_layer")),
-        Row("– without self-distillation", chain("beta"), paper=("54.12, 51.84", "1.82×, 1.73×"),
-            **trained("open_data")),
         Row("EESD, Cali-TS", chain("calibrated"), paper=("58.97, 56.45", "2.04×, 1.92×"), never=no_head),
-        Row("– without sampling prediction", chain("calibrated", evidence="model"),
-            paper=("54.03, 53.49", "1.82×, 1.78×"), never=no_head),
+        Row("– without sampling prediction", model_alone, paper=("54.03, 53.49", "1.82×, 1.78×"), never=no_head),
         Row("– without model prediction", chain("calibrated", evidence="sample"),
             paper=("57.10, 55.38", "1.88×, 1.82×"), never=no_head),
+        Row(PAPERS_HEAD, chain("calibrated"), paper=("58.97, 56.45", "2.04×, 1.92×"), **papers_head),
+        Row("– without sampling prediction, the paper's head", model_alone, paper=("54.03, 53.49", "1.82×, 1.78×"),
+            **papers_head),
         Row("EESD, K = 10", chain("fixed"), paper=("44.76, 41.77", "1.66×, 1.58×")),
     )  # fmt: skip
-    order = (
-        ("the exit layer is worth much", "– without exit layer", "EESD, Beta-TS"),
-        ("self-distillation is worth something", "– without self-distillation", "EESD, Beta-TS"),
+    order = [
+        ("the exit layer is worth much", "– without exit layer", RECIPE),
+        ("self-distillation is worth something", "– without self-distillation", RECIPE),
         ("Beta-TS beats K = 10", "EESD, K = 10", "EESD, Beta-TS"),
-        ("Cali-TS beats Beta-TS", "EESD, Beta-TS", "EESD, Cali-TS"),
-        ("both predictions beat the model's alone", "– without sampling prediction", "EESD, Cali-TS"),
-        ("both predictions beat the samples' alone", "– without model prediction", "EESD, Cali-TS"),
-    )
+    ]
+    for said, cali in (("", "EESD, Cali-TS"), (", the paper's head", PAPERS_HEAD)):
+        order += [
+            (f"Cali-TS beats Beta-TS{said}", "EESD, Beta-TS", cali),
+            (f"both predictions beat the model's alone{said}", f"– without sampling prediction{said}", cali),
+            (f"both predictions beat the samples' alone{said}", "– without model prediction", cali),
+        ]
     claims = [
         Claim(f"{said} ({label})", name, (worse, better))
         for said, worse, better in order
         for name, label in (("hm", "HM"), ("speedup", "speed-up"))
     ]
     return Table(
-        "Table 4: what each part is worth (LLaMA-2-13B; GSM8K, XSum)", SHOWN, rows, tuple(claims), ("HM", "speed-up")
-    )
+        "Table 4: what each part is worth (LLaMA-2-13B; GSM8K, XSum)", SHOWN, rows, tuple(claims), ("HM", "speed-up"),
+        note=head,
+    )  # fmt: skip
 
 
 def skipped_layers(options: Any) -> tuple[int, ...]:
@@ -165,24 +195,33 @@ def other_drafters(options: Any) -> Table:
     )
 
 
-def trees(no_head: str) -> Table:
+def trees(no_head: str, head: str) -> Table:
+    small = f", with a tree of {FEW} nodes"
     rows = (
         Row("EESD, Beta-TS", chain("beta"), paper=("2.13×, 1.80×", "1.91×, 1.84×")),
         Row("EESD, Beta-TS, with a tree", tree("beta"), paper=("2.31×, 1.91×", "2.04×, 1.89×")),
         Row("EESD, Beta-TS, with a tree, sharper q", tree("beta", 0.2)),
+        Row(f"EESD, Beta-TS{small}", tree("beta", nodes=FEW), paper=("2.31×, 1.91×", "2.04×, 1.89×")),
         Row("EESD, Cali-TS", chain("calibrated"), paper=("2.29×, 1.86×", "2.04×, 1.92×"), never=no_head),
         Row("EESD, Cali-TS, with a tree", tree("calibrated"), paper=("2.48×, 1.96×", "2.18×, 2.12×"), never=no_head),
-    )
-    pairs = [(f"EESD, {rule}", f"EESD, {rule}, with a tree") for rule in ("Beta-TS", "Cali-TS")]
-    claims = [Claim(f"a tree is faster ({pair[0]})", "speedup", pair) for pair in pairs]
-    claims += [Claim(f"a tree accepts more a round ({pair[0]})", "tau", pair) for pair in pairs]
+        Row(f"EESD, Cali-TS{small}", tree("calibrated", nodes=FEW), paper=("2.48×, 1.96×", "2.18×, 2.12×"),
+            never=no_head),
+    )  # fmt: skip
+    claims = []
+    for said, name in (("is faster", "speedup"), ("accepts more a round", "tau")):
+        for size, which in (("", ", with a tree"), (f" of {FEW} nodes", small)):
+            claims += [Claim(f"a tree{size} {said} (EESD, {rule})", name, (f"EESD, {rule}", f"EESD, {rule}{which}"))
+                       for rule in ("Beta-TS", "Cali-TS")]  # fmt: skip
     sharper = ("EESD, Beta-TS", "EESD, Beta-TS, with a tree, sharper q")
     claims.append(Claim("a tree accepts more a round where q is sharper (EESD, Beta-TS)", "tau", sharper))
-    note = "The trees rank by q at temperature 0.5 as their presets do, the sharper one at 0.2."
+    note = (
+        f"Trees have 25 nodes, or {FEW}: as many as costs chose on two cores, on other prompts. They rank by q at "
+        f"temperature 0.5 as their presets do, the sharper one at 0.2. {head}"
+    )
     return Table("Table 7: tree attention", SHOWN, rows, tuple(claims), ("70B speed-up", "13B speed-up"), note=note)
 
 
-def breakdown(no_head: str) -> Table:
+def breakdown(no_head: str, head: str) -> Table:
     rows = (
         Row("EESD, Beta-TS", chain("beta"), paper=("5.517, 3.656", "25.203, 7.986", "0.017, 0.014", "4.076, 0.526")),
         Row("EESD, Cali-TS", chain("calibrated"), never=no_head,
@@ -194,10 +233,10 @@ def breakdown(no_head: str) -> Table:
     claims.append(Claim("but its rule takes more", "deciding_per_token", ("EESD, Beta-TS", "EESD, Cali-TS")))
     title = "Table 8: where the time goes (seconds of 200 texts of XSum)"
     columns = ("drafting, 70B, 13B", "verification", "sampling", "others")
-    return Table(title, (*less, "deciding_per_token"), rows, tuple(claims), columns)
+    return Table(title, (*less, "deciding_per_token"), rows, tuple(claims), columns, note=head)
 
 
-def lengths(no_head: str) -> Table:
+def lengths(no_head: str, head: str) -> Table:
     fixed = [Row(f"K = {k}", chain("fixed", longest=k), x=k, line="K") for k in LENGTHS]
     rules = (Row("Beta-TS", chain("beta")), Row("Cali-TS", chain("calibrated"), never=no_head))
     claims = [Claim(f"Beta-TS beats {row.name} (HM)", "hm", (row.name, "Beta-TS")) for row in fixed]
@@ -210,5 +249,5 @@ def lengths(no_head: str) -> Table:
         tuple(claims),
         plot="hm",
         xlabel="K",
-        note="The paper has curves of speed-up only. A rule beats the best K if it beats every one.",
+        note=f"The paper has curves of speed-up only. A rule beats the best K if it beats every one. {head}".strip(),
     )

@@ -105,8 +105,8 @@ def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
 
 def further_exits(options: argparse.Namespace) -> list[str]:
     """Early exits besides --checkpoint."""
-    trained = [str(Path(options.ablation) / name) for name in ("no_layer", "open_data")] if options.ablation else []
-    return [*trained, *(options.exits or ())]
+    trained = [path for path in sorted(Path(options.ablation).iterdir()) if path.is_dir()] if options.ablation else []
+    return [*map(str, trained), *(options.exits or ())]
 
 
 def further_tables(options: argparse.Namespace, target: Any) -> dict[str, Any]:

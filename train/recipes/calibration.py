@@ -146,7 +146,8 @@ class Recipe:
             return {"brier": brier(predict(fitted.folded(), heldout), heldout["label"])}
 
         def save(trained: Trained) -> None:
-            made = {**recipe, "odds": config.odds, "data": config.data.source, "fit": asdict(config.fit), "steps": trained.result.steps}
+            made = {**recipe, "odds": config.odds, "data": config.data.source, "fit": asdict(config.fit)}
+            made |= {"steps": trained.result.steps}
             self._save(student.cpu().folded(), captured, {**made, "target": known})
 
         return Training(student, Examples(captured["train"]), config.fit, identity, evaluate, save)
