@@ -110,7 +110,6 @@ def ablation(no_head: str, head: str, folder: str | None) -> Table:
         where = Path(folder or "") / name
         return {"other": str(where)} if folder and where.is_dir() else {"never": NO_ABLATION.format(name)}
 
-    require(folder is None or Path(folder).is_dir(), "ablation", folder, "a folder with drafters")
     papers_head = of("paper_head")
     if "other" in papers_head:
         require(which_head(papers_head["other"]) != which_head(""), "ablation", papers_head["other"],

@@ -105,8 +105,8 @@ def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
 
 def further_exits(options: argparse.Namespace) -> list[str]:
     """Early exits besides --checkpoint."""
-    trained = [path for path in sorted(Path(options.ablation).iterdir()) if path.is_dir()] if options.ablation else []
-    return [*map(str, trained), *(options.exits or ())]
+    trained = sorted(Path(options.ablation).glob("*/drafter.json")) if options.ablation else []
+    return [*(str(path.parent) for path in trained), *(options.exits or ())]
 
 
 def further_tables(options: argparse.Namespace, target: Any) -> dict[str, Any]:
