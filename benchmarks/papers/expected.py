@@ -1,4 +1,4 @@
-"""The counts that drafts drawn from q have on a text on average, without decoding it again.
+"""The counts that k-config trees of a small LM have on a text on average, without decoding it again.
 
 Speculative sampling is lossless: after a prefix the emitted token t has the distribution p, and what follows depends on
 the prefix and t alone. So plain decoding may say the text, and each node that a round visits is then conditioned on the
@@ -10,7 +10,8 @@ candidate j is rejected, the candidate of rank i is accepted and is t with proba
 With replacement q_j = q, and nothing is random. Without, q_{j+1} is q_j without x_j, and the mean is over x_j drawn as
 the rejected candidates are, from max(q_j − r_j, 0) / β_j. Divided by p(t) it is the probability given t. Naive sampling
 accepts t if it is drawn: q_i(t), the earlier candidates being other tokens. Which rounds there are follows from these
-numbers for any widths. What remains of chance is the text, and a few draws.
+numbers for any widths. What remains of chance is the text, and a few draws. Under greedy decoding the candidate of rank
+i is accepted if t is the i-th likeliest of q.
 
 Example: p = (0.5, 0.5), q = (1, 0), t = 0: min(1, 0.5) / 0.5 = 1. If the target says 0, the candidate was accepted.
 """
@@ -38,7 +39,7 @@ from outrider.streams import Streams
 from papers.claims import Row
 from papers.measuring import Asked, Bench
 
-MOST, DRAWS = 64, 4  # ranks; draws of the candidates without replacement
+MOST, DRAWS = 64, 2  # candidates of a node; draws of them without replacement
 RAW = SamplingConfig(temperature=1.0)
 
 
@@ -101,12 +102,10 @@ def rounds_of(accepted: np.ndarray, widths: Sequence[int], most: int) -> dict[st
 
 
 class Expected:
-    """Measures rows of k-config trees of a small LM at temperature 1 (see `Row.measure`).
+    """Measures rows of k-config trees of a small LM at temperatures 0 and 1 (see `Row.measure`).
 
-    folder: where the texts are kept. What is known of the last prompt is used again for the other rows.
+    folder: where the texts are kept. What is known of the last prompt is used again for its other rows.
     """
-
-    __name__ = "expected"
 
     def __init__(self, folder: Path):
         self.path = folder / "sampled.json"
@@ -116,20 +115,35 @@ class Expected:
         """Where draws repeat, equal ones are one node: how many there are is then not known, and not counted."""
         assert row.method is not None
         if asked != self._asked:
-            self._asked, self._text, self._ranks = asked, self.said(bench, asked), {}
-            self._laws = distributions(bench, asked, self._text)
+            self._asked, self._known = asked, {}
         shape = row.method.structure
         assert shape.widths != "auto"
         replace, naive = shape.draw == "with_replacement", row.method.verify == "naive"
-        if (replace, naive) not in self._ranks:
-            self._ranks[replace, naive] = self._accepted(asked, replace, naive)
-        counts = rounds_of(self._ranks[replace, naive], shape.widths, bench.tokens)
+        rule = (row.sampling.temperature == 0, replace, naive)
+        if rule not in self._known:
+            self._known[rule] = self.accepted(bench, asked, *rule)
+        counts = rounds_of(self._known[rule], shape.widths, bench.tokens)
         unknown = ("drafted", "by_source", "verified", "verified_apart") if replace else ()
         return {name: amount for name, amount in counts.items() if name not in unknown}
 
-    def said(self, bench: Bench, asked: Asked) -> list[int]:
+    def accepted(self, bench: Bench, asked: Asked, greedy: bool, replace: bool, naive: bool) -> np.ndarray:
+        """By rank, of the prompt's text [n, MOST]."""
+        if greedy:
+            assert asked.answer is not None
+            _, scores, said = outputs(bench, asked, asked.answer)
+            return (scores.topk(min(MOST, scores.shape[-1])).indices == said[:, None]).double().cpu().numpy()
+        logits, scores, said = outputs(bench, asked, self.said(bench, asked))
+        p, q = logits.float().softmax(-1), scores.float().softmax(-1)
+        predicted = small_lm_of(bench.drafters["small_lm"]).predicted  # type: ignore[arg-type]
+        p = p if predicted is None else p[:, predicted]
+        numbers = Streams(0, asked.id).arrays("candidates").random((1 if replace else DRAWS, len(said), MOST))
+        drawn = [by_rank(p, q, said, torch.from_numpy(own).to(p.device), replace=replace, naive=naive)
+                 for own in numbers]  # fmt: skip
+        return torch.stack(drawn).mean(0).cpu().numpy()
+
+    def said(self, bench: Bench, asked: Asked) -> Sequence[int]:
         """What plain decoding says at temperature 1."""
-        kept = read_json(self.path, "texts", "remove it") if self.path.exists() else {}
+        kept: dict[str, list[int]] = read_json(self.path, "texts", "remove it") if self.path.exists() else {}
         if asked.id not in kept:
             assert bench.stack is not None
             settings = generate_settings(None, RAW, max_new_tokens=bench.tokens, eos=bench.eos)
@@ -138,29 +152,22 @@ class Expected:
             said = autoregressive(bench.stack, asked.ids, max_new_tokens=bench.tokens, eos=bench.eos, selector=selector)
             kept[asked.id] = [token for each in said for token in each.tokens]
             write_json(self.path, kept)
-        return list(kept[asked.id])
-
-    def _accepted(self, asked: Asked, replace: bool, naive: bool) -> np.ndarray:
-        numbers = Streams(0, asked.id).arrays("candidates").random((1 if replace else DRAWS, len(self._text) - 1, MOST))
-        device = self._laws[0].device
-        drawn = (by_rank(*self._laws, torch.from_numpy(own).to(device), replace=replace, naive=naive)
-                 for own in numbers)  # fmt: skip
-        return sum(drawn).cpu().numpy() / len(numbers)
+        return kept[asked.id]
 
 
 @torch.inference_mode()
-def distributions(bench: Bench, asked: Asked, text: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """p and q [n, K] of the tokens of `text` after the first, over the draft vocabulary, and their places there."""
+def outputs(bench: Bench, asked: Asked, text: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """For the tokens of `text` after the first: the target's logits [n, V], the small LM's over its draft vocabulary
+    [n, K], and the tokens' places there [n], −1 for others."""
     assert bench.stack is not None
     small = small_lm_of(bench.drafters["small_lm"])  # type: ignore[arg-type]
-    ids, vocabulary = (*asked.ids, *text[:-1]), bench.vocabulary
-    p = _logits(bench.stack, ids, len(text) - 1).float().softmax(-1)
-    q, own = _logits(small, ids, len(text) - 1), small.predicted
-    said = torch.tensor(text[1:], device=p.device, dtype=torch.long)
+    ids, vocabulary, own = (*asked.ids, *text[:-1]), bench.vocabulary, small.predicted
+    logits, scores = _logits(bench.stack, ids, len(text) - 1), _logits(small, ids, len(text) - 1)
+    said = torch.tensor(text[1:], device=logits.device, dtype=torch.long)
     if own is None:
-        return p, fit_vocabulary(q, vocabulary).float().softmax(-1), said
+        return logits, fit_vocabulary(scores, vocabulary), said
     place = said.new_full((vocabulary,), -1).index_copy_(0, own, torch.arange(len(own), device=own.device))
-    return p[:, own], q.float().softmax(-1), place[said]
+    return logits, scores, place[said]
 
 
 def _logits(model: Target, ids: Sequence[int], count: int) -> Tensor:

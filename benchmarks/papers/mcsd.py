@@ -4,8 +4,8 @@ A configuration 4x2x2 is a tree in which every node of the first level has two c
 its depth, its budget the number of its leaves, its block efficiency our τ. Its acceptance rate α is that of a node: one
 of the k candidates there is accepted. A pair of models is an entry of the results, so Table 5 has as many as were run.
 
-At temperature 1 the counts are expected ones, on a text that plain decoding said (`papers.expected`). α at k = 4 is
-that of 4x4x4, in which every node has four candidates.
+All counts are expected ones, of texts that plain decoding said (`papers.expected`). α at k = 4 is that of 4x4x4, in
+which every node has four candidates.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def tables(*, options: Any, categories: Sequence[str]) -> dict[str, Table]:
     expected = Expected(options.work)
 
     def row(name: str, method: MethodConfig, law: SamplingConfig, paper: tuple[str, ...] = (), **others: Any) -> Row:
-        return Row(name, method, law, paper, measure=expected if law == SAMPLED else None, **others)
+        return Row(name, method, law, paper, measure=expected, **others)
 
     return {
         "table_1": acceptance_rates(row, categories),

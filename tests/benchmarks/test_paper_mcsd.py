@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from inference.core.decode import autoregressive
 from inference.core.verify import Matching, Rejection
 from inference.settings.sampling import SamplingConfig
 from tests.tiny import open_stack, random_prompt, save_target
@@ -68,7 +69,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     _, stack = open_stack(save_target(folder, peak=2.0))
     _, small = open_stack(folder)
     for weight in small.parameters():
-        weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+        weight.data += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
 
     def make(eos: set[int]) -> Any:
         from papers.measuring import Bench
@@ -105,14 +106,33 @@ def test_expected_rounds_are_those_of_decoding(
         measure.said = lambda *_, text=live.tokens: list(text)  # type: ignore[method-assign,misc]
         known, lived = measure(here, row, asked), counts_of(live)
         apart.append({name: lived.get(name, 0.0) - known[name] for name in known})
-        p, q, said = expected.distributions(here, asked, live.tokens)
-        wrong = np.stack([independent(p, q, said, rank) for rank in range(3)], -1)
+        p, q, said = expected.outputs(here, asked, live.tokens)
+        wrong = np.stack([independent(p.softmax(-1), q.softmax(-1), said, rank) for rank in range(3)], -1)
         forgetful.append(lived["rounds"] - expected.rounds_of(wrong, (3, 2, 2), here.tokens)["rounds"])
     assert {"rounds", "tokens", "accepted", "rank_1", "rank_2", "tried"} <= set(apart[0])
     assert replace or {"drafted", "verified", "verified_apart"} <= set(apart[0])
     for name in ("rounds", "tokens", "accepted", "drafted", "verified") if eos else apart[0]:
         assert near([each.get(name, 0.0) for each in apart]), name
     assert naive or not near(forgetful)
+
+
+@pytest.mark.parametrize("widths", ["1x1x1", "4x2", "16", "3x2x2x1"])
+def test_greedy_counts_are_those_of_the_replay(bench: Callable[..., Any], widths: str, tmp_path: Path) -> None:
+    from papers.claims import Row
+    from papers.expected import Expected
+    from papers.mcsd import tree
+    from papers.measuring import Asked, continued, counts_of
+
+    here, ids = bench(set()), tuple(random_prompt(9))
+    answer = [token for r in autoregressive(here.stack, ids, max_new_tokens=here.tokens) for token in r.tokens]
+    row, asked = Row("a", tree(widths)), Asked("p", "c", ids, tuple(answer))
+    known, replayed = Expected(tmp_path)(here, row, asked), counts_of(continued(here, row, asked))
+    assert known == {name: replayed.get(name, 0.0) for name in known}
+    assert known["accepted"] > 0
+    early = Asked("q", "c", ids, asked.answer[:6])  # the text ends there
+    ended = Expected(tmp_path)(bench({answer[5]}), row, early)
+    again = counts_of(continued(bench({answer[5]}), row, early))
+    assert all(ended[name] == again[name] for name in ("rounds", "tokens", "accepted", "drafted", "depth", "verified"))
 
 
 def independent(p: torch.Tensor, q: torch.Tensor, said: torch.Tensor, rank: int) -> np.ndarray:
