@@ -129,6 +129,8 @@ QUANTITIES = {
     "correlation": Quantity("correlation", _correlation, ("expected_squared",)),
     "verified": Quantity("verified/round", _share("verified", "rounds"), ("verified",), 1),
     "verified_apart": Quantity("verified/round, paths apart", _share("verified_apart", "rounds"), ("verified",), 1),
+    "apart": Quantity("a pass over the paths apart, over one over the tree",
+                      _share("apart_pass_seconds", "tree_pass_seconds"), ("apart_pass_seconds",)),
     # by weights: a draft's step reads `step_weights` of the `pass_weights` of a pass, for every token of a chain
     "step_share": Quantity("draft step, share of a pass", _share("step_weights", "pass_weights"), ("step_weights",)),
     "gain_by_weights": Quantity(
