@@ -20,6 +20,8 @@ ROOT_TOKEN = 1
 class KnownSource:
     """A source whose q is a function of the path below the root; refuses rows under parents it was not fed."""
 
+    to_probs = None
+
     def __init__(self, q: Q):
         self.q = q
         self.paths: list[Path_] = []  # of each row

@@ -125,6 +125,8 @@ class StructureConfig(Settings):
     theta_sibling: Annotated[Share, only(kind="token_graph")] = 0.3
     # nodes that end in the same τ tokens are merged; 0: none, which is GSD's TSD
     tau: Annotated[int, Ge(0), only(kind="token_graph")] = 2
+    # copies below merged nodes may be deeper than max_depth, which then bounds only what the drafter runs (the paper's)
+    deep_copies: Annotated[bool, only(kind="token_graph")] = False
     shape: Annotated[str, only(kind="static")] = "eagle"  # eagle | binary | a JSON file of rank paths
     # of q under greedy decoding, where q only ranks: the target takes its likeliest token far more often than q says,
     temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0  # so a sharper q (below 1) drafts deeper
@@ -141,6 +143,7 @@ class StructureConfig(Settings):
         require(len(self.widths) > 0, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2], or auto")
         if self.kind == "static" and self.shape != "binary":
             require_default(self, "nodes", f"shape={self.shape} does not read it")
+        require(self.tau > 0 or not self.deep_copies, "deep_copies", True, "false with tau=0, which copies nothing")
         if self.max_depth == AUTO:
             require(self.delta is None, "delta", self.delta, "null with max_depth=auto, which decides when to stop")
             few = self.nodes == AUTO or number(self.nodes) <= MOST_NODES

@@ -121,12 +121,14 @@ class Tree:
     sizes: TreeSizes | BestWidths | None = None  # if `build` chooses sizes: learns from their outcomes
     rule: StopRule = field(default_factory=lambda: FixedLength(sys.maxsize))  # the default never stops
     reads_root: bool = False
+    deep: bool = False  # copies of a token graph may have any depth
     totals: dict[str, float] = field(default_factory=dict)
 
     def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
         to_probs = (source.to_probs if self.rank == "sampler" else None) or self.greedy_probs
-        limit = min(limit, self.max_depth, self.rule.max_draft)
-        return self.build(source, root, limit=limit, rule=self.rule, to_probs=to_probs)
+        steps = min(limit, self.max_depth, self.rule.max_draft)
+        longest = {"longest": limit} if self.deep else {}
+        return self.build(source, root, limit=steps, rule=self.rule, to_probs=to_probs, **longest)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         self.rule.observe(tree.depth, len(accepted))
@@ -190,8 +192,8 @@ def make_tree(settings: StructureConfig, generator: random.Random | None = None,
             theta_sibling=settings.theta_sibling,
             tau=settings.tau,
         )
-        most, depth = number(settings.nodes), number(settings.max_depth)
-        return Tree(build, most, depth, greedy_probs, settings.rank, reads_root=True)
+        most, depth, deep = number(settings.nodes), number(settings.max_depth), settings.deep_copies
+        return Tree(build, most, depth, greedy_probs, settings.rank, reads_root=True, deep=deep)
     if settings.kind == "k_config":
         mode = "top_k" if generator is None else settings.draw
         build = partial(k_config, mode=mode, generator=generator)

@@ -84,6 +84,7 @@ def token_graph(
     root: Tensor,
     *,
     limit: int,
+    longest: int = 0,
     node_budget: int,
     out_degree: int = 4,
     theta_prob: float = 0.2,
@@ -94,7 +95,8 @@ def token_graph(
 ) -> GraphTree:
     """GSD's token graph, drafted and unmerged. At most `node_budget` nodes and rows.
 
-    Copies cost no drafting and may reach depth `limit`, unless `rule` stopped the graph earlier.
+    Copies cost no drafting and may reach depth `limit`, unless `rule` stopped the graph earlier; with `longest`, that
+    depth always.
     """
     if limit < 1:
         return GraphTree(root[:0], (), ())
@@ -111,7 +113,7 @@ def token_graph(
         to_probs=to_probs,
     )
     drafted = len(graph.tokens)
-    unmerge(graph, node_budget)
+    unmerge(graph, node_budget, longest)
     return GraphTree(
         torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
         tuple(graph.parents),
@@ -206,11 +208,11 @@ def _children(
     return [(graph.add(token, parent, prob), largest) for _, parent, token, prob, largest in found]
 
 
-def unmerge(graph: TokenGraph, node_budget: int) -> None:
+def unmerge(graph: TokenGraph, node_budget: int, longest: int = 0) -> None:
     """Turn the graph into a tree: below every merged node, copy the subtree of its first occurrence (GSD §5.4).
 
     A copy keeps the q of its original. Copies are added by descending p̂ up to `node_budget` nodes in total, and no path
-    exceeds the graph's limit. Copies have no row, since they were never fed to the source.
+    exceeds `longest`, or else the graph's limit. Copies have no row, since they were never fed to the source.
     """
     originals = [graph.children[graph.merged.get(node, node)] for node in range(len(graph.tokens))]
     waiting: list[tuple[float, int, int, int]] = []  # (−p̂, tie-break, parent, node to copy)
@@ -218,7 +220,7 @@ def unmerge(graph: TokenGraph, node_budget: int) -> None:
 
     def push(parent: int, copied: int) -> None:
         nonlocal pushed
-        if graph.depths[parent] < graph.limit:
+        if graph.depths[parent] < (longest or graph.limit):
             for child in originals[copied]:
                 heapq.heappush(waiting, (-graph.paths[parent] * graph.probs[child], pushed, parent, child))
                 pushed += 1

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.core.tree import ROOT, DraftTree
+from inference.settings.method import StructureConfig
+from inference.shapes.factory import make_tree
 from inference.shapes.token_graph import draft_graph, token_graph
 from tests.known_source import ROOT_TOKEN, KnownSource, Path_, Q, check, paths_of, root, sources, untied, weight
 from tests.tiers import as_many
@@ -56,8 +58,9 @@ def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> Non
 
 
 @settings(deadline=None, max_examples=as_many(300))
-@given(q=sources, config=graphs, tau=st.integers(1, 3), budget=st.sampled_from([7, 30, 300]))
-def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) -> None:
+@given(q=sources, config=graphs, tau=st.integers(1, 3), budget=st.sampled_from([7, 30, 300]),
+       longest=st.sampled_from([0, 8]))  # fmt: skip
+def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int, longest: int) -> None:
     source = KnownSource(q)
     graph = draft_graph(source, root(), node_budget=budget, tau=tau, **config)
     n = len(graph.tokens)
@@ -93,8 +96,8 @@ def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) ->
         for node in graph.merged:
             walk(node, ())
 
-    tree = token_graph(KnownSource(q), root(), node_budget=budget, tau=tau, **config)
-    unmerged = check(tree, source, config["limit"])
+    tree = token_graph(KnownSource(q), root(), node_budget=budget, tau=tau, longest=longest, **config)
+    unmerged = check(tree, source, longest or config["limit"])
     assert len(tree) <= budget
     assert tree.drafted == n
     assert tree.tokens[:n].tolist() == graph.tokens
@@ -107,7 +110,7 @@ def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int) ->
 
     def expand(node: int, path: Path_) -> Iterable[Path_]:
         yield path
-        if len(path) < config["limit"]:
+        if len(path) < (longest or config["limit"]):
             for child in top_tokens(node):
                 yield from expand(child, (*path, graph.tokens[child]))
 
@@ -161,6 +164,25 @@ def test_the_roots_token_is_part_of_a_gram() -> None:
     tree = token_graph(KnownSource(q), root(), limit=4, node_budget=40, tau=2)
     paths = paths_of(tree)
     assert (paths.index((3, 1, 2)), paths.index((2,))) in tree.merged.items()
+
+
+def test_copies_may_be_deeper_than_drafting() -> None:
+    """τ = 2, four steps: 3, 1, 2 is merged with the 2 that is first, and 4, 5, 6 are copied below it."""
+
+    def q(path: Path_) -> Sequence[float]:
+        out = [0.0] * 7
+        if not path:
+            out[2], out[3] = 0.6, 0.4
+        else:
+            out[{3: 1, 1: 2, 2: 4, 4: 5, 5: 6, 6: 6}[path[-1]]] = 1.0
+        return out
+
+    for deep, limit, longest in ((False, 9, 4), (True, 9, 6), (True, 5, 5), (True, 3, 3)):
+        settings = StructureConfig(kind="token_graph", nodes=40, max_depth=4, deep_copies=deep)
+        source = KnownSource(q)
+        tree = make_tree(settings).draft(source, root(), limit)
+        assert (3, 1, 2, 4, 5, 6)[:longest] in check(tree, source, longest)
+        assert tree.depth == longest
 
 
 def test_a_shared_continuation_is_drafted_once() -> None:
