@@ -2,8 +2,8 @@
 
 SSD is a chain of up to ten tokens that ends where q falls below θ_prob. TSD is the tree that GSD's graph is without
 merging (tau=0). The paper's drafts have no bound on their nodes. Here NODES is one, for trees that would not end. The
-small LM drafts; without --small-lm the early exit does, and without both the target itself without some of its layers,
-whose drafts are deep. Each drafter has an entry of its own (--label).
+small LM drafts; without --small-lm the early exit does, and with --skip the target itself without those layers, whose
+drafts are deep (`choose_skip.py` chooses them). Each drafter has an entry of its own (--label).
 
 What the paper calls acceptance rate is our draft share, the share of the output that was drafted: a rate of 0.89 with
 8,575 drafted tokens for an output of 512 can be nothing else. Fig. 5(c) is judged by both readings.
@@ -24,9 +24,9 @@ from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import RoundSource, Structure, WrappedSource
 from inference.shapes.token_graph import GraphTree
+from outrider.errors import require
 from outrider.streams import Streams
 from papers.claims import Claim, Counts, Row, Table
-from papers.eesd import skipped_layers
 from papers.measuring import Asked, Bench, replayed
 
 ARXIV = "2407.16207"
@@ -63,9 +63,12 @@ class Drafts:
 
 
 def drafts_of(options: Any) -> Drafts:
-    if options.small_lm or options.checkpoint or not options.target:
-        return Drafts("early_exit" if options.checkpoint and not options.small_lm else "small_lm")
-    return Drafts("skip_layers", skipped_layers(options))
+    """Raises `UserError` for two drafters at once."""
+    models = [name for name in ("small_lm", "checkpoint") if getattr(options, name)]
+    require(not (options.skip and models), "skip", options.skip, f"without {' and '.join(models)}, which drafts too")
+    if options.skip:
+        return Drafts("skip_layers", tuple(options.skip))
+    return Drafts("early_exit" if models == ["checkpoint"] else "small_lm")
 
 
 def tables(*, options: Any, **_: Any) -> dict[str, Table]:

@@ -158,8 +158,9 @@ def test_pairs_are_entries_of_one_table(
             script.main()
 
 
-def test_bad_input_is_named(paper: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value in (("tables", "table_99"), ("transcripts", "a.jsonl"), ("tokens", "1")):
+def test_bad_input_is_named(paper: Callable[..., Any], tiny_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, *value in (("tables", "table_99"), ("transcripts", "a.jsonl"), ("tokens", "1"),
+                           ("skip", "1", *drafters(tiny_models))):  # fmt: skip
         with pytest.raises(SystemExit):
-            paper("gsd", f"--{option}", value)
+            paper("gsd", f"--{option}", *value)
         assert option in capsys.readouterr().err
