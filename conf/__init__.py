@@ -148,9 +148,11 @@ def refuse_flags(name: str, schema: type, words: Sequence[str]) -> None:
 def look_for_places(config: Settings) -> None:
     """Raise `UserError` for a missing input file of the command, before torch is imported.
 
-    A rehearsal reads only the files that its command line gives; a plan reads neither text nor prompts.
+    A rehearsal reads only the files that its command line gives; a plan reads neither text nor prompts, but those to
+    be answered.
     """
-    debug, plan = getattr(config, "debug", False), getattr(config, "plan", False)
+    debug = getattr(config, "debug", False)
+    plan = getattr(config, "plan", False) and not getattr(config, "asks", False)
 
     def wanted(key: str) -> bool:
         read = not (plan and key.partition(".")[0] in ("data", "prompts"))

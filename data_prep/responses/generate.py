@@ -1,6 +1,6 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from data_prep.responses.directory import (
     seconds_spent,
     summarise,
 )
+from data_prep.responses.plan import describe_first, describe_plan
 from data_prep.responses.server import UNANSWERED, Server
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task, Todo, read_tasks, render
@@ -56,19 +57,40 @@ def generate_responses(config: GenerateConfig) -> None:
 
     Raises `UserError` for an unusable target, data set or directory, and if another run is writing there.
     """
+    if config.plan:
+        print(_plan(config), flush=True)
+        return
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "responses"):
         _generate(config, folder, state)
 
 
+def _plan(config: GenerateConfig) -> str:
+    target = open_target(config.target, config.revision, by_layers=False)
+    context, done = context_length(target.config), answered(Path(config.out_dir)) if config.resume else set()
+    todo = _read(config, target, context, lambda task: task.id not in done)
+    return describe_plan(config, target, todo.tasks, context)
+
+
+def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Callable[[Task], bool]) -> Todo:
+    """The prompts to answer. Raises `UserError` for data without any."""
+    todo = Todo()
+    for task in read_tasks(config, target.tokenizer, todo):
+        if wanted(task):
+            todo.add(task, target.tokenizer, context)
+    if not todo.counts["prompts"]:
+        found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
+        raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
+    return todo
+
+
 def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None:
     target = open_target(config.target, config.revision, by_layers=False)
-    tokenizer = target.tokenizer
     dtype = pick_dtype(config.dtype, target.config, state.device)
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     context = context_length(target.config)
-    server = Server(config, tokenizer, end_tokens(target), context) if config.server else None
+    server = Server(config, target.tokenizer, end_tokens(target), context) if config.server else None
     kernels = "a server's" if server else kernels_here(state.device, dtype)
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
     require_same_kernels(identity["kernels"], kernels)
@@ -80,13 +102,10 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
         open_run(folder, identity)
     state.wait_for_everyone()
 
-    todo = Todo()
-    for task in read_tasks(config, tokenizer, todo):
-        if task.id not in done and int(task.id, 16) % state.num_processes == state.process_index:
-            todo.add(task, tokenizer, server.context if server else context)
-    if not todo.counts["prompts"]:
-        found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
-        raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
+    def own(task: Task) -> bool:
+        return task.id not in done and int(task.id, 16) % state.num_processes == state.process_index
+
+    todo = _read(config, target, server.context if server else context, own)
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()
@@ -242,6 +261,8 @@ def respond(
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             rate = tokens / seconds()
             stage.advance(len(batch))
+            if shown and answered == len(batch) < len(todo.tasks):
+                print(describe_first(config, answered, len(todo.tasks), tokens, seconds()), flush=True)
             if len(shard) >= config.shard_size:
                 save(shard)
                 shard = Shard()

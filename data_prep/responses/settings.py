@@ -50,6 +50,8 @@ class GenerateConfig(TargetConfig):
     server_timeout: Positive = free(600.0)  # seconds that the server may take for one request
     server_retries: NotNegative = free(5)  # how often a failed request is repeated, after pauses of 1, 2, 4, … 60 s
     device_map: str | None = free(None)  # auto spreads a large target over all GPUs of one process
+    # only say how many prompts there are, what they take at most, and what ends it; reads the data, needs no weights
+    plan: bool = free(False)
     seed: Seed = 0  # with a prompt's id it decides the answer
     out_dir: str = free("runs/generate_responses")  # where everything goes
 

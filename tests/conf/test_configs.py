@@ -313,6 +313,7 @@ HUB = "org/model"  # which is not looked up
             ("eesd", ["debug=true", "target=nowhere.gguf"], "target"),
             ("eesd", ["debug=true", f"target={HUB}", "data=local", "data.path=nowhere"], "data.path"),
             ("eesd", ["plan=true", "target=nowhere.gguf", "data=local", "data.path=nowhere"], "target"),
+            ("generate_responses", ["plan=true", f"target={HUB}", "data=local", "data.path=nowhere"], "data.path"),
         ],
     ),
 )

@@ -112,7 +112,7 @@ def check_summary(out_dir: Path, experiment: str) -> None:
         assert summary["target"]["made_of"]["model"] == "tiny"
         assert all((out_dir / name / "steps.json").exists() for name in ("eesd", "small_lm"))
     else:
-        assert summary["target"]["steps"] == json.loads((out_dir / "target/steps.json").read_text())["steps"] <= 20
+        assert summary["target"]["steps"] <= 20
     assert len(summary["methods"]) == {"auto": 13, "vicuna_7b": 10, "llama2_13b": 6, "opt_13b": 7}[experiment]
     for figures in summary["methods"].values():
         lossless = figures["lossless"]

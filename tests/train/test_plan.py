@@ -1,19 +1,24 @@
 """The plan of a training: the paper's arithmetic, and what training then really reads and trains."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from data_prep.responses.plan import describe_plan as responses_plan
+from data_prep.responses.tasks import Task
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from draft_models.targets.architectures import load_config
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
+from tests.conf.test_experiments import composed
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import random_prompt, save_target
@@ -74,6 +79,28 @@ def test_the_memory_is_counted_part_by_part() -> None:
     responses = DataConfig(source="local", path="responses-*.jsonl")
     cached = replace(CONFIG, objective="kl_tv", teacher="cached", data=responses)
     assert make_plan(cached, llama_2(70), 5) == plan  # what is known of the target needs no layer of it
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "context"), [("vicuna_13b", 13, 2048), ("llama2_13b", 13, 4096), ("codellama_13b", 13, 16384)]
+)
+def test_experiments_of_13_billion_fit_a_gpu_of_80_gb(
+    name: str, size: int, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers with a batch of the longest prompts, and the training with the whole target beside it."""
+    for module in ("data_prep.responses.plan", "train.parts.plans"):
+        monkeypatch.setattr(f"{module}.planned_device", lambda: torch.device("cuda"))
+    target = llama_2(size)
+    target.max_position_embeddings = context
+    answers = composed(f"generate_responses/{name}")
+    longest = Task("0", "0", "vicuna", [1] * 64, upcoming=["x" * context] if name == "vicuna_13b" else [])
+    said = responses_plan(answers, SimpleNamespace(config=target), [longest], context)
+    assert 50 < float(re.search(r"device_gb=(\S+)", said)[1]) < 75
+    training = composed(f"eesd/{name}")
+    assert training.decode_prompts > 0
+    plan = make_plan(training, target, 3)
+    assert "the whole target, to decode with" in plan.device_bytes
+    assert sum(plan.device_bytes.values()) < 60e9  # the exit's own activations come beside this
 
 
 def require_allocated(path: Path, config: EesdConfig) -> None:

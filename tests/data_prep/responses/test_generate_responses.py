@@ -225,6 +225,46 @@ def test_a_line_a_shard_says_how_far_it_is_and_how_long_it_takes(make, capsys):
 
 
 @pytest.mark.usefixtures("thirty_seconds_a_batch")
+@pytest.mark.parametrize("minutes", [None, 2])
+def test_the_first_batch_tells_how_long_all_take(make, capsys, minutes):
+    """And what ends it earlier. It is said once, and not where one batch is all there is."""
+    generate_responses(make(batch_size=2, minutes=minutes))
+    said = re.findall(
+        r"first_batch=2/10 tokens_per_s=(\d+) all_tokens=(\d+) all_take='2 min 30 s': (.*)", capsys.readouterr().out
+    )
+    ((rate, tokens, end),) = said
+    assert int(tokens) % 5 == 0 < int(tokens)  # five such batches
+    assert int(rate) == round(int(tokens) / 150)
+    assert ("minutes=2 end it" in end, "data.max_records=" in end) == (minutes == 2, minutes is None)
+    generate_responses(make(name="small", batch_size=10))
+    assert "first_batch=" not in capsys.readouterr().out
+
+
+def test_a_plan_is_an_upper_bound_and_makes_nothing(make, capsys):
+    """Of what a run then answers; without a word about the memory of a server. A resumed run has fewer prompts."""
+
+    def plan(**options):
+        generate_responses(make(plan=True, **options))
+        said = capsys.readouterr().out
+        assert not Path(make().out_dir).exists()
+        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+) ", said)}, said
+
+    found, said = plan(batch_size=3)
+    assert (found["prompts"], found["turns"], found["tokens_at_most"]) == (10, 20, 240)
+    assert "keys and values of 3 texts of up to" in said
+    assert "data.max_records= makes them fewer" in said
+    assert "minutes=7 end it at the latest" in plan(minutes=7)[1]
+    assert "memory" not in plan(server="http://127.0.0.1:9", concurrency=4)[1]  # which is not asked
+    assert plan(turns="first")[0]["turns"] == 10
+    generate_responses(make(name="made"))
+    told = json.loads((Path(make(name="made").out_dir) / "summary.json").read_text())
+    assert told["tokens"] <= 240
+    assert plan(name="made", resume=True)[0]["prompts"] == 0
+    with pytest.raises(UserError, match="no prompt in it"):
+        plan(records=[talk("a", "b")], heldout_fraction=0.999)
+
+
+@pytest.mark.usefixtures("thirty_seconds_a_batch")
 def test_the_time_before_a_kill_counts(make, monkeypatch):
     config, real, saved = make(batch_size=2, shard_size=2, minutes=2), directory.Shard.save, []
 
