@@ -283,6 +283,8 @@ def sibling_pruning(by: Drafts) -> Table:
         (Claim("stricter pruning accepts fewer later children", "later_children", ends),),
         plot="later_children",
         xlabel="θ_sib",
+        note="Of two siblings with q ≥ 0.4 the smaller is at least 2/3 of the larger. So a θ_sib below 2/3 leaves the "
+        "draft as it is: only the last row can differ.",
     )
 
 

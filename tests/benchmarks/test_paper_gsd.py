@@ -1,0 +1,74 @@
+"""GSD's tables: whose drafts they are of, and the arithmetic that stands in their notes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.core.tree import DraftTree
+from inference.shapes.token_graph import token_graph
+from outrider.errors import UserError
+from tests.known_source import KnownSource, Q, root, untied
+from tests.tiers import as_many
+
+NONE = {"small_lm": None, "checkpoint": None, "skip": None}
+
+
+@pytest.mark.parametrize(
+    ("given_", "source", "skip"),
+    [
+        ({}, "small_lm", None),
+        ({"small_lm": "s", "checkpoint": "e"}, "small_lm", None),
+        ({"checkpoint": "e"}, "early_exit", None),
+        ({"skip": [3, 4]}, "skip_layers", (3, 4)),
+    ],
+)
+def test_every_row_is_of_the_drafter_that_was_given(given_: dict, source: str, skip: tuple[int, ...] | None) -> None:
+    from papers.gsd import tables
+
+    found = tables(options=SimpleNamespace(**NONE | given_))
+    methods = [row.method for table in found.values() for row in table.rows if row.method]
+    assert {(method.source, method.skip) for method in methods} == {(source, skip)}
+    graphs = [method.structure for method in methods if method.structure.kind == "token_graph"]
+    within = [shape for shape in graphs if shape.tau and not shape.deep_copies]
+    assert len(within) == 1  # the row that stops copies where drafting stops
+
+
+def test_two_drafters_at_once_are_refused() -> None:
+    from papers.gsd import tables
+
+    with pytest.raises(UserError, match="checkpoint"):
+        tables(options=SimpleNamespace(**NONE | {"skip": [1], "checkpoint": "e"}))
+
+
+def test_the_papers_greedy_figures_follow_from_its_two_tables() -> None:
+    """Table 1 has the mean of greedy and top-p decoding, Table 2 that of top-p."""
+    from papers.gsd import tables
+
+    found = tables(options=SimpleNamespace(**NONE))
+    mean, sampled = ({row.name: row.paper for row in found[key].rows} for key in ("table_1", "table_2"))
+    greedy = []
+    for name in ("SSD", "TSD", "GSD"):
+        pairs = zip(mean[name][3].split(", "), sampled[name][0].split(", "), strict=True)
+        greedy.append([2 * float(both.rstrip("×")) - float(top_p.rstrip("×")) for both, top_p in pairs])
+    maths, summaries = ([f"{value:.2f}" for value in column] for column in zip(*greedy, strict=True))
+    assert maths == ["1.90", "1.81", "1.78"]
+    said = found["table_1"].note
+    assert f"{maths[0]}, {maths[1]} and {maths[2]} times on GSM8K" in said
+    assert f"{summaries[0]}, {summaries[1]} and {summaries[2]} on XSum" in said
+
+
+@settings(deadline=None, max_examples=as_many(60))
+@given(q=untied, theta=st.sampled_from([0.05, 0.3, 0.5, 0.66]))
+def test_weak_sibling_pruning_prunes_nothing_where_weak_tokens_are_pruned(q: Q, theta: float) -> None:
+    """As the note of Fig. 8 says."""
+
+    def draft(theta_sibling: float) -> DraftTree:
+        options = {"limit": 4, "node_budget": 10**4, "theta_prob": 0.4, "tau": 1}
+        return token_graph(KnownSource(q), root(), theta_sibling=theta_sibling, **options)  # type: ignore[arg-type]
+
+    ours, other = draft(theta), draft(0.0)
+    assert torch.equal(ours.tokens, other.tokens)
+    assert ours.parents == other.parents
