@@ -83,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="of --transcripts")
     parser.add_argument("--pair", action="append", metavar="NAME=TARGET,DRAFTER", help="mcsd: a pair; several")
     parser.add_argument("--prompts", action="append", metavar="NAME=FILE", help="a category and its prompts; several")
-    parser.add_argument("--template", default="auto", choices=get_args(PromptTemplate), help="of chat prompts")
+    parser.add_argument("--template", default="auto", choices=get_args(PromptTemplate), help="as evaluate-checkpoint's")
     parser.add_argument("--num-prompts", type=int, default=12, help="of each category, evenly spread")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer at most")
     parser.add_argument("--ignore-eos", action="store_true", help="always so many tokens")

@@ -173,7 +173,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         {"train.pipeline_run:_tee": "pipeline > step 1/"},
     ),
     "chat": (
-        [f"target={TARGET}"],
+        [f"target={TARGET}", "template=none"],
         {"outrider.api.model:load_stack": "progress: loading; "},
     ),
 }  # fmt: skip
@@ -224,5 +224,5 @@ def test_a_chat_waits_for_its_user_in_silence(ears: Ears, monkeypatch: pytest.Mo
         raise EOFError
 
     monkeypatch.setattr("builtins.input", read)
-    run(monkeypatch, ears, "chat", f"target={TARGET}")
+    run(monkeypatch, ears, "chat", f"target={TARGET}", "template=none")
     assert said == []

@@ -244,13 +244,40 @@ def test_pipeline_stages_are_what_the_commands_take(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("data", ["responses", "self_distillation"])
 def test_answers_are_read_by_the_template_they_were_asked_with(cluster: Cluster, data: str) -> None:
-    given = ("generate.data.template=vicuna", f"eesd.data={data}", "calibrate.data.template=tokenizer")
+    given = ("generate.data=ultrachat", "generate.data.template=vicuna", f"eesd.data={data}")
+    given = (*given, "calibrate.data.template=tokenizer")
     cluster.run("pipeline.sh", "target=m", "out_dir=o", *given)
     _, *stages, _ = (call[call.index("--kill-on-invalid-dep=yes") + 3 :] for call in cluster.calls("sbatch"))
     built = [compose_and_build(*pair).data for pair in zip(("eesd", "calibrate"), stages, strict=True)]
     answers = [source.mix.get("generated", source) for source in built]
     assert [source.template for source in answers] == ["vicuna", "tokenizer"]
     assert {source.path for source in answers} == {RESPONSES}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["template=vicuna", "eesd.data=ultrachat"], "vicuna vicuna vicuna vicuna"),
+        (["template=vicuna", "generate.data=ultrachat", "eesd.data=self_distillation"], "vicuna vicuna vicuna vicuna"),
+        ([], "vicuna vicuna vicuna auto"),  # sharegpt's own
+        (["generate.data=ultrachat"], "tokenizer tokenizer tokenizer auto"),
+        (["generate.data=sharegpt", "generate.data.template=tokenizer"], "tokenizer tokenizer tokenizer auto"),
+        (["generate.experiment=generate_responses/vicuna_13b"], "vicuna vicuna vicuna auto"),
+        (["generate.experiment=generate_responses/llama2_70b_chat"], "tokenizer tokenizer tokenizer auto"),
+        (["generate.experiment=generate_responses/llama2_13b"], "tokenizer tokenizer tokenizer auto"),
+    ],
+    ids=str,
+)
+def test_every_stage_has_the_template_of_the_answers(cluster: Cluster, given: list[str], expected: str) -> None:
+    """Or that of template=, also for other data; without it the evaluation takes the drafter's."""
+    cluster.run("pipeline.sh", "target=m", "out_dir=o", *given)
+    *stages, evaluation = (call[call.index("--kill-on-invalid-dep=yes") + 3 :] for call in cluster.calls("sbatch"))
+    commands = ("generate_responses", "eesd", "calibrate")
+    trained = [compose_and_build(*pair) for pair in zip(commands, stages, strict=True)]
+    parts = [[*config.data.mix.values()] or [config.data] for config in trained]
+    found = [{part.template for part in of_stage} for of_stage in parts]
+    evaluated = {word.partition("=")[2] for word in evaluation if word.startswith("template=")} or {"auto"}
+    assert [*found, evaluated] == [{one} for one in expected.split()]
 
 
 @pytest.mark.parametrize("arguments", [["target=m"], ["out_dir=o"], ["target=m", "out_dir=o", "fit.steps=1"]])

@@ -9,12 +9,12 @@ from typing import Any
 
 from interleaved import read_categories
 
-from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt, read_prompts
 from inference.drafters.ngram.ngrams import open_table
 from inference.engines.choose import make_runtime
 from inference.loading.drafters import prepare
 from inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack
+from inference.measure.bench import render
 from inference.measure.replay import load_vocabulary, read_transcripts, recordings
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
@@ -42,8 +42,10 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
         target=options.target, small_lm=options.small_lm, checkpoint=options.checkpoint, eagle3=options.eagle3,
         table=options.table[0] if options.table else None, methods=methods or {"plain": PLAIN}, dtype=options.dtype,
         device=options.device, ignore_eos=options.ignore_eos, generation_config="none",
+        template=options.template,
     )  # fmt: skip
     setup = find_setup(config)
+    _ = [render(setup, prompt, prompt.turns) for prompt in prompts]  # raises if no template is known
     placed: dict[str, Any] = {"dtype": setup.dtype, "device": setup.device}
     others = further_tables(options, setup.target)
     drafters = dict(load_drafters(config, setup.target, **placed))
@@ -58,23 +60,22 @@ def load(options: argparse.Namespace, tables: Mapping[str, Table], paper: Module
     runtime = make_runtime("auto", setup.device)
     answers = options.work / "answers.json"
     bench = Bench(stack, drafters, setup.config.vocab_size, options.tokens, setup.eos, runtime, others, (), answers)
-    asked = [answered(bench, setup, prompt, options) for prompt in prompts]
+    asked = [answered(bench, setup, prompt) for prompt in prompts]
 
     def more() -> list[Asked]:
         """As many other prompts of the same files, where there are others."""
         taken = {prompt.id for prompt in prompts}
         found = read_prompts_of(options, 2 * options.num_prompts)
-        return [answered(bench, setup, each, options) for each in found if each.id not in taken] or asked
+        return [answered(bench, setup, each) for each in found if each.id not in taken] or asked
 
     if (prepares := getattr(paper, "prepare_rows", None)) is not None:
         prepares(bench, more, options, tables)
     return replace(bench, session=tuple(asked), timed_tokens=options.timed_tokens), asked
 
 
-def answered(bench: Bench, setup: TargetSetup, prompt: Prompt, options: argparse.Namespace) -> Asked:
+def answered(bench: Bench, setup: TargetSetup, prompt: Prompt) -> Asked:
     """A prompt with the target's greedy answer, which is decoded once and kept."""
-    ids = tuple(render_prompt(prompt.turns, setup.tokenizer, options.template if prompt.chat else "none"))
-    asked = Asked(prompt.id, prompt.category, ids)
+    asked = Asked(prompt.id, prompt.category, tuple(render(setup, prompt, prompt.turns)))
     return replace(asked, answer=answer_of(bench, asked))
 
 

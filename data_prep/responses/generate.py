@@ -28,6 +28,7 @@ from data_prep.responses.plan import describe_first, describe_plan
 from data_prep.responses.server import UNANSWERED, Server
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task, Todo, read_tasks, render
+from data_prep.text.chat import warn_of_template
 from data_prep.text.rehearsal import rehearsable
 from draft_models.targets.fingerprint import deciding_config, model_identity, tokenizer_digest
 from draft_models.targets.model_files import load_causal_lm
@@ -74,6 +75,7 @@ def _plan(config: GenerateConfig) -> str:
 
 def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Callable[[Task], bool]) -> Todo:
     """The prompts to answer. Raises `UserError` for data without any."""
+    warn_of_template(config.data, target.tokenizer)
     todo = Todo()
     for task in read_tasks(config, target.tokenizer, todo):
         if wanted(task):

@@ -9,8 +9,10 @@ import numpy as np
 
 from data_prep.text.pieces import encode_all
 from data_prep.text.records import ChatRecord, Message, Record
-from data_prep.text.settings import PromptTemplate
-from outrider.errors import UserError, reason, require_choice
+from data_prep.text.settings import DataConfig, PromptTemplate
+from data_prep.text.sources import RUN_FILE, resolve_paths
+from outrider.errors import UserError, reason, require_choice, warn
+from outrider.files import read_mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,6 +117,21 @@ def render_prompt(
     return ids
 
 
+def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn where a part of `data` has another template than its answers were asked for with, as far as the run that
+    made them has recorded it; or, where no run has, another than the tokenizer's own."""
+    for key, _, part in [*data.parts()] or [("", 0.0, data)]:
+        files = {path.parent / RUN_FILE for path in resolve_paths(part.path if part.source == "local" else ())}
+        runs = [read_mapping(file, "record of a run", "remove it") for file in files if file.is_file()]
+        said = [run.get("template") for run in runs]
+        asked = [one for templates in said if isinstance(templates, list) for one in templates if one]
+        expected = {"vicuna" if one == "vicuna" else "tokenizer" for one in asked or [tokenizer.chat_template] if one}
+        if expected and part.template not in expected:
+            why = "its answers were asked for with" if asked else f"{_name(tokenizer)} has a chat template of its own:"
+            named = f"data.mix.{key}" if key else "data"
+            warn(f"{named}.template={part.template}: {why} {named}.template={' or '.join(sorted(expected))}")
+
+
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts its BOS token before plain text."""
     return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -195,8 +212,9 @@ def _end_of_turn(text: str, start: int, special: tuple[str, ...]) -> int:
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, opening: bool = False) -> str:
     if not tokenizer.chat_template:
         raise UserError(
-            f"{_name(tokenizer)} has no chat template, which conversations need; use template=vicuna, "
-            "or the tokenizer of a chat model" + ("; template=none gives prompts as bare text" if opening else "")
+            f"{_name(tokenizer)} has no chat template, which conversations need; use template=vicuna, for training "
+            "data.template=vicuna, or the tokenizer of a chat model"
+            + ("; template=none gives prompts as bare text" if opening else "")
         )
     try:
         rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)

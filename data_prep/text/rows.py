@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.text.chat import Document, encode
+from data_prep.text.chat import Document, encode, warn_of_template
 from data_prep.text.mixing import interleave, rows_taken
 from data_prep.text.pieces import batches
 from data_prep.text.records import Record
@@ -109,6 +109,8 @@ def load_rows(
     """
     require(seq_len >= 2, "seq_len", seq_len, "at least 2")
     require(max_rows is None or max_rows >= 1, "max_rows", max_rows, "at least 1, or null")
+    if split == "train":
+        warn_of_template(config, tokenizer)
     mix = list(config.parts()) or [(config.source, 1.0, config)]
     folders = [_prepare(part, tokenizer, seq_len, split) for _, _, part in mix]
     metas = [read_meta(folder) for folder in folders]

@@ -11,6 +11,7 @@ from data_prep.text.sources import read_records
 from draft_models.targets.fingerprint import Fingerprint
 from draft_models.targets.open_target import OpenTarget
 from inference.doctor.examinee import Fact
+from inference.loading.templates import templates_of
 from outrider.errors import UserError
 from outrider.settings import construct
 
@@ -51,10 +52,11 @@ def training_facts(data: object, tokenizer: PreTrainedTokenizerBase, template: s
     except UserError:
         yield NOT_KNOWN
         return
-    if template is not None and config.source != "mix":
+    learned = templates_of(config.deciding(), tokenizer)
+    if template is not None and learned:
         here = "tokenizer" if template == "auto" else template
-        other = here in ("tokenizer", "vicuna") and config.template != here
-        yield Fact("template", f"trained with {config.template}, prompts are rendered by {here}", other)
+        said = f"trained with {' and '.join(sorted(learned))}, prompts are rendered by {here}"
+        yield Fact("template", said, here not in learned)
     yield learned_from(config, tokenizer)
 
 

@@ -37,7 +37,7 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS, Placed
 from inference.settings.method import number
 from inference.shapes.shapes import find_shape
-from outrider.errors import UserError, reason, require
+from outrider.errors import UserError, reason, require, warn
 from outrider.machine import describe_machine
 from outrider.settings import listed
 from outrider.versions import code_version
@@ -117,6 +117,9 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
     if int8:
         target.require_int8()
     templates = config.template, trained_templates(config, target.tokenizer)
+    if config.template == "none" and templates[1]:
+        learned = ", ".join(f"{kind} learned by {' and '.join(sorted(own))}" for kind, own in templates[1].items())
+        warn(f"template=none: chat prompts are bare text, but {learned}; leave template= out to measure that")
     return TargetSetup(target, eos, stops, inherited, device, dtype, int8, *templates)
 
 

@@ -118,11 +118,13 @@ class Model:
     last text that was generated to its end, by whichever thread.
     """
 
-    def __init__(self, config: EvaluateConfig, name: str):
+    def __init__(self, config: EvaluateConfig, name: str, conversations: bool = False):
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
         with Stage("loading"):
             self.setup = setup = find_setup(config)
+            if conversations:
+                self._ids([{"role": "user", "content": "?"}])  # raises if no template is known
             target, dtype, device = setup.target, setup.dtype, setup.device
             self.drafters = load_drafters(config, target, dtype=dtype, device=device)
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
@@ -354,6 +356,7 @@ def load(
     device: str = "auto",
     runtime: Runtime = "auto",
     template: PromptTemplate = "auto",
+    conversations: bool = False,
 ) -> Model:
     """Load a target with a drafter, ready to decode.
 
@@ -364,6 +367,8 @@ def load(
     name: a name for your own settings.
     target: the drafter's target; for an early exit, the target's current path.
     small_lm, eagle3, table, drafters, template: as the options of evaluate-checkpoint.
+    conversations: whether there will be some: then it is an error now, before the weights are loaded, if no template
+    for them is known.
 
     Raises `UserError` for missing or unusable inputs.
     """
@@ -389,7 +394,7 @@ def load(
         runtime=runtime,
         template=template,
     )
-    return Model(config, name)
+    return Model(config, name, conversations)
 
 
 def preset(name: str) -> MethodConfig:

@@ -159,7 +159,7 @@ def test_pairs_are_entries_of_one_table(
 
 
 def test_bad_input_is_named(paper: Callable[..., Any], tiny_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for option, *value in (("tables", "table_99"), ("transcripts", "a.jsonl"), ("tokens", "1"),
+    for option, *value in (("tables", "table_99"), ("transcripts", "a.jsonl"), ("tokens", "1"), ("template", "auto"),
                            ("skip", "1", *drafters(tiny_models))):  # fmt: skip
         with pytest.raises(SystemExit):
             paper("gsd", f"--{option}", *value)

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -5,8 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, render_prompt
+from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, render_prompt, warn_of_template
 from data_prep.text.records import FileLayout, SkipRecordError, find_layout, to_record
+from data_prep.text.settings import DataConfig, MixPart
 from outrider.errors import UserError
 from tests.tiers import as_many
 
@@ -317,3 +319,29 @@ def test_prompts_that_cannot_be(tokenizer):
         render_prompt(["a"], tokenizer, "alpaca")
     with pytest.raises(ValueError, match="ends with a user turn"):
         render_prompt(["a", "b"], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("own", "recorded", "given", "expected"),
+    [
+        (None, None, "tokenizer", None), (None, None, "vicuna", None), ("{{ 1 }}", None, "tokenizer", None),
+        ("{{ 1 }}", None, "vicuna", "tokenizer"), ("{{ 1 }}", ["vicuna"], "tokenizer", "vicuna"),
+        ("{{ 1 }}", ["vicuna"], "vicuna", None), ("{{ 1 }}", ["{{ 1 }}"], "vicuna", "tokenizer"),
+        ("{{ 1 }}", ["vicuna", "{{ 1 }}"], "vicuna", None), (None, [None], "vicuna", None),
+    ],
+)  # fmt: skip
+def test_another_template_than_the_answers_or_the_tokenizers_is_warned_of(
+    make_tokenizer, tmp_path, capsys, own, recorded, given, expected
+):
+    """Also of a part of a mix. Answers that no chat template was there for are texts."""
+    (tmp_path / "responses-1.jsonl").write_text("{}")
+    if recorded is not None:
+        (tmp_path / "run.json").write_text(json.dumps({"template": recorded}))
+    source = {"source": "local", "path": str(tmp_path / "responses-*.jsonl"), "template": given}
+    mix = DataConfig(source="mix", mix={"generated": MixPart(**source)})
+    for data, key in ((DataConfig(**source), "data"), (mix, "data.mix.generated")):
+        warn_of_template(data, make_tokenizer(chat_template=own))
+        said = capsys.readouterr().err
+        assert said.endswith(f" {key}.template={expected}\n" if expected else "")
+        assert said.startswith(f"warning: {key}.template={given}: " if expected else "")
+        assert bool(said) == bool(expected)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from data_prep.text.chat import encode
 from data_prep.text.prompts import Prompt
-from data_prep.text.settings import DataConfig
+from data_prep.text.settings import DataConfig, MixPart
 from data_prep.text.sources import read_records
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.early_exit.checkpoint import save_pretrained
@@ -102,7 +102,12 @@ def test_early_exits_and_small_lms_are_examined(practice: Path) -> None:
     data = DataConfig(source="local", path=str(practice / "chat.jsonl"), template="vicuna", heldout_fraction=0.0)
     document = encode(list(read_records(data, "train")), tokenizer, "vicuna")[0]
     assert [fact.name for fact in training_facts(data.deciding(), tokenizer, None)] == ["learned from"]  # no prompt is
-    assert next(training_facts(data.deciding(), tokenizer, "tokenizer")).suspect
+    part = MixPart(source="local", path=data.path, template="vicuna")
+    mixed = DataConfig(source="mix", mix={"a": part}, heldout_fraction=0.0)
+    for template, suspect in (("vicuna", False), ("tokenizer", True), ("auto", True), ("none", True)):
+        for learned in (data, mixed):
+            fact = next(training_facts(learned.deciding(), tokenizer, template))
+            assert (fact.name, fact.suspect) == ("template", suspect)
     assert exit_["learned from"]["said"].startswith(f"{document.supervised.mean():.1%} of the {3 * len(document.ids)} ")
     assert "not this target (weights: drafter 'others'" in lm["made for"]["said"]
     assert lm["made for"]["suspect"]

@@ -12,6 +12,7 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import DataConfig, MixPart
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
+from inference.chat import __main__ as chat
 from inference.loading.targets import find_setup
 from inference.loading.templates import chat_template, templates_of
 from inference.measure.bench import render
@@ -104,6 +105,32 @@ def test_what_a_record_says() -> None:
     assert [chat_template(asked, both) for asked in ("vicuna", "tokenizer", "none")] == ["vicuna", "tokenizer", "none"]
     with pytest.raises(UserError, match=r"template=auto: .*tokenizer and vicuna; give template="):
         chat_template("auto", both)
+
+
+def test_bare_text_before_a_drafter_of_chats_is_warned_of(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for data, said in ((TALK, "eagle3 learned by vicuna"), (CODE_ONLY, ""), (None, "")):
+        rendered(models, QUESTION, "none", eagle3=trained(models, EAGLE3, data))
+        err = capsys.readouterr().err
+        assert said in err
+        assert ("warning: template=none: chat prompts are bare text" in err) == bool(said)
+
+
+def test_a_chat_without_a_template_ends_before_it_loads(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And `load` where conversations are to come; a text needs none."""
+    target = str(models / TARGET)
+    monkeypatch.setattr("outrider.api.model.load_stack", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"has no chat template, .* template=vicuna, .*template=none"):
+        outrider.load(target, device="cpu", conversations=True)
+    monkeypatch.setattr("sys.argv", ["chat", f"target={target}", "device=cpu"])
+    with pytest.raises(SystemExit) as left:
+        chat.main()
+    assert left.value.code == 2
+    for given in ({"conversations": True, "template": "vicuna"}, {}):
+        with pytest.raises(TypeError):  # as the weights are about to be loaded
+            outrider.load(target, device="cpu", **given)
 
 
 def test_messages_and_the_chat_likewise(models: Path) -> None:
