@@ -57,14 +57,15 @@ class RecordedStates(TargetSession):
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         self.finished = range(self.rows) if rows is None else rows
         places = [min(self.base + self.round.depths[row], len(self._text) - 1) for row in self.finished]
-        self._known, aux = states_of(self._target, self._text, self.aux_layers)
-        self.extras = [aux[:, places]]
+        if self.aux_layers:
+            self.extras = [states_of(self._target, self._text, self.aux_layers)[1][:, places]]
         return self.hidden.new_empty(len(places), 0)
 
-    def commit(self, rows: Sequence[int]) -> None:
-        super().commit(rows)
+    @property
+    def target_hidden(self) -> Tensor:  # type: ignore[override]
+        """Read when a drafter asks for it, which most do not."""
         last = min(self.base, len(self._text)) - 1
-        self.target_hidden = self._known[last : last + 1]
+        return states_of(self._target, self._text, self.aux_layers)[0][last : last + 1]
 
 
 class _Read(TargetSession):
