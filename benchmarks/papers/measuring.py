@@ -26,6 +26,7 @@ from inference.core.sampling import Sampler
 from inference.core.session import Session
 from inference.core.token_selector import TokenSelector
 from inference.drafters.shaped import ModelDrafter
+from inference.drafters.skip_layers import SkipLayersSource
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
 from inference.measure.arms import make_arms
@@ -35,7 +36,7 @@ from inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.files import read_json, write_json
 from outrider.streams import Streams
 from papers.claims import Row, Table, quantity
-from papers.replaying import RecordedStates, RecordedText, replays
+from papers.replaying import RecordedKeys, RecordedStates, RecordedText, replays
 from papers.watching import Watched
 
 STRETCH = 64  # tokens, of `late_64` and so on
@@ -116,7 +117,8 @@ def replayed(bench: Bench, drafter: Drafter, asked: Asked, sampling: SamplingCon
     if bench.stack is None:
         session: Session = RecordedSession(*sizes, vocabulary=bench.vocabulary)
     else:
-        session = RecordedStates(bench.stack, (*asked.ids, *answer), *sizes)
+        skips = isinstance(drafter, ModelDrafter) and isinstance(drafter.model, SkipLayersSource)
+        session = (RecordedKeys if skips else RecordedStates)(bench.stack, (*asked.ids, *answer), *sizes)
     selector = RecordedText(cut(answer, eos, budget), sampler_of(bench, asked, sampling))
     decoded = collect(decode_rounds(session, drafter, selector, asked.ids, budget, eos, time.perf_counter))
     return replace(decoded, totals=dict(drafter.totals))

@@ -1,4 +1,4 @@
-"""What stands in for a target whose text is known: its choices, and its hidden states of one pass over that text."""
+"""What stands in for a target whose text is known: its choices, and what one pass over that text made of it."""
 
 import random
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 
-FAITHFUL = ("early_exit", "eagle3", "small_lm", "prompt_lookup", "ngrams")  # kinds that recorded states are enough for
+FAITHFUL = ("early_exit", "eagle3", "small_lm", "skip_layers", "prompt_lookup", "ngrams")  # kinds that read no more
 
 
 def replays(method: MethodConfig, sampling: SamplingConfig) -> bool:
@@ -68,6 +68,23 @@ class RecordedStates(TargetSession):
         return states_of(self._target, self._text, self.aux_layers)[0][last : last + 1]
 
 
+class RecordedKeys(RecordedStates):
+    """Recalls the keys and values of all layers too, for drafters that run some of them after the text."""
+
+    def __init__(self, target: Target, text: tuple[int, ...], split: int, capacity: int, context: int):
+        super().__init__(target, text, split, capacity, context)
+        self.rest = KVCache(range(len(self.layers.layers)), capacity)
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """The text's own keys and values take the place of the draft's."""
+        self.base += len(rows)
+        self.rest.keep(0, ())
+        for layer, (keys, values) in enumerate(states_of(self._target, self._text, self.aux_layers)[2]):
+            self.rest.update(keys[:, :, : self.base], values[:, :, : self.base], layer)
+        self.rest.advance(self.base)
+        self.start_round()
+
+
 class _Read(TargetSession):
     @property
     def states(self) -> Tensor:
@@ -77,9 +94,12 @@ class _Read(TargetSession):
 
 @lru_cache(maxsize=4)
 @torch.inference_mode()
-def states_of(target: Target, text: tuple[int, ...], aux_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The last hidden states [n, d] and the aux hidden states [1, n, layers · d] of `text`, in one pass."""
+def states_of(
+    target: Target, text: tuple[int, ...], aux_layers: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Sequence[tuple[Tensor, Tensor]]]:
+    """Of one pass over `text`: the last hidden states [n, d], the aux ones [1, n, layers · d], the keys and values."""
     session = _Read(require_layers(target), 0, len(text))
     session.aux_layers = aux_layers
     session.prefill(text)
-    return session.states, session.extras[0] if aux_layers else session.states[None, :, :0]
+    aux = session.extras[0] if aux_layers else session.states[None, :, :0]
+    return session.states, aux, session.content()

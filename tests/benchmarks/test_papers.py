@@ -49,11 +49,13 @@ METHODS = {
     "early exit, calibrated": MethodConfig(stop=CALIBRATED),
     "early exit, opt_tree": MethodConfig(structure=TREE, stop=CALIBRATED),
     "EAGLE-3, calibrated": MethodConfig(source="eagle3", structure=WIDE, stop=CALIBRATED),
+    "skip_layers": MethodConfig(source="skip_layers", skip=(1,)),
+    "skip_layers, token_graph": MethodConfig(source="skip_layers", structure=replace(GRAPH, deep_copies=True)),
     "naive": MethodConfig(source="small_lm", verify="naive"),
     "prompt_lookup": MethodConfig(source="prompt_lookup"),
 }
 # Whose candidates are drawn, and verified by rejection, under sampling.
-DRAWN = ("chain", "small LM, calibrated", "early exit", "early exit, Beta-TS", "early exit, calibrated")
+DRAWN = ("chain", "skip_layers", "small LM, calibrated", "early exit", "early exit, Beta-TS", "early exit, calibrated")
 
 
 @pytest.fixture(scope="module")
