@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from data_prep.text.settings import DataConfig
 from draft_models.calibration.checkpoint import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
 from draft_models.eagle3.changes import ReadingChanges
@@ -40,7 +41,7 @@ from outrider import preset
 from outrider.errors import UserError
 from outrider.processes import join_processes
 from tests.fitted_heads import fitted_head
-from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, kill_when, launch, save_for_calibration, synthetic
 from train.parts import capture as capturing
@@ -316,6 +317,27 @@ def test_bad_input_is_refused_before_anything_is_captured(folder: Path, tiny_mod
         with pytest.raises(UserError, match=message):
             calibrate(calibrating(folder, tmp_path / "run", **changes))
         assert not (tmp_path / "run" / "captured").exists()
+
+
+def test_another_template_than_the_drafters_is_warned_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(folder / "target", tmp_path / "target"))
+    byte_tokenizer("{{ messages }}").save_pretrained(path)
+    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
+    talk = DataConfig(source="local", path="chat.jsonl", template="vicuna")
+    record = {"data": json.loads(json.dumps(talk.deciding()))}
+    drafter = make_drafter(path, LAYERS - 1)
+    save_pretrained(tmp_path / "drafter", drafter, fingerprint, record, torch.float32)
+    for data, warned in (
+        (replace(talk, template="tokenizer"), True),
+        (talk, False),
+        (replace(talk, layout="text"), False),
+    ):
+        with pytest.raises(UserError, match="new_tokens=256: expected less"):
+            calibrate(calibrating(tmp_path, tmp_path / "run", data=data, new_tokens=256))
+        said = f"warning: data.template=tokenizer: the drafter in {tmp_path}/drafter learned by vicuna"
+        assert (said in capsys.readouterr().err) == warned
 
 
 def test_a_head_is_found_beside_its_drafter_only(tmp_path: Path) -> None:

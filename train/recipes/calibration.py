@@ -25,10 +25,11 @@ from inference.engines.packing import lay_out
 from inference.loading.drafters import prepare
 from inference.loading.memory_plan import plan_capture
 from inference.loading.targets import end_tokens, load_stack
+from inference.loading.templates import templates_of
 from inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from inference.settings.kinds import KINDS, Kind, kind_in
 from inference.settings.method import MethodConfig
-from outrider.errors import UserError
+from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, say
 from outrider.settings import keyed
@@ -114,6 +115,10 @@ class Recipe:
         fingerprint = from_main(state, lambda: target.fingerprint)
         known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
         plugin = self.kind.load_plugin().reading(config.reading)
+        learned = templates_of(plugin.data_of(config.checkpoint), target.tokenizer)
+        if learned and (other := templates_of(config.data.deciding(), target.tokenizer) - learned):
+            told = " and ".join(sorted(learned))
+            warn(f"data.template={' and '.join(sorted(other))}: the drafter in {config.checkpoint} learned by {told}")
         model = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
         draft_model = partial(plugin.draft_model, model, MethodConfig(self.kind.name))
