@@ -16,7 +16,7 @@ from outrider.versions import PACKAGES
 ROOT = Path(__file__).parent.parent
 # At most. Lower one whenever it is beaten; raise one only with the reason in the commit's message.
 MOST = {
-    "source lines": 44_399,
+    "source lines": 44_404,
     "modules on the longest chain of imports": 14,
     "modules below the decode loop": 20,
     "lines below the decode loop": 2_750,
