@@ -127,9 +127,9 @@ def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
         asked = [one for templates in said if isinstance(templates, list) for one in templates if one]
         expected = {"vicuna" if one == "vicuna" else "tokenizer" for one in asked or [tokenizer.chat_template] if one}
         if expected and part.template not in expected:
-            why = "its answers were asked for with" if asked else f"{_name(tokenizer)} has a chat template of its own:"
+            why = "its answers were asked for with another" if asked else f"{_name(tokenizer)} has one of its own"
             named = f"data.mix.{key}" if key else "data"
-            warn(f"{named}.template={part.template}: {why} {named}.template={' or '.join(sorted(expected))}")
+            warn(f"{named}.template={part.template}: {why}; give {named}.template={' or '.join(sorted(expected))}")
 
 
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
