@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from papers.writing import markdown
+from papers.writing import markdown, measured
 from record_tables import by_dtype, interval, layouts, summary, tables
 
 Report = Mapping[str, Any]
@@ -63,10 +63,11 @@ def fill_record(page: str, entries: Mapping[str, Any]) -> str:
 
 
 def fill_paper(page: str, record: Mapping[str, Any]) -> str:
-    """`page` with all tables of a paper. Raises `ValueError` where it has no place for them."""
+    """`page` with all tables of a paper, or its summary. Raises `ValueError` where it has no place for them."""
     name = record["paper"]
-    place = re.compile(rf"(<!-- {name} tables: begin -->\n)(.*?)(<!-- {name} tables: end -->)", re.DOTALL)
-    filled, count = place.subn(lambda found: found[1] + markdown(record) + found[3], page)
+    shapes = {"tables": markdown, "summary": measured}
+    places = rf"(<!-- {name} ({'|'.join(shapes)}): begin -->\n)(.*?)(<!-- {name} \2: end -->)"
+    filled, count = re.subn(places, lambda found: found[1] + shapes[found[2]](record) + found[4], page, flags=re.DOTALL)
     if not count:
         raise ValueError(f"no place for {name}; expected <!-- {name} tables: begin -->")
     return filled

@@ -282,4 +282,5 @@ def shuffled(entry: Mapping[str, Any], counts: Kept, times: int) -> Iterator[str
                 for prompt in own[0]:
                     for term, place in zip(claim.terms, draw.permutation(len(own)), strict=True):
                         mixed[term][prompt] = own[place][prompt]
-                yield judge(claim, dict.fromkeys(claim.terms, ""), mixed)["verdict"]
+                if (verdict := judge(claim, dict.fromkeys(claim.terms, ""), mixed)["verdict"]) != NOT_RUN:
+                    yield verdict

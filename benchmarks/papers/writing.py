@@ -14,10 +14,15 @@ ALONE = "°"  # a decision that does not stand by Holm's correction over all cla
 def markdown(record: Mapping[str, Any]) -> str:
     """All tables of a paper: its own figures beside ours on every target, and what became of its claims."""
     entries = record["entries"]
-    lines = [said(name, entry) for name, entry in entries.items()]
+    lines = measured(record).splitlines()
     for key in dict.fromkeys(key for entry in entries.values() for key in entry["tables"]):
         lines += ["", *table(key, {name: entry["tables"].get(key) for name, entry in entries.items()})]
     return "\n".join(lines) + "\n"
+
+
+def measured(record: Mapping[str, Any]) -> str:
+    """A line for every entry."""
+    return "".join(f"{said(name, entry)}\n" for name, entry in record["entries"].items())
 
 
 def said(name: str, entry: Mapping[str, Any]) -> str:
