@@ -40,6 +40,7 @@ from papers.claims import Row
 from papers.measuring import Asked, Bench
 
 MOST, DRAWS = 64, 2  # candidates of a node; draws of them without replacement
+FEW = 8  # candidates where they repeat, or are accepted naively
 RAW = SamplingConfig(temperature=1.0)
 
 
@@ -77,6 +78,7 @@ def rounds_of(accepted: np.ndarray, widths: Sequence[int], most: int) -> dict[st
     accepted [n, ranks]: of the tokens after the first, as `by_rank`. widths: children by level. most: the tokens that
     the text might have had. A round that begins `left` tokens before that drafts `left` − 1 levels at most.
     """
+    assert max(widths) <= accepted.shape[1]
     last = len(accepted)
     found: dict[str, float] = defaultdict(float, output=1.0 + last, tokens=float(last))
     starts = np.zeros(last + 2)
@@ -115,7 +117,7 @@ class Expected:
         """Where draws repeat, equal ones are one node: how many there are is then not known, and not counted."""
         assert row.method is not None
         if asked != self._asked:
-            self._asked, self._known = asked, {}
+            self._asked, self._known, self._outputs = asked, {}, None
         shape = row.method.structure
         assert shape.widths != "auto"
         replace, naive = shape.draw == "with_replacement", row.method.verify == "naive"
@@ -127,16 +129,18 @@ class Expected:
         return {name: amount for name, amount in counts.items() if name not in unknown}
 
     def accepted(self, bench: Bench, asked: Asked, greedy: bool, replace: bool, naive: bool) -> np.ndarray:
-        """By rank, of the prompt's text [n, MOST]."""
+        """By rank, of the prompt's text [n, candidates]."""
         if greedy:
             assert asked.answer is not None
             _, scores, said = outputs(bench, asked, asked.answer)
             return (scores.topk(min(MOST, scores.shape[-1])).indices == said[:, None]).double().cpu().numpy()
-        logits, scores, said = outputs(bench, asked, self.said(bench, asked))
+        self._outputs = self._outputs or outputs(bench, asked, self.said(bench, asked))
+        logits, scores, said = self._outputs
         p, q = logits.float().softmax(-1), scores.float().softmax(-1)
         predicted = small_lm_of(bench.drafters["small_lm"]).predicted  # type: ignore[arg-type]
         p = p if predicted is None else p[:, predicted]
-        numbers = Streams(0, asked.id).arrays("candidates").random((1 if replace else DRAWS, len(said), MOST))
+        shape = (1 if replace else DRAWS, len(said), FEW if replace or naive else MOST)
+        numbers = Streams(0, asked.id).arrays("candidates").random(shape)
         drawn = [by_rank(p, q, said, torch.from_numpy(own).to(p.device), replace=replace, naive=naive)
                  for own in numbers]  # fmt: skip
         return torch.stack(drawn).mean(0).cpu().numpy()
