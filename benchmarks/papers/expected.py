@@ -100,7 +100,7 @@ def rounds_of(accepted: np.ndarray, widths: Sequence[int], most: int) -> dict[st
             found["accepted"] += path
         starts[min(root + len(levels), last) + 1] += path
     found["reached"] = found["rounds"] + found["accepted"]
-    return {name: float(amount) for name, amount in found.items()}
+    return {name: round(float(amount), 5) for name, amount in found.items()}
 
 
 class Expected:
