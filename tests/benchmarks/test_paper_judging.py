@@ -183,7 +183,7 @@ def test_verdicts_are_made_of_the_committed_counts(name: str) -> None:
         counts = read_kept(counts_file(out, name, label))
         again = json.loads(json.dumps(judge_entry(entry, counts)))
         assert again == rounded(entry), f"{out.name}: run benchmarks/paper.py {name} --judge"
-        assert {verdict for table in entry["tables"].values() for verdict in table["claims"]}
+        assert any(table["claims"] for table in entry["tables"].values())
 
 
 def rounded(found: Any) -> Any:
