@@ -215,7 +215,7 @@ def trees(no_head: str, head: str) -> Table:
     claims.append(Claim("a tree accepts more a round where q is sharper (EESD, Beta-TS)", "tau", sharper))
     note = (
         f"Trees have 25 nodes, or {FEW}: as many as costs chose on two cores, on other prompts. They rank by q at "
-        f"temperature 0.5 as their presets do, the sharper one at 0.2. {head}"
+        f"temperature 0.5, the sharper one at 0.2. {head}"
     )
     return Table("Table 7: tree attention", SHOWN, rows, tuple(claims), ("70B speed-up", "13B speed-up"), note=note)
 

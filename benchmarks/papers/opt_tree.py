@@ -1,7 +1,7 @@
 """OPT-Tree (arXiv 2406.17276): its tables and figures.
 
-The paper ranks by q as it is. Rows "at T = 0.5" rank by a sharper one, as this project's preset does under greedy
-decoding. Sequoia's tree is fixed; its acceptance by rank is measured on other prompts than those that are compared.
+The paper ranks by q as it is. Rows "at T = 0.5" rank by a sharper one under greedy decoding. Sequoia's tree is fixed;
+its acceptance by rank is measured on other prompts than those that are compared.
 """
 
 import itertools

@@ -128,8 +128,8 @@ class StructureConfig(Settings):
     # copies below merged nodes may be deeper than max_depth, which then bounds only what the drafter runs (the paper's)
     deep_copies: Annotated[bool, only(kind="token_graph")] = False
     shape: Annotated[str, only(kind="static")] = "eagle"  # eagle | binary | a JSON file of rank paths
-    # of q under greedy decoding, where q only ranks: the target takes its likeliest token far more often than q says,
-    temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0  # so a sharper q (below 1) drafts deeper
+    # of q where it only ranks: under greedy decoding, and by rank=drafter; below 1 it drafts deeper, which pays where
+    temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0  # the target is far surer of q's likeliest token than q
     # by what a tree grows when sampling: q after the sampler's temperature, top-p and so on; drafter: q as under greedy
     # decoding, so that sampling changes the verification only (OPT-Tree, section 4.6)
     rank: Annotated[Literal["sampler", "drafter"], only(kind=_GROWN)] = "sampler"
