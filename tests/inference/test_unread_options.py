@@ -30,7 +30,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "structure": {
         "max_depth": 4, "nodes": 9, "widths": (2, 2), "draw": "with_replacement", "delta": 0.1, "out_degree": 3,
         "theta_prob": 0.1, "theta_sibling": 0.1, "tau": 1, "shape": "binary", "temperature": 0.5, "kind": "k_config",
-        "width": 3, "join": "maximum", "rank": "drafter",
+        "width": 3, "join": "maximum", "rank": "drafter", "deep_copies": True,
     },
     "stop": {
         "rule": "beta", "max_draft": 3, "threshold": 0.3, "gamma": 0.3, "alpha": 5.0, "beta": 3.0, "update": "printed",
