@@ -218,6 +218,7 @@ def searches() -> Table:
         ("accept length",),
         plot="tau",
         xlabel="searches",
+        note="Greedy takes the likeliest successor at every node that it has. It completes sentences by sampling too.",
     )
 
 
