@@ -1,11 +1,13 @@
 """EESD's tables: which drafter and which calibration head a row has, and the paper's predicted speed-up."""
 
 import json
+import shutil
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from inference.settings.kinds import KINDS
 from outrider.errors import UserError
 
 
@@ -33,6 +35,17 @@ def test_table_4_names_what_it_lacks_and_takes_what_is_there(tmp_path: Path) -> 
     taken = {name: Path(row.other).name for name, row in rows.items() if row.other}
     assert taken == {"EESD by the paper's recipe, Beta-TS": "mixed", "– without self-distillation": "open_data"}
     assert not any(rows[name].never for name in taken)
+
+
+def test_table_4_says_how_much_its_drafters_learned_from(tmp_path: Path, tiny_models: Path) -> None:
+    from draft_models.early_exit.checkpoint import META_FILE
+
+    assert table_4(tmp_path).note == ""
+    shutil.copytree(tiny_models / str(KINDS["early_exit"].tiny), tmp_path / "mixed")
+    meta = json.loads((tmp_path / "mixed" / META_FILE).read_text())
+    meta["training"] |= {"steps": 7, "seq_len": 224, "fit": {"batch_rows": 16}}
+    (tmp_path / "mixed" / META_FILE).write_text(json.dumps(meta))
+    assert "7 steps of 16 rows of 224 tokens" in table_4(tmp_path).note
 
 
 @pytest.mark.parametrize("said", [{}, {"odds": True}, {"odds": False}])
