@@ -422,11 +422,11 @@ def test_a_method_that_is_none_is_refused_before_torch_is_imported(
 
 
 def test_presets_with_measured_sizes_differ_in_nothing_else() -> None:
-    """But for a tree that ranks by a sharper q, as how far to trust it is learnt there."""
+    """But for a tree that ranks by a sharper q, the sampler's when sampling, as how far to trust it is learnt there."""
     for given, measured in (("fixed", "auto"), ("opt_tree", "opt_tree_auto")):
         plain, auto = method(f"small_lm/{given}"), method(f"small_lm/{measured}")
         sizes = {"nodes": auto.structure.nodes, "max_depth": auto.structure.max_depth}
-        tree = replace(plain.structure, **sizes, temperature=auto.structure.temperature)
+        tree = replace(plain.structure, **sizes, temperature=auto.structure.temperature, rank=auto.structure.rank)
         assert replace(plain, structure=tree, stop=replace(plain.stop, max_draft=auto.stop.max_draft)) == auto
     assert (plain.structure.temperature, auto.structure.temperature) == (1.0, 0.7)
 
