@@ -175,9 +175,10 @@ class Contrasts:
 
     def needed(self) -> int | None:
         """How many conversations would decide it, were the contrasts and their spread those of a larger sample."""
-        z = NormalDist().inv_cdf(1 - LEVEL / 2)
         scores = max((self.scores[group] for group in self.groups), key=lambda own: float(min(own)))
-        weak = min(scores) if min(scores) > 0 else max((abs(s) for s in scores if s < 0), default=0.0)
+        ways = len(self.groups) if min(scores) > 0 else len(scores)
+        weak = min(scores) if min(scores) > 0 else max((abs(score) for score in scores if score < 0), default=0.0)
+        z = NormalDist().inv_cdf(1 - LEVEL / 2 / ways)
         return math.ceil(self.conversations * (z / weak) ** 2) if weak > 0.05 else None
 
 
