@@ -252,8 +252,8 @@ def orders() -> Table:
 
 def exploration() -> Table:
     c1 = [Row(f"C1 = {c}", drafting(replace(PAPER, c1=c)), x=c, line="C1") for c in (0.0, 0.5, 2.414, 8.0, 32.0, 128.0)]
-    c2 = [Row(f"1/C2 = {c}", drafting(replace(EARLY, c2=1 / c)), x=c, line="1/C2")
-          for c in (0.01, 0.125, 1.0, 10.0, 100.0)]  # fmt: skip
+    c2 = [Row(f"1/C2 = {c:g}", drafting(replace(EARLY, c2=1 / c)), x=c, line="1/C2")
+          for c in (0.01, 0.125, 1.0, 10.0, 100.0, 1e4, 1e8)]  # fmt: skip
     return Table(
         "Fig. 7: exploration",
         ("tau", "per_round"),
