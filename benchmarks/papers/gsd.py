@@ -7,6 +7,9 @@ drafts are deep (`choose_skip.py` chooses them). Each drafter has an entry of it
 
 What the paper calls acceptance rate is our draft share, the share of the output that was drafted: a rate of 0.89 with
 8,575 drafted tokens for an output of 512 can be nothing else. Fig. 5(c) is judged by both readings.
+
+Drafts of tree and graph are often the same here. So that this decides, a larger share is one that is larger by 1 % of
+it: the smallest difference in the paper's tables is 1.3 % (0.634 and 0.642).
 """
 
 from collections import Counter
@@ -32,6 +35,7 @@ from papers.measuring import Asked, Bench, replayed
 ARXIV = "2407.16207"
 NODES = {"small_lm": 1000, "early_exit": 256, "skip_layers": 256}
 SAMPLED_NODES = 64
+MORE = (1.01, 1.0)
 GRAMS = (0, 1, 2, 3, 4)  # τ of Table 5
 SOURCES = ("small_lm",)
 SHOWN = ("draft_share", "per_512", "depth", "graph_success", "shared", "tau", "speedup")
@@ -103,7 +107,7 @@ def main_table(by: Drafts) -> Table:
         ),
         (
             Claim("a tree has a larger share of its drafts in the output than a chain", "draft_share", ("SSD", "TSD")),
-            Claim("a graph has an even larger share than the tree", "draft_share", ("TSD", "GSD")),
+            Claim("a graph has an even larger share than the tree", "draft_share", ("TSD", "GSD"), scale=MORE),
             Claim("the tree drafts ten times as much as the chain", "per_512", ("SSD", "TSD"), scale=(10, 1)),
             Claim("the graph drafts at most twice as much as the chain", "per_512", ("GSD", "SSD"), scale=(1, 2)),
             Claim("in a quarter of the rounds a merged node's successor is accepted", "graph_success", ("GSD",),
@@ -164,7 +168,7 @@ def smaller_models(by: Drafts) -> Table:
         ),
         (
             Claim("a tree has a larger share than a chain", "draft_share", ("SSD", "TSD")),
-            Claim("a graph has an even larger one", "draft_share", ("TSD", "GSD")),
+            Claim("a graph has an even larger one", "draft_share", ("TSD", "GSD"), scale=MORE),
             Claim("the graph is fastest, the tree slowest", "speedup", ("TSD", "SSD", "GSD")),
         ),
         ("BLOOM-7b1", "its speed-up", "OPT-13b", "its speed-up", "LLaMA-2-7b", "its speed-up"),
@@ -244,12 +248,14 @@ def ablations(by: Drafts) -> Table:
         (
             Claim("(a) the share grows with the out-degree", "draft_share", ends["k"]),
             Claim("(b) a larger τ drafts more tokens", "per_512", ends["τ"]),
-            Claim("(b) a larger τ lowers the share: merging adds hypotheses", "draft_share", ends["τ"][::-1]),
+            Claim(
+                "(b) a larger τ lowers the share: merging adds hypotheses", "draft_share", ends["τ"][::-1], scale=MORE
+            ),
             Claim("(c) θ_prob drafts fewer tokens", "per_512", ends["θ_prob"][::-1]),
             Claim("(c) θ_prob raises the acceptance rate, read as the draft share", "draft_share", ends["θ_prob"]),
             Claim("(c) θ_prob raises the acceptance rate, read as v_d", "acceptance", ends["θ_prob"]),
             Claim("(d) θ_sib drafts fewer tokens", "per_512", ends["θ_sib"][::-1]),
-            Claim("(d) θ_sib lowers the share", "draft_share", ends["θ_sib"][::-1]),
+            Claim("(d) θ_sib lowers the share", "draft_share", ends["θ_sib"][::-1], scale=MORE),
         ),
         plot="draft_share",
         xlabel="k, τ or threshold",
@@ -266,7 +272,7 @@ def children(by: Drafts) -> Table:
         (Row("SSD", by.ssd(0.4)), Row("TSD", by.graph(0, **SMALL)), Row("GSD", by.graph(1, **SMALL))),
         (
             Claim("about half of the accepted tokens are later children", "later_children", ("GSD",), "above", 0.4),
-            Claim("a graph's first children are accepted a little more often", "child_1", ("TSD", "GSD")),
+            Claim("a graph's first children are accepted a little more often", "child_1", ("TSD", "GSD"), scale=MORE),
         ),
         note="Shares of the nodes that the target went through. The paper does not say of which nodes its shares are.",
     )
@@ -280,7 +286,7 @@ def sibling_pruning(by: Drafts) -> Table:
         "Fig. 8: sibling pruning and later children (k = 4, τ = 1, θ_prob = 0.4)",
         ("child_1", "child_2", "child_3", "child_4", "later_children"),
         tuple(rows),
-        (Claim("stricter pruning accepts fewer later children", "later_children", ends),),
+        (Claim("stricter pruning accepts fewer later children", "later_children", ends, scale=MORE),),
         plot="later_children",
         xlabel="θ_sib",
         note="Of two siblings with q ≥ 0.4 the smaller is at least 2/3 of the larger. So a θ_sib below 2/3 leaves the "
