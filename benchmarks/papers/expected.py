@@ -18,30 +18,24 @@ Example: p = (0.5, 0.5), q = (1, 0), t = 0: min(1, 0.5) / 0.5 = 1. If the target
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draft_models.targets.target import Target
-from inference.core.decode import autoregressive
 from inference.core.sampling import invert
 from inference.core.target_session import eager_session
-from inference.core.token_selector import TokenSelector
 from inference.core.tree import chain_parents
 from inference.drafters.small_lm import fit_vocabulary, small_lm_of
-from inference.loading.generation_config import generate_settings, make_sampler
-from inference.settings.sampling import SamplingConfig
+from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.sizing.policy import level_sizes
-from outrider.files import read_json, write_json
 from outrider.streams import Streams
 from papers.claims import Row
-from papers.measuring import Asked, Bench
+from papers.measuring import Asked, Bench, answer_of
 
 MOST, DRAWS = 64, 2  # candidates of a node; draws of them without replacement
 FEW = 8  # candidates where they repeat, or are accepted naively
-RAW = SamplingConfig(temperature=1.0)
 
 
 def by_rank(p: Tensor, q: Tensor, said: Tensor, numbers: Tensor, *, replace: bool, naive: bool = False) -> Tensor:
@@ -106,11 +100,10 @@ def rounds_of(accepted: np.ndarray, widths: Sequence[int], most: int) -> dict[st
 class Expected:
     """Measures rows of k-config trees of a small LM at temperatures 0 and 1 (see `Row.measure`).
 
-    folder: where the texts are kept. What is known of the last prompt is used again for its other rows.
+    What is known of the last prompt is used again for its other rows.
     """
 
-    def __init__(self, folder: Path):
-        self.path = folder / "sampled.json"
+    def __init__(self) -> None:
         self._asked: Asked | None = None
 
     def __call__(self, bench: Bench, row: Row, asked: Asked) -> Mapping[str, float]:
@@ -123,18 +116,18 @@ class Expected:
         replace, naive = shape.draw == "with_replacement", row.method.verify == "naive"
         rule = (row.sampling.temperature == 0, replace, naive)
         if rule not in self._known:
-            self._known[rule] = self.accepted(bench, asked, *rule)
+            self._known[rule] = self.accepted(bench, asked, row.sampling, replace, naive)
         counts = rounds_of(self._known[rule], shape.widths, bench.tokens)
         unknown = ("drafted", "by_source", "verified", "verified_apart") if replace else ()
         return {name: amount for name, amount in counts.items() if name not in unknown}
 
-    def accepted(self, bench: Bench, asked: Asked, greedy: bool, replace: bool, naive: bool) -> np.ndarray:
+    def accepted(self, bench: Bench, asked: Asked, sampling: SamplingConfig, replace: bool, naive: bool) -> np.ndarray:
         """By rank, of the prompt's text [n, candidates]."""
-        if greedy:
-            assert asked.answer is not None
-            _, scores, said = outputs(bench, asked, asked.answer)
+        if sampling == GREEDY:
+            _, scores, said = outputs(bench, asked, answer_of(bench, asked))
             return (scores.topk(min(MOST, scores.shape[-1])).indices == said[:, None]).double().cpu().numpy()
-        self._outputs = self._outputs or outputs(bench, asked, self.said(bench, asked))
+        assert sampling == SamplingConfig(temperature=1.0)  # p and q are raw
+        self._outputs = self._outputs or outputs(bench, asked, answer_of(bench, asked, sampling))
         logits, scores, said = self._outputs
         p, q = logits.float().softmax(-1), scores.float().softmax(-1)
         predicted = small_lm_of(bench.drafters["small_lm"]).predicted  # type: ignore[arg-type]
@@ -144,19 +137,6 @@ class Expected:
         drawn = [by_rank(p, q, said, torch.from_numpy(own).to(p.device), replace=replace, naive=naive)
                  for own in numbers]  # fmt: skip
         return torch.stack(drawn).mean(0).cpu().numpy()
-
-    def said(self, bench: Bench, asked: Asked) -> Sequence[int]:
-        """What plain decoding says at temperature 1."""
-        kept: dict[str, list[int]] = read_json(self.path, "texts", "remove it") if self.path.exists() else {}
-        if asked.id not in kept:
-            assert bench.stack is not None
-            settings = generate_settings(None, RAW, max_new_tokens=bench.tokens, eos=bench.eos)
-            sampler = make_sampler(settings, RAW, asked.ids, bench.stack.device)
-            selector = TokenSelector(sampler, Streams(0, asked.id).of("text"))
-            said = autoregressive(bench.stack, asked.ids, max_new_tokens=bench.tokens, eos=bench.eos, selector=selector)
-            kept[asked.id] = [token for each in said for token in each.tokens]
-            write_json(self.path, kept)
-        return kept[asked.id]
 
 
 @torch.inference_mode()

@@ -43,7 +43,7 @@ def widths(config: str) -> tuple[int, ...]:
 
 def tables(*, options: Any, categories: Sequence[str]) -> dict[str, Table]:
     """Every table and figure of the paper, by key."""
-    expected = Expected(options.work)
+    expected = Expected()
 
     def row(name: str, method: MethodConfig, law: SamplingConfig, paper: tuple[str, ...] = (), **others: Any) -> Row:
         return Row(name, method, law, paper, measure=expected, **others)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,7 +82,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "eos"), [("without", False), ("with", False), ("naive", True)])
 def test_expected_rounds_are_those_of_decoding(
-    bench: Callable[..., Any], rule: str, eos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Callable[..., Any], rule: str, eos: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the very texts that live decoding said, the mean difference is 0: each count within 5 standard errors.
 
@@ -103,9 +102,8 @@ def test_expected_rounds_are_those_of_decoding(
     for seed in range(80):
         asked = Asked(f"p{seed}", "c", tuple(random_prompt(4, seed)))
         live = continued(here, row, asked)
-        measure = expected.Expected(tmp_path)
-        measure.said = lambda *_, text=live.tokens: list(text)  # type: ignore[method-assign,misc]
-        known, lived = measure(here, row, asked), counts_of(live)
+        monkeypatch.setattr(expected, "answer_of", lambda *_, text=live.tokens: text)
+        known, lived = expected.Expected()(here, row, asked), counts_of(live)
         apart.append({name: lived.get(name, 0.0) - known[name] for name in known})
         p, q, said = expected.outputs(here, asked, live.tokens)
         wrong = np.stack([independent(p.softmax(-1), q.softmax(-1), said, rank) for rank in range(3)], -1)
@@ -118,7 +116,7 @@ def test_expected_rounds_are_those_of_decoding(
 
 
 @pytest.mark.parametrize("widths", ["1x1x1", "4x2", "16", "3x2x2x1"])
-def test_greedy_counts_are_those_of_the_replay(bench: Callable[..., Any], widths: str, tmp_path: Path) -> None:
+def test_greedy_counts_are_those_of_the_replay(bench: Callable[..., Any], widths: str) -> None:
     from papers.claims import Row
     from papers.expected import Expected
     from papers.mcsd import tree
@@ -127,11 +125,11 @@ def test_greedy_counts_are_those_of_the_replay(bench: Callable[..., Any], widths
     here, ids = bench(set()), tuple(random_prompt(9))
     answer = [token for r in autoregressive(here.stack, ids, max_new_tokens=here.tokens) for token in r.tokens]
     row, asked = Row("a", tree(widths)), Asked("p", "c", ids, tuple(answer))
-    known, replayed = Expected(tmp_path)(here, row, asked), counts_of(continued(here, row, asked))
+    known, replayed = Expected()(here, row, asked), counts_of(continued(here, row, asked))
     assert known == {name: replayed.get(name, 0.0) for name in known}
     assert known["accepted"] > 0
     early = Asked("q", "c", ids, asked.answer[:6])  # the text ends there
-    ended = Expected(tmp_path)(bench({answer[5]}), row, early)
+    ended = Expected()(bench({answer[5]}), row, early)
     again = counts_of(continued(bench({answer[5]}), row, early))
     assert all(ended[name] == again[name] for name in ("rounds", "tokens", "accepted", "drafted", "depth", "verified"))
 
