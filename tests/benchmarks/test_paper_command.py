@@ -151,7 +151,8 @@ def test_pairs_are_entries_of_one_table(
     assert list(entries) == ["llama", "opt"]
     for name, entry in entries.items():
         assert entry["models"]["target"] == f"{name}_t"
-        assert all(0 <= row["here"]["alpha"] <= 1 for row in entry["tables"]["table_5"]["rows"].values())
+        # A rate is a sum of counts that are kept to five digits.
+        assert all(0 <= row["here"]["alpha"] < 1.0001 for row in entry["tables"]["table_5"]["rows"].values())
     for wrong in (["a=t"], ["a=t,d", "--target", "t"], ["a=t,d", "--pair", "a=u,e"]):
         monkeypatch.setattr(sys, "argv", ["paper.py", "mcsd", "--pair", *wrong])
         with pytest.raises(SystemExit):
