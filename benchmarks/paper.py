@@ -74,7 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--first-layers", type=int, nargs="+", default=[1, 2, 3], help="N of those to train")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3], help="and exit layers, on the first N")
     parser.add_argument(
-        "--skip", type=int, nargs="+", help="eesd, gsd: layers that self-speculation leaves out; else chosen"
+        "--skip", type=int, nargs="+", help="eesd, gsd, opt_tree: layers that self-speculation leaves out; eesd chooses"
     )
     parser.add_argument("--shot", action="store_true", help="one solved example before every prompt")
     parser.add_argument("--code-table", help="aded: a table of source code, for prompts named code")
