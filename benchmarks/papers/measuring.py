@@ -169,13 +169,16 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
     """
     found: dict[str, dict[str, float]] = {}
     assert bench.stack is not None
-    for sampling, other in dict.fromkeys((row.sampling, row.other) for row in rows.values()):
-        alike = {key: row for key, row in rows.items() if (row.sampling, row.other) == (sampling, other)}
+    for sampling in dict.fromkeys(row.sampling for row in rows.values()):
+        alike = {key: row for key, row in rows.items() if row.sampling == sampling and row.method}
         own = {key: row.method for key, row in alike.items() if row.method is not None}
-        drafters = bench.drafters_of(next(iter(alike.values())))
         options: dict[str, Any] = {"eos": bench.eos, "sampling": sampling, "runtime": bench.runtime}
         options["max_new_tokens"] = bench.timed_tokens or bench.tokens
-        arms = make_arms(bench.stack, drafters, own, None, **options)
+        arms: dict[str, Any] = {}
+        for other in dict.fromkeys(row.other for row in alike.values()):
+            mine = {key: method for key, method in own.items() if alike[key].other == other}
+            drafters = bench.drafters_of(alike[next(iter(mine))])
+            arms |= make_arms(bench.stack, drafters, mine, None, **options)
         names = [*own, AUTOREGRESSIVE]
         for name in names if cold else ():
             arms[name](asked.ids, Streams(0, asked.id))
