@@ -69,16 +69,29 @@ def judge_entry(entry: Mapping[str, Any], counts: Kept) -> dict[str, Any]:
     tables = {}
     for key, table in entry["tables"].items():
         measured = by_row(table, entry["asked"], counts)
-        rows = {name: {**row, "here": {shown: value(row["never"], name, measured.get(name, {}), shown)
+        alike = timed_alike(measured)
+        rows = {name: {**row, "here": {shown: value(row["never"], name, alike.get(name, {}), shown)
                                        for shown in table["quantities"]}}
                 for name, row in table["rows"].items()}  # fmt: skip
         never = {name: row["never"] for name, row in rows.items()}
         claims = [{**asdict(claim), **judge(claim, never, measured)} for claim in map(claim_of, table["claims"])]
-        tables[key] = {**table, "rows": rows, "claims": claims, "measured": said(measured, entry["length"])}
+        tables[key] = {**table, "rows": rows, "claims": claims, "measured": said(alike, entry["length"])}
     correct([claim for table in tables.values() for claim in table["claims"]])
     clocked = {id for (_, id), own in counts.items() if "seconds" in own}
     prompts = {id for _, id in counts} & set(entry["asked"])
     return {**entry, "prompts": len(prompts), "timed": len(clocked & prompts), "tables": tables}
+
+
+def timed_alike(measured: Measured) -> Measured:
+    """`measured` with no times of prompts on which a row with times lacks them: a reader compares a table's rows."""
+    clocked = [own for own in measured.values() if any("seconds" in each for each in own.values())]
+    lacking = {prompt for own in clocked for prompt, each in own.items() if "seconds" not in each}
+
+    def untimed(each: Counts) -> Counts:
+        return {name: amount for name, amount in each.items() if name != "seconds"}
+
+    return {row: {prompt: untimed(each) if prompt in lacking else each for prompt, each in own.items()}
+            for row, own in measured.items()}  # fmt: skip
 
 
 def said(measured: Measured, length: str) -> str:

@@ -169,6 +169,27 @@ def test_what_was_not_measured_says_why() -> None:
     assert judge(Claim("more", "tau", ("a", "b")), never, counts)["reason"] == "no such drafter"
 
 
+def test_the_times_that_a_table_shows_are_of_prompts_that_all_its_rows_with_times_were_timed_on() -> None:
+    from papers.claims import Claim, Row, Table
+    from papers.judging import described, judge_entry
+
+    times = {"a": [3.0, 3.0, 9.0], "b": [2.0, 2.0], "c": []}
+    counts = {(row, f"p{place}"): dict(each) for row, own in measured(a=MANY[:3], b=MANY[:3], c=MANY[:3]).items()
+              for place, each in enumerate(own.values())}  # fmt: skip
+    for row, own in times.items():
+        for place, plain in enumerate(own):
+            counts[row, f"p{place}"].update(seconds=1.0, plain_seconds=plain)
+    rows = tuple(Row(name, MethodConfig()) for name in times)
+    table = Table("Table", ("tau", "speedup"), rows, (Claim("fast", "speedup", ("a",), "above", 1.0),))
+    asked = {f"p{place}": "" for place in range(3)}
+    tables = {"t": described(table, {name: name for name in times})}
+    entry = judge_entry({"asked": asked, "length": "9 tokens", "tables": tables}, counts)["tables"]["t"]
+    assert entry["measured"] == "3 prompts × 9 tokens, 2 timed"
+    assert [entry["rows"][name]["here"]["speedup"] for name in "abc"] == [3.0, 2.0, None]
+    assert all(entry["rows"][name]["here"]["tau"] == pytest.approx(np.mean(MANY[:3])) for name in "abc")
+    assert (entry["claims"][0]["values"], entry["claims"][0]["prompts"]) == ([5.0], 3)  # a claim's, of its own rows
+
+
 # ------------------------------------------------------------------------------------------------------- what is kept
 
 
