@@ -111,8 +111,7 @@ class Quantity:
 
 QUANTITIES = {
     "tau": Quantity("τ", _share("tokens", "rounds")),
-    "alpha": Quantity("α", lambda c: sum(each for name, each in c.items() if name.startswith("rank_"))
-                      / np.maximum(c["tried"], 1e-12), ("tried",), 3),
+    "alpha": Quantity("α", _share("accepted", "tried"), ("tried",), 3),
     "acceptance": Quantity("v_d", _share("accepted", "drafted")),
     "draft_share": Quantity("draft share", _share("accepted", "output"), digits=3),
     "hm": Quantity("HM", lambda c: 200 * c["accepted"] / np.maximum(c["drafted"] + c["output"], 1e-12), digits=1),

@@ -97,8 +97,9 @@ def timed_alike(measured: Measured) -> Measured:
 def said(measured: Measured, length: str) -> str:
     """Of how many prompts a table is, in words."""
     prompts = {prompt for own in measured.values() for prompt in own}
-    timed = {prompt for own in measured.values() for prompt, each in own.items() if "seconds" in each}
-    return f"{len(prompts)} prompts × {length}" + (f", {len(timed)} timed" if timed else "") if prompts else ""
+    timed = {prompt: each["timed"] for own in measured.values() for prompt, each in own.items() if "seconds" in each}
+    clock = f", {len(timed)} timed over {np.mean(list(timed.values())):.0f} tokens each on average" if timed else ""
+    return f"{len(prompts)} prompts × {length}{clock}" if prompts else ""
 
 
 # -------------------------------------------------------------------------------------------------------------- figures

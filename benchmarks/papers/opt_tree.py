@@ -128,7 +128,7 @@ def strong_drafter(skip: Sequence[int] | None) -> Table:
             Claim("self-speculation: binary tree < OPT-Tree at 60 nodes", "tau", names[3:5]),
             Claim("OPT-Tree emits more than ten tokens a round", "tau", names[6:], "above", 10.0),
         ),
-        note=f"The target without {len(skip)} of its layers drafts. It is {DEPTH} deep at most, twice that at T = 0.5.",
+        note=f"The target without {len(skip)} of its layers drafts. OPT-Tree has {DEPTH} levels, twice as many at 0.5.",
     )
 
 

@@ -178,13 +178,13 @@ def test_the_times_that_a_table_shows_are_of_prompts_that_all_its_rows_with_time
               for place, each in enumerate(own.values())}  # fmt: skip
     for row, own in times.items():
         for place, plain in enumerate(own):
-            counts[row, f"p{place}"].update(seconds=1.0, plain_seconds=plain)
+            counts[row, f"p{place}"].update(seconds=1.0, plain_seconds=plain, timed=10.0 + 10 * place)
     rows = tuple(Row(name, MethodConfig()) for name in times)
     table = Table("Table", ("tau", "speedup"), rows, (Claim("fast", "speedup", ("a",), "above", 1.0),))
     asked = {f"p{place}": "" for place in range(3)}
     tables = {"t": described(table, {name: name for name in times})}
     entry = judge_entry({"asked": asked, "length": "9 tokens", "tables": tables}, counts)["tables"]["t"]
-    assert entry["measured"] == "3 prompts × 9 tokens, 2 timed"
+    assert entry["measured"] == "3 prompts × 9 tokens, 2 timed over 15 tokens each on average"
     assert [entry["rows"][name]["here"]["speedup"] for name in "abc"] == [3.0, 2.0, None]
     assert all(entry["rows"][name]["here"]["tau"] == pytest.approx(np.mean(MANY[:3])) for name in "abc")
     assert (entry["claims"][0]["values"], entry["claims"][0]["prompts"]) == ([5.0], 3)  # a claim's, of its own rows
