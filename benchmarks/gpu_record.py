@@ -41,7 +41,7 @@ from outrider.machine import describe_machine
 HERE = Path(__file__).parent
 RECORD = "gpu_record.json"
 PIECE = 45 << 20  # bytes
-METHODS = "eesd_fixed,early_exit/opt_tree_auto,vanilla,opt_tree_auto,gsd,mcsd,aded,ngrams,small_lm/fused,prompt_lookup"
+METHODS = "eesd_fixed,early_exit/opt_tree_auto,vanilla,opt_tree_auto,gsd,mcsd,aded,ngrams,prompt_lookup"
 
 
 @dataclass(frozen=True)

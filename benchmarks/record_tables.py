@@ -11,7 +11,7 @@ CALLED = {
     "vanilla_survival": "small LM, chains (`small_lm/survival`)", "opt_tree_auto": "small LM, trees (`opt_tree_auto`)",
     "eesd_survival": "early exit, chains (`eesd_survival`)",
     "eesd_tree_auto": "early exit, trees (`early_exit/opt_tree_auto`)", "prompt_lookup": "`prompt_lookup`",
-    "fused_small_lm": "small LM and n-grams, one tree (`small_lm/fused`)", "ngrams": "n-grams (`ngrams`)",
+    "fused_small_lm": "small LM and n-grams, one tree (last in 11c898d5)", "ngrams": "n-grams (`ngrams`)",
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.errors import UserError, require
 from outrider.files import is_local, read_json
+from outrider.words import gone
 
 Made = TypeVar("Made")
 _hints: Callable[[Any], dict[str, object]] = functools.cache(
@@ -238,7 +239,7 @@ def _construct_dataclass(kind: type, value: Mapping[str, object], path: str) -> 
     hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     unknown = next((key for key in value if key not in fields), None)
     if unknown is not None:
-        raise UserError(f"{_at(path, unknown)}: unknown; expected some of {', '.join(fields)}")
+        raise UserError(f"{_at(path, unknown)}: unknown; expected some of {', '.join(fields)}{gone(unknown)}")
     for name, field in fields.items():
         if name not in value and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{_at(path, name)}: missing")
@@ -324,7 +325,7 @@ def _is_fixed(kind: object) -> bool:
 
 def _refuse(kinds: tuple[object, ...], value: object, path: str) -> typing.NoReturn:
     found = f"{path}={reprlib.repr(value)}" if path else f"found {reprlib.repr(value)}"
-    raise UserError(f"{found}: expected {_either(kinds)}")
+    raise UserError(f"{found}: expected {_either(kinds)}{gone(value)}")
 
 
 def _either(kinds: Sequence[object]) -> str:

@@ -1,11 +1,21 @@
-"""Times in words, and suggestions for misspelt names."""
+"""Times in words, suggestions for misspelt names, and what became of names that are gone."""
 
 import difflib
 from collections.abc import Iterable
 
+_FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
+GONE = {"fused": _FUSED, "join": _FUSED}  # names of earlier versions, and why they are gone
+
+
+def gone(name: object) -> str:
+    """Why `name` is no longer an option, a choice or a command; empty if it never was one."""
+    return f"; {name} is gone: {GONE[name]}." if isinstance(name, str) and name in GONE else ""
+
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A suggestion of the word of `known` most similar to `given`; empty if none is similar."""
+    """Why `given` is gone, or the word of `known` most similar to it; empty if none is similar."""
+    if given in GONE:
+        return gone(given)
     close = difflib.get_close_matches(given, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

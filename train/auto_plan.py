@@ -26,7 +26,7 @@ _PARAMETERS = 5e8  # of a target on a CPU, from which on they are fewer, so that
 _STEPS: Mapping[Trained, str] = {"early_exit": "eesd", "small_lm": "small_lm", "eagle3": "eagle3"}
 _METHODS: Mapping[Trained, tuple[str, ...]] = {
     "early_exit": ("eesd_survival", "early_exit/opt_tree_auto"),
-    "small_lm": ("small_lm/survival", "opt_tree_auto", "small_lm/fused"),
+    "small_lm": ("small_lm/survival", "opt_tree_auto"),
     "eagle3": ("eagle3/auto", "eagle3/opt_tree_auto"),
 }
 _ALWAYS = ("ngrams", "prompt_lookup")

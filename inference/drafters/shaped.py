@@ -1,5 +1,6 @@
 """Drafters that combine a draft model and a structure, the shape of its drafts."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -59,6 +60,10 @@ class ModelDrafter(Drafter):
 
 class ModelDrafterPlugin(DrafterPlugin[Model]):
     """The plugin of a kind whose drafts, by its `draft_model`, are shaped by a structure."""
+
+    @abstractmethod
+    def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
+        """A new `DraftModel` for one generation."""
 
     def make(
         self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None

@@ -25,15 +25,7 @@ def new_drafter(
     drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`).
     """
     kind = KINDS[method.source]
-    model, plugin = drafters.get(kind.name), kind.load_plugin()
-    if kind.shaped and method.reads_ngrams:
-        from draft_models.ngrams.table import TrigramTable  # compiled code: not for who drafts otherwise
-        from inference.drafters.ngram.fused import Fused
-
-        table = drafters.get("ngrams")
-        assert table is None or isinstance(table, TrigramTable)
-        return Fused(plugin.draft_model(model, method), table, method, tuning)
-    return plugin.make(model, method, streams, drawn=drawn, tuning=tuning)
+    return kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
 
 
 def prepare(target: Target, drafters: Drafters) -> None:

@@ -38,14 +38,12 @@ NEW_TOKENS, PLAIN_TOKENS = 192, 12  # maximum lengths of a measured generation, 
 CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
 SIZES = (0, *NODES)  # for a drafter that shapes its own drafts; the cost of a round without a draft matters as well
-FUSED_LEVELS = 2  # most nodes of a fused draft come from n-grams, not from the drafter's passes
 WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
 
 Observe = Callable[[DraftTree, Sequence[int]], Trials]
 TRIALS: dict[str, Observe] = {
     "chain": lambda tree, accepted: trials_in_chain(len(tree), len(accepted)),
     "opt_tree": trials_by_band,
-    "fused": trials_by_band,
     "k_config": trials_at_nodes,
 }
 
@@ -57,8 +55,6 @@ def probes(method: MethodConfig) -> list[MethodConfig]:
         return [replace(method, stop=StopConfig(max_draft=length)) for length in CHAINS]
     if tree.kind == "k_config":
         shapes = [replace(tree, widths=widths) for widths in WIDTHS]
-    elif tree.kind == "fused":
-        shapes = [StructureConfig("opt_tree", nodes=n, max_depth=FUSED_LEVELS, delta=0.0) for n in NODES]
     else:
         sizes = NODES if AUTO in (tree.nodes, tree.max_depth) else (tree.nodes,)
         levels = LEVELS if isinstance(tree.max_depth, str) else min(LEVELS, tree.max_depth)

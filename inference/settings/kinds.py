@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from draft_models.eagle3.changes import ReadingChanges
     from draft_models.targets.open_target import OpenTarget
     from draft_models.targets.target import Target
-    from inference.core.drafter import Drafter, DraftModel
+    from inference.core.drafter import Drafter
     from inference.engines.footprint import Place
     from inference.settings.method import MethodConfig
     from inference.sizing.policy import Tuning
@@ -115,10 +115,6 @@ class DrafterPlugin(ABC, Generic[Model]):
         Called if `Kind.calibration` is given. Raises `UserError` if they cannot be read.
         """
         raise TypeError(f"{type(self).__name__}: a kind that a calibration head belongs to needs a `digest` of its own")
-
-    def draft_model(self, model: Model, method: "MethodConfig") -> "DraftModel":
-        """A new `DraftModel` for one generation; called if `Kind.shaped`."""
-        raise TypeError(f"{type(self).__name__}: a kind that a structure shapes needs a `draft_model` of its own")
 
     def serve(self, where: str, target: "OpenTarget", dtype: "torch.dtype", folder: Path) -> None:
         """Write the model in `where` to `folder` as serving engines load it; called if it is a model of theirs.

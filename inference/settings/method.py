@@ -97,26 +97,21 @@ class StopConfig(Settings):
 Draw = Literal["with_replacement", "without_replacement", "top_k"]
 DRAWS = get_args(Draw)
 _GROWN = ("opt_tree", "token_graph")  # structures that grow where q is large
-_SIZED = ("opt_tree", "fused")  # structures that may choose their size while they grow
 
 
 @dataclass(frozen=True)
 class StructureConfig(Settings):
     """The shape of a draft (see inference/shapes/shapes.py)."""
 
-    # one line of tokens, or a tree; fused: one tree with n-grams of the text, of the target's logits and of a `table`
-    kind: Literal["chain", "k_config", "opt_tree", "token_graph", "static", "fused"] = "chain"
-    # drafting steps at most; auto with opt_tree or fused
-    max_depth: Annotated[Size, only(kind=(*_GROWN, "fused"))] = 10
-    # budget; the size of shape=binary; auto with opt_tree or fused
-    nodes: Annotated[Size, only(kind=(*_GROWN, "fused", "static"))] = 25
+    kind: Literal["chain", "k_config", "opt_tree", "token_graph", "static"] = "chain"  # one line of tokens, or a tree
+    max_depth: Annotated[Size, only(kind=_GROWN)] = 10  # drafting steps at most; auto with opt_tree
+    # budget; the size of shape=binary; auto with opt_tree
+    nodes: Annotated[Size, only(kind=(*_GROWN, "static"))] = 25
     # children per node, level by level, e.g. [4,2,2]; or auto
     widths: Annotated[Literal["auto"] | tuple[Count, ...], only(kind="k_config")] = (4, 2, 2)
     draw: Annotated[Draw, only(kind="k_config")] = "without_replacement"  # how children come about when sampling
     # nodes of a level that are extended at most, the likeliest ones; null: all that are in the best tree so far
-    width: Annotated[Count | None, only(kind=_SIZED)] = None
-    # how q and the n-grams' probability become one: by weights that are learned, or the larger one counts
-    join: Annotated[Literal["learned", "maximum"], only(kind="fused")] = "learned"
+    width: Annotated[Count | None, only(kind="opt_tree")] = None
     # stop when E(A) gains no more than this; null: μ, as measured here
     delta: Annotated[Share | None, only(kind="opt_tree")] = None
     out_degree: Annotated[Count, only(kind="token_graph")] = 4  # children of a node at most
@@ -138,8 +133,7 @@ class StructureConfig(Settings):
         super().__post_init__()
         for key in ("max_depth", "nodes"):
             value = getattr(self, key)
-            expected = "an integer ≥ 1, or auto with kind=opt_tree or kind=fused"
-            require(value != AUTO or self.kind in _SIZED, key, value, expected)
+            require(value != AUTO or self.kind == "opt_tree", key, value, "an integer ≥ 1, or auto with kind=opt_tree")
         require(len(self.widths) > 0, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2], or auto")
         if self.kind == "static" and self.shape != "binary":
             require_default(self, "nodes", f"shape={self.shape} does not read it")
@@ -208,7 +202,7 @@ class MethodConfig(Settings):
     # when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline
     verify: Literal["exact", "naive"] = "exact"
     max_ngram: Count = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
-    ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams or structure.kind=fused
+    ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams
     # skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
     skip: tuple[Annotated[int, Ge(0)], ...] | None = None  # the first and the last
 
@@ -230,9 +224,6 @@ class MethodConfig(Settings):
         chains = "of early_exit, small_lm, eagle3, skip_layers or prompt_lookup"
         expected = f"a number or null: auto chooses the length of a chain {chains}"
         require(sized, "stop.max_draft", self.stop.max_draft, expected)
-        if self.reads_ngrams and modelled:
-            mixed = "mixed with kind=fused, whose n-grams are those of all orders and of the text"
-            require(self.ngrams.evidence == "mixed", "ngrams.evidence", self.ngrams.evidence, mixed)
         rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth, tree.widths)
         require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
         counted = self.stop.rule != "survival" or shape == "chain"
@@ -243,25 +234,15 @@ class MethodConfig(Settings):
     def _refuse_unread(self, kind: Kind) -> None:
         """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""
         why = f"source={self.source} does not read it"
-        read_here = {*kind.own, *(("ngrams",) if self.reads_ngrams else ())}
-        foreign = {name for other in KINDS.values() for name in other.own if "." not in name} - read_here
+        foreign = {name for other in KINDS.values() for name in other.own if "." not in name} - {*kind.own}
         whole = {name for name in foreign if dataclasses.is_dataclass(getattr(self, name))}
         _require_defaults(self, why, names=foreign - whole)
         parts: dict[str, Any] = {f"{name}.": getattr(self, name) for name in sorted(whole)}
         if not kind.shaped:
             read: dict[str, Any] = {name.removeprefix("stop."): None for name in kind.own if name.startswith("stop.")}
             parts |= {"structure.": self.structure, "stop.": replace(self.stop, **read)}
-        elif self.reads_ngrams:
-            why = f"structure.kind={self.structure.kind} does not read it"
-            parts |= {"stop.": self.stop}
-            _require_defaults(self.ngrams, why, names={"nodes"}, prefix="ngrams.")
         for prefix, part in parts.items():
             _require_defaults(part, why, prefix=prefix)
-
-    @property
-    def reads_ngrams(self) -> bool:
-        """Whether it drafts from n-grams, alone or beside a model."""
-        return self.source == "ngrams" or self.structure.kind == "fused"
 
     @property
     def adapts(self) -> bool:

@@ -377,7 +377,7 @@ def test_every_shape_and_stop_composes_with_every_source_or_says_why_not(source:
     if KINDS[source].calibration is not None:
         assert {shape for shape, _ in accepted} == {*shapes}
         assert {stop for _, stop in accepted} == {*stops}
-        assert {("/opt_tree", "/beta"), ("/chain", "/survival"), ("/fused", "")} < accepted
+        assert {("/opt_tree", "/beta"), ("/chain", "/survival")} < accepted
     assert not accepted & {("/opt_tree", "/survival"), ("/opt_tree_auto", "/beta"), ("/k_config", "/auto")}
 
 

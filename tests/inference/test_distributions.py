@@ -9,7 +9,7 @@ such as how the round went, shows. Seeds are fixed, so a pass is a pass.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ from inference.core import token_selector, verify
 from inference.core.sampling import Sampler, invert
 from inference.core.tree import DraftTree
 from inference.drafters.calibrated import Calibrated
-from inference.drafters.ngram.fused import Fused
 from inference.measure.arms import make_arms
 from inference.measure.results import AUTOREGRESSIVE, Arm
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
@@ -104,11 +103,6 @@ def ngrams(**settings: object) -> MethodConfig:
     return MethodConfig("ngrams", ngrams=NgramConfig(**{"nodes": 8, "depth": 3, **settings}))
 
 
-def fused(source: str, recycle: int = 3) -> MethodConfig:
-    shape = StructureConfig("fused", nodes=6, max_depth=2, width=2)
-    return MethodConfig(source, shape, ngrams=NgramConfig(evidence="mixed", depth=3, recycle=recycle))
-
-
 class TableWithLayers(TableModel):
     """A target whose layers do nothing, so that the tables say what it predicts: p, and q without some of them."""
 
@@ -152,8 +146,6 @@ CASES = {
     "ngrams, mixed": Case(ngrams(evidence="mixed"), 403),
     "ngrams, auto": Case(ngrams(evidence="mixed", nodes="auto"), 403),
     "ngrams, recycled": Case(ngrams(evidence="mixed", recycle=3), 403),
-    "fused, early_exit": Case(fused("early_exit"), 403),
-    "fused, eagle3": Case(fused("eagle3"), 403),
 }
 
 
@@ -245,7 +237,6 @@ def test_the_tail_of_chi_square() -> None:
 # What they run is in other cases: their verification, their stop rule or their n-grams.
 REPEATED = {
     "chain, fixed", "chain, beta", "opt_tree, calibrated", "k_config, top_k", "binary", "eagle", "ngrams, puct",
-    "fused, eagle3",
 }  # fmt: skip
 
 
@@ -391,38 +382,6 @@ def reading_the_row_above(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(token_selector, "verify_sampled", shifted)
 
 
-def planted_draft(change: Callable[[Fused, DraftTree], DraftTree]) -> Plant:
-    """What a fused drafter drafted is not what it says."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        made = Fused._draft
-        patch.setattr(Fused, "_draft", lambda self, root, count: change(self, made(self, root, count)))
-
-    return plant
-
-
-def rows_mixed_up(drafter: Fused, tree: DraftTree) -> DraftTree:
-    """Two nodes that the model was asked at have each other's rows."""
-    fed = [row for row in tree.rows if row >= 0]
-    other = dict(zip(fed, reversed(fed), strict=True))
-    return replace(tree, rows=tuple(other.get(row, -1) for row in tree.rows))
-
-
-def taken_for_fed(drafter: Fused, tree: DraftTree) -> DraftTree:
-    """A node of the n-grams has the row of one that the model was asked at."""
-    last = max((row for row in tree.rows if row >= 0), default=-1)
-    place = next((i for i, row in enumerate(tree.rows) if row < 0 and i not in tree.parents), None)
-    return replace(tree, rows=tuple(last if i == place else row for i, row in enumerate(tree.rows)))
-
-
-def taken_for_drawn(drafter: Fused, tree: DraftTree) -> DraftTree:
-    """The joined probabilities are verified as if the draft had been drawn from them."""
-    q = {parent: torch.zeros(4) for parent in tree.parents}
-    for token, parent, prob in zip(tree.tokens.tolist(), tree.parents, tree.path_probs.tolist(), strict=True):  # type: ignore[union-attr]
-        q[parent][token] = prob
-    return replace(tree, q={parent: row / row.sum() for parent, row in q.items()})
-
-
 WIDE = Case(tree("k_config", widths=(3,)))
 FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that show it
     "stop and verification share, as they did": (CASES["chain, beta"], choosing_by_the_same_words, SHARED),
@@ -444,9 +403,6 @@ FAULTS: dict[str, tuple[Case, Plant, int]] = {  # where, how, and the draws that
     "draws taken for independent": (WIDE, taking_draws_for_independent, MORE),
     "matching forgets": (CASES["opt_tree"], matching_what_was_rejected, 1_000),
     "row above": (CASES["chain, fixed"], reading_the_row_above, 500),
-    "fused, rows mixed up": (CASES["fused, early_exit"], planted_draft(rows_mixed_up), 800),
-    "fused, taken for fed": (Case(fused("early_exit", recycle=0), 403), planted_draft(taken_for_fed), 800),
-    "fused, taken for drawn": (CASES["fused, eagle3"], planted_draft(taken_for_drawn), 1_600),
 }
 # The same mistake in a rule whose prior learns, which 1,500 draws of another rule show.
 DEAR_FAULTS = {"stop and verification share, as they did", "stop and verification share"}

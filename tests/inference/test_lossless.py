@@ -28,12 +28,11 @@ from inference.core.tree import DraftTree
 from inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.ngram.fused import Fused
 from inference.drafters.shaped import ModelDrafter, allowance_of
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.measure.arms import make_arms
-from inference.settings.method import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import Structure, make_structure, make_tree
 from inference.sizing.costs import WIDEST, Costs
@@ -64,9 +63,7 @@ STRUCTURES = {
     "opt_tree, sharp": StructureConfig(kind="opt_tree", nodes=12, delta=0.1, width=3, temperature=0.5),
     "binary": StructureConfig(kind="static", shape="binary", nodes=14),
     "eagle": StructureConfig(kind="static", shape="eagle"),
-    "fused": StructureConfig(kind="fused", nodes=16, max_depth=4, width=4),
 }
-NGRAMS = NgramConfig(evidence="mixed", depth=8, recycle=8)
 
 
 def structure_of(name: str) -> Structure:
@@ -74,9 +71,7 @@ def structure_of(name: str) -> Structure:
 
 
 def drafter_of(model: DraftModel, name: str) -> Drafter:
-    """`model` with the structure of that name; or in one tree with n-grams, which learn from the text only."""
-    if name == "fused":
-        return Fused(model, None, MethodConfig(structure=STRUCTURES[name], ngrams=NGRAMS), None)
+    """`model` with the structure of that name."""
     return ModelDrafter(model, structure_of(name))
 
 
@@ -139,7 +134,7 @@ def target(targets: Callable[[str], tuple]) -> tuple:
 OF_SOME = ("early_exit, some tokens", "small_lm, some tokens", "eagle3")
 
 
-BY_PLACES = list(itertools.product(OF_SOME, [name for name in STRUCTURES if name != "fused"]))
+BY_PLACES = list(itertools.product(OF_SOME, STRUCTURES))
 
 
 @pytest.mark.parametrize(("kind", "structure"), typical_where(each_value(BY_PLACES).__contains__, BY_PLACES))
@@ -295,7 +290,7 @@ def test_rounds_without_a_draft_change_no_token(target: tuple, source: str, cost
     assert all(drafted) == (step_seconds == 0.0)
 
 
-ENDING = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], ["eagle", "token_graph", "fused"]))
+ENDING = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], ["eagle", "token_graph"]))
 
 
 @pytest.mark.parametrize(("source", "structure"), typical_where(each_value(ENDING).__contains__, ENDING))
@@ -307,7 +302,7 @@ def test_trees_up_to_the_last_position_of_the_context(tmp_path: Path, source: st
     assert tokens_of(list(rounds)) == reference_generate(model, prompt, 20)
 
 
-@pytest.mark.parametrize("structure", ["chain", "opt_tree", "k_config", "fused"])
+@pytest.mark.parametrize("structure", ["chain", "opt_tree", "k_config"])
 def test_greedy_with_a_repetition_penalty_equals_generate(tmp_path: Path, structure: str) -> None:
     path = save_target(tmp_path)
     model, stack = open_stack(path)

@@ -21,7 +21,6 @@ from inference.sizing.policy import Tuning
 from inference.stopping.factory import RULES
 from outrider.errors import UserError
 from outrider.streams import Streams
-from tests.inference.fused_cases import fused_draft
 from tests.inference.ngram_cases import TABLE, FakeSession
 from tests.known_source import KnownSource, random_q, root
 
@@ -30,7 +29,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "structure": {
         "max_depth": 4, "nodes": 9, "widths": (2, 2), "draw": "with_replacement", "delta": 0.1, "out_degree": 3,
         "theta_prob": 0.1, "theta_sibling": 0.1, "tau": 1, "shape": "binary", "temperature": 0.5, "kind": "k_config",
-        "width": 3, "join": "maximum", "rank": "drafter", "deep_copies": True,
+        "width": 3, "rank": "drafter", "deep_copies": True,
     },
     "stop": {
         "rule": "beta", "max_draft": 3, "threshold": 0.3, "gamma": 0.3, "alpha": 5.0, "beta": 3.0, "update": "printed",
@@ -65,10 +64,6 @@ METHODS = {
     "puct": MethodConfig(source="ngrams", ngrams=NgramConfig(search="puct")),
     "not adapted": MethodConfig(source="ngrams", ngrams=NgramConfig(adapt=False)),
     "mixed": MethodConfig(source="ngrams", ngrams=NgramConfig(evidence="mixed")),
-    "fused": MethodConfig("small_lm", StructureConfig(kind="fused"), ngrams=NgramConfig(evidence="mixed")),
-    "fused, auto": MethodConfig(
-        "small_lm", StructureConfig("fused", nodes="auto", max_depth="auto"), ngrams=NgramConfig(evidence="mixed")
-    ),
 }  # fmt: skip
 CURVE = tuple(0.1 + 0.01 * width for width in range(66))
 TUNING = Tuning(Costs(CURVE, CURVE, 0.0, 0.5))
@@ -100,8 +95,6 @@ def options_read(method: MethodConfig) -> set[str]:
                 drafter: Any = new_drafter(method, drafters, Streams(0), drawn)
                 drafter.begin(FakeSession([1, 2, 1, 2, 1]), None, None)
                 drafter.draft(torch.tensor([2]), 9)
-            elif method.reads_ngrams:
-                fused_draft(method, random_q(0), [2, 1, 2, 1], table=TABLE, tuning=TUNING)
             else:
                 source: Any = _Source(random_q(0), plain_probs if drawn else None)
                 make_structure(method, Streams(0), drawn, head, TUNING).draft(source, root(), 9)

@@ -14,7 +14,7 @@ from draft_models.ngrams.suffixes import no_suffixes, read_only
 from draft_models.ngrams.table import TrigramTable, make_level
 from inference.drafters.ngram.ngram_learning import learn_text
 from inference.drafters.ngram.ngram_memory import Learnt, carried
-from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, Sources, mixed_best_first, new_scratch, weights_from
+from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
 from inference.drafters.ngram.ngram_search import Nodes
 from inference.settings.method import NgramConfig
 
@@ -31,12 +31,6 @@ class Mixture:
         self._levels = two, three, four
         self._scratch = new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
-
-    @property
-    def sources(self) -> Sources:
-        """What `predict` asks, as compiled code takes it; until the text grows."""
-        kept = (self.recycled, self._suffixes, self.weights)
-        return (self._levels, self.index.known, self.config.longest, *kept, self.table.vocabulary)
 
     def reset(self, learnt: Learnt) -> None:
         """A new text begins, with what was learnt from others."""

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_models.ngrams.kernels import find, lean, mix, successors_of
-from draft_models.ngrams.overlay import ContextMap, LevelArrays, Levels, longer_key, slot_of
-from draft_models.ngrams.recycled import Recycled, recycled_rows
-from draft_models.ngrams.suffixes import LEAST, REACH, Places, Suffixes, known_suffixes, new_places, successors_at
+from draft_models.ngrams.overlay import ContextMap, LevelArrays, longer_key, slot_of
+from draft_models.ngrams.recycled import recycled_rows
+from draft_models.ngrams.suffixes import LEAST, REACH, Places, known_suffixes, new_places, successors_at
 from inference.drafters.ngram.ngram_priors import BELOW_SUFFIXES, CORPUS, SUFFIXES, TEXT, recycled_shares
 from inference.drafters.ngram.ngram_search import offer, tree_of
 
@@ -60,10 +60,6 @@ def weights_from(prior: np.ndarray) -> Weights:
     """λ that starts at `prior`, float64 [S, CLASSES]."""
     integers, numbers = np.empty((2, len(prior)), np.int64), np.empty((2, len(prior)))
     return Weights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
-
-
-# The sources of `predict`: levels, text, the longest context in it, recycled, suffixes, λ, the table's vocabulary size.
-Sources = tuple[Levels, ContextMap, int, Recycled, Suffixes, Weights, int]
 
 
 class Scratch(NamedTuple):

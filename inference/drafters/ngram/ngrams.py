@@ -191,24 +191,10 @@ class MixedDrafter(_OverText):
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         if self.top_count:
-            self.verified(tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64), range(len(tree) + 1))
+            ran, found = self._session.top_tokens_of_rows()
+            drafted = tree.tokens.cpu().numpy(), np.array(tree.parents, np.int64)
+            self._verified = (self._length + 1, *drafted, np.array(ran, np.int64), found.cpu().numpy())
         super().commit(tree, nodes, tokens)
-
-    def verified(self, tokens: np.ndarray, parents: np.ndarray, rows: Sequence[int]) -> None:
-        """Record that the target ran `tokens` under `parents`, int64 [n]; rows: of the root and of each token."""
-        ran, found = self._session.top_tokens_of_rows()
-        place = {row: i for i, row in enumerate(rows)}
-        numbers = np.array([place[row] for row in ran], np.int64)
-        self._verified = (self._length + 1, tokens, parents, numbers, found.cpu().numpy())
-
-    def append(self, tokens: Sequence[int]) -> None:
-        """End the round with `tokens` committed, the root first."""
-        self._append(tokens)
-
-    @property
-    def text(self) -> tuple[np.ndarray, int]:
-        """The array of the text's ids, with spare capacity, and the number of ids, including the root."""
-        return self._ids, self._length + 1
 
     def _reset(self, learnt: Learnt) -> None:
         self._verified = None
@@ -283,7 +269,7 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Unpack[Placed]
     ) -> TrigramTable | None:
-        if not any(method.reads_ngrams for method in methods.values()):
+        if not any(method.source == "ngrams" for method in methods.values()):
             return None
         table = open_table(where, target.vocabulary_digest, target.vocabulary_size)
         for method in methods.values():

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draft_models.eagle3.model import Eagle3
-from draft_models.ngrams.table import TrigramTable
 from draft_models.targets.empty_models import layer_stack
 from inference.core.cache import KVCache
 from inference.core.decode import speculative
@@ -24,13 +23,12 @@ from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, chain_parents
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.ngram.fused import Fused
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
-from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import Structure, make_structure
 from outrider.streams import Streams
@@ -40,7 +38,6 @@ from tests.tiers import typical_where
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
-    VOCABULARY,
     make_drafter,
     method_of,
     open_stack,
@@ -269,39 +266,6 @@ def test_after_every_round_of_prompt_lookup(target: Target, runtime: Runtime) ->
     lookup = PromptLookup(3, 6)
     rounds = list(checked(target, runtime, lookup, random_prompt(8) * 2, 24))
     assert sum(r.drafted for r in rounds) > 6
-
-
-@pytest.mark.parametrize(
-    ("source", "runtime"), typical_where(eager_or_early_exit, all_pairs(SOURCES, RUNTIMES)), indirect=["runtime"]
-)
-def test_after_every_round_of_fused_drafts(
-    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    """N-grams that know the first half, a model that is asked in every other pair of rounds, rows of both accepted."""
-    prompt, said = random_prompt(9), expected_of(target, 9, 28)
-    table = TrigramTable.from_documents([[*prompt, *said[:16]]], [2, 3, 4], VOCABULARY, "")
-    shape, known = StructureConfig("fused", nodes=12, max_depth=3, width=3), NgramConfig(evidence="mixed", recycle=4)
-    fused = Fused(target.source(source), table, MethodConfig(structure=shape, ngrams=known), None)
-    turns, paths = itertools.count(), []
-    begin, feed, commit = fused.feeding.begin, fused.feeding.feed, fused.commit
-    asked = [True]
-
-    def note(tree: DraftTree, nodes: list[int], tokens: list[int]) -> None:
-        paths.append([tree.rows[node] for node in nodes])
-        commit(tree, nodes, tokens)
-
-    def begin_round(waiting: int) -> None:
-        asked[0] = next(turns) % 4 < 2
-        begin(waiting)
-
-    monkeypatch.setattr(fused, "commit", note)
-    monkeypatch.setattr(fused.feeding, "begin", begin_round)
-    monkeypatch.setattr(fused.feeding, "feed", lambda *given: feed(*given) if asked[0] else 0)
-    rounds = list(checked(target, runtime, fused, prompt, 28))
-    assert tokens_of(rounds) == said
-    assert any(row < 0 for path in paths for row in path[:-1])
-    assert source == "early_exit, first layer" or any(row >= 0 for path in paths for row in path)
-    assert max(len(path) for path in paths) > 2
 
 
 # --- equality with generate -------------------------------------------------------------------------------------------

@@ -22,9 +22,7 @@ from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.settings.method import NgramConfig
 from outrider.errors import UserError
 from tests.inference.drafters.test_ngram_memory import CONFIGS, TARGET, forged, hits
-from tests.inference.fused_cases import begun, fused_method
-from tests.inference.ngram_cases import TABLE, VOCABULARY, draft, make_table
-from tests.known_source import random_q, root
+from tests.inference.ngram_cases import TABLE, draft, make_table
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]
 ODD = (5e-324, 1e-300, 0.5, 1.0, 2.0, 1e18, 1e300)
@@ -57,15 +55,10 @@ def _most(dtype: np.dtype) -> int:
 
 
 def draft_from_kept(config: NgramConfig, path: Path) -> None:
-    """A few rounds with the memory in `path`, by n-grams alone and, where they are mixed, in one tree with a model."""
+    """A few rounds with the memory in `path`."""
     open_memory(config, TABLE, TARGET)
     try:
         hits(config, TEXT)
-        if config.evidence == "mixed":
-            method = fused_method(recycle=config.recycle, longest=config.longest, nodes=20, max_depth=4)
-            method = replace(method, ngrams=replace(method.ngrams, keep=config.keep))
-            for seed in range(3):
-                begun(method, random_q(seed, VOCABULARY), TEXT, TABLE).draft(root(), 99)
     finally:
         close(str(path))
 

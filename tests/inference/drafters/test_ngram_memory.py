@@ -25,7 +25,7 @@ from inference.drafters.ngram import ngram_memory
 from inference.drafters.ngram.ngram_memory import close, memory_of, open_memory
 from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, NgramConfig, StructureConfig
+from inference.settings.method import MethodConfig, NgramConfig
 from outrider.errors import UserError
 from outrider.files import parse_json, sealed, unsealed
 from tests.inference.ngram_cases import TABLE, FakeSession, draft
@@ -306,14 +306,3 @@ def test_settings_that_mean_nothing_are_refused() -> None:
     method = MethodConfig("ngrams", ngrams=NgramConfig(keep="k"))
     with pytest.raises(UserError, match="a file of its own for every method"):
         EvaluateConfig(target="t", table="t", methods={"a": method, "b": method})
-
-
-def test_a_tree_of_both_keeps_a_memory_only_beside_a_table(tmp_path: Path) -> None:
-    """A rehearsal's tiny models keep none."""
-    shape = StructureConfig("fused", nodes=6, max_depth=2)
-    fused = MethodConfig("small_lm", shape, ngrams=replace(CONFIGS["mixed"], nodes=64, keep="kept"))
-    given = {"target": "target", "small_lm": "small", "methods": {"fused": fused}}
-    with pytest.raises(UserError, match=r"ngrams\.keep=\['kept'\]: expected null without an n-gram table, table="):
-        EvaluateConfig(**given)
-    rehearsed = EvaluateConfig(table="table", **given).small(tmp_path)
-    assert rehearsed.methods["fused"].ngrams.keep is None

@@ -47,7 +47,6 @@ METHODS = {
     "opt_tree, nodes": replace(TREE, structure=replace(TREE.structure, max_depth=3)),
     "opt_tree, depth": replace(TREE, structure=replace(TREE.structure, nodes=9)),
     "k_config": WIDTHS,
-    "fused": replace(TREE, structure=replace(TREE.structure, kind="fused"), ngrams=NgramConfig("mixed", recycle=4)),
 }
 
 PAIRS = typical_where(
@@ -209,7 +208,6 @@ def test_greedy_tokens_do_not_depend_on_the_choice(
         assert list(generation.tokens) == expected[:24]
         sizes = chosen_sizes([generation])
         drafting = {"chain": ["max_draft"], "opt_tree": ["max_depth", "nodes"], "k_config": ["widths"]}
-        drafting["fused"] = drafting["opt_tree"]
         names = {"opt_tree, nodes": ["nodes"], "opt_tree, depth": ["max_depth"], **drafting}[name]
         assert sorted(sizes) == names
         chosen.append(sum(r.drafted for r in generation.rounds) / len(generation.rounds))
