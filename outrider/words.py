@@ -4,7 +4,10 @@ import difflib
 from collections.abc import Iterable
 
 _FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
-GONE = {"fused": _FUSED, "join": _FUSED}  # names of earlier versions, and why they are gone
+_KEEP = "a memory across prompts was shown to gain in replays of like questions only (benchmarks/results/ngrams.md)"
+GONE = {  # names of earlier versions, and why they are gone
+    "fused": _FUSED, "join": _FUSED, "keep": _KEEP, "keep_mb": _KEEP,
+}  # fmt: skip
 
 
 def gone(name: object) -> str:

@@ -12,7 +12,6 @@ def main(config: ChatConfig) -> None:
     import outrider
     from inference.chat.loop import Chat
     from inference.chat.screen import open_screen
-    from inference.drafters.ngram.ngram_memory import save_all
 
     if sys.stdin.isatty():
         import readline  # noqa: F401  # enables line editing in `input`
@@ -29,7 +28,6 @@ def main(config: ChatConfig) -> None:
         Chat(model, config, screen, input).run()
     finally:
         screen.close()
-        save_all()  # the state learnt by all methods used in the chat
 
 
 if __name__ == "__main__":

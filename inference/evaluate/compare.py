@@ -28,7 +28,6 @@ from inference.loading.targets import (
     TargetSetup,
     context_length,
     find_setup,
-    finish,
     load_drafters,
     load_models,
     run_settings,
@@ -170,7 +169,6 @@ def _evaluate(
                 position, state.num_processes, results, skipped, threads, spent, peak, got, load_average()
             )
             append_result(out_dir, number + state.process_index, measured)
-        finish(models.drafters)
         del bench
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken]))

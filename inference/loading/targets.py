@@ -223,12 +223,6 @@ def load_drafters(config: EvaluateConfig, target: Any, **placed: Unpack[Placed])
     return {name: model for name, model in drafters.items() if model is not None}
 
 
-def finish(drafters: Drafters) -> None:
-    """Decoding has ended: save the drafters' learnt state. Raises `UserError`."""
-    for name, model in drafters.items():
-        KINDS[name].load_plugin().finish(model)
-
-
 def load_models(
     config: EvaluateConfig, setup: TargetSetup, drafters: Drafters, products: Mapping[str, str] | None = None
 ) -> Models:

@@ -38,7 +38,7 @@ from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, depths
 from inference.core.verify import verify_greedy
 from inference.loading.drafters import Drafters, new_drafter
-from inference.loading.targets import finish, load_drafters
+from inference.loading.targets import load_drafters
 from inference.measure.statistics import acceptance_by_position, decode_statistics, structure_statistics
 from inference.measure.threads import use_threads
 from inference.settings.evaluate import EvaluateConfig
@@ -281,7 +281,6 @@ def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) ->
             name, method, drafters, turns, max_new_tokens=config.max_new_tokens, seed=config.seed
         )
         reports.append({"method": name, **replay_report(turns, generations), "settings": asdict(method)})
-    finish(drafters)
     table = replay_markdown(reports, config.transcripts)
     write_atomically(out_dir / "report.md", table.encode())
     facts = {

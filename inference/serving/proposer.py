@@ -17,7 +17,6 @@ import numpy as np
 
 from draft_models.ngrams.table import TrigramTable
 from inference.drafters.ngram.mixture import Mixture
-from inference.drafters.ngram.ngram_memory import nothing
 from inference.drafters.ngram.ngram_search import new_nodes
 from inference.settings.method import NgramConfig
 from outrider.errors import UserError, require
@@ -32,7 +31,7 @@ class ServedText:
     def __init__(self, table: TrigramTable, room: int, prompt: np.ndarray):
         """room: the most ids that text and draft come to together. prompt: int [P]."""
         self.mixture = Mixture(table, _CONFIG)
-        self.mixture.reset(nothing(table, _CONFIG))
+        self.mixture.reset()
         self._ids, self.length = np.zeros(room, np.int64), len(prompt)
         self._ids[: self.length] = prompt
         self.mixture.learn_prompt(self._ids, self.length)

@@ -22,7 +22,7 @@ from draft_models.targets.settings import (
     TableFolder,
 )
 from inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in
-from inference.settings.method import MethodConfig, NgramConfig
+from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from inference.settings.serving import MODULES, Engine, why_not, with_lengths
 from outrider.errors import require
@@ -125,10 +125,6 @@ class EvaluateConfig(RehearsedConfig):
         for name, where in self.drafters.items():
             known = ", ".join(others) or "none here: no kind of drafter needs it"
             require(name in others, f"drafters.{name}", where, f"one of {known}")
-        kept = [method.ngrams.keep for method in self.methods.values() if method.ngrams.keep is not None]
-        require(len(set(kept)) == len(kept), "ngrams.keep", kept, "a file of its own for every method")
-        table = self.where(KINDS["ngrams"])
-        require(not kept or table is not None, "ngrams.keep", kept, "null without an n-gram table, table=")
         replayed, ignored = self.target == "replay", self.generation_config == "none"
         recycled = max(method.ngrams.recycle for method in self.methods.values())
         for key in ("transcripts", "tokenizer"):
@@ -199,11 +195,8 @@ class EvaluateConfig(RehearsedConfig):
         given: dict[str, Any] = {"checkpoint": None}
         given |= {str(kind.option): str(models / str(kind.tiny)) for kind in used}
         given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
-        # Tiny models have other layers to skip and to tap, and hold shorter texts. A memory is the whole target's.
-        methods = {
-            name: replace(method, skip=None, ngrams=replace(method.ngrams, keep=None, keep_mb=NgramConfig.keep_mb))
-            for name, method in self.methods.items()
-        }
+        # Tiny models have other layers to skip and to tap, and hold shorter texts.
+        methods = {name: replace(method, skip=None) for name, method in self.methods.items()}
         given |= {"engine": None, "engine_python": None, "engine_options": {}, "concurrency": (1,), "draft_tokens": ()}
         given |= {"engine_plain": None, "server_model": None}
         given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig()}

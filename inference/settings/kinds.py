@@ -77,14 +77,6 @@ class DrafterPlugin(ABC, Generic[Model]):
         """The model's maximum context in positions; None: no limit."""
         return None
 
-    def finish(self, model: Model) -> None:
-        """Decoding has ended: save learnt state. Raises `UserError`."""
-        return
-
-    def release(self, method: "MethodConfig") -> None:
-        """`method` is no longer used: release its resources for other processes. Raises `UserError`."""
-        return
-
     def own_models(self, model: Model) -> "list[Target]":
         """The causal LMs that it runs in sessions of their own."""
         return []

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from inference.settings.kinds import KINDS, Kind
 from inference.settings.limits import LONGEST_CHAIN, MOST_NODES
 from outrider.errors import require, require_choice
-from outrider.settings import Count, Named, Positive, Settings, Share, only, require_default
+from outrider.settings import Count, Positive, Settings, Share, only, require_default
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
 # depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the
@@ -175,16 +175,9 @@ class NgramConfig(Settings):
     strength: Annotated[Positive, only(evidence="mixed")] = 60.0
     # likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none
     recycle: Annotated[int, Ge(0), Le(64), only(evidence="mixed")] = 0
-    # a file that keeps what was learnt from one prompt to the next, and to the next run; null: every text begins anew
-    keep: Annotated[str, Named("a file")] | None = None
-    keep_mb: Positive = 64.0  # what it may take; what was used least is forgotten
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.keep is None:
-            require_default(self, "keep_mb", "keep is null")
-        learns = self.evidence == "mixed" or self.adapt
-        require(self.keep is None or learns, "keep", self.keep, "null with adapt=false, which learns nothing")
         known = self.nodes != AUTO or self.search == "best_first"
         require(known, "nodes", self.nodes, "an integer ≥ 1, or auto with search=best_first")
         most = self.max_probability

@@ -34,7 +34,7 @@ from inference.engines.choose import make_runtime
 from inference.evaluate.compare import evaluate_checkpoint
 from inference.loading.drafters import new_drafter, prepare
 from inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
-from inference.loading.targets import find_setup, finish, load_drafters, load_stack
+from inference.loading.targets import find_setup, load_drafters, load_stack
 from inference.measure.probe import tune
 from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.evaluate import EvaluateConfig, Runtime
@@ -252,14 +252,6 @@ class Model:
                 evaluate_checkpoint(config, asked)
             report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
         return report
-
-    def close(self) -> None:
-        """Save the drafter's learnt state (ngrams.keep) and release its file to other processes; this model can no
-        longer use the file. Raises `UserError`."""
-        with self._turn:
-            finish(self.drafters)
-            for name in self.drafters:
-                KINDS[name].load_plugin().release(self.method)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

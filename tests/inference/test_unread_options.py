@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration.head import CalibrationHead
-from inference.drafters.ngram.ngram_memory import close, open_memory
 from inference.loading.drafters import new_drafter
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.shapes.factory import make_structure
@@ -39,7 +37,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ngrams": {
         "evidence": "mixed", "nodes": 9, "depth": 3, "order": 2, "adapt": False, "increment": 0.3,
         "max_probability": 0.9, "search": "puct", "iterations": 20, "sentences": 5, "widest": 3, "c1": 2.0, "c2": 2.0,
-        "longest": 4, "decay": 0.5, "strength": 5.0, "recycle": 3, "keep": "kept", "keep_mb": 2.0,
+        "longest": 4, "decay": 0.5, "strength": 5.0, "recycle": 3,
     },
 }  # fmt: skip
 SHAPES = {
@@ -89,8 +87,6 @@ def options_read(method: MethodConfig) -> set[str]:
     drafters, head = {"ngrams": TABLE}, CalibrationHead(1, 1).requires_grad_(False)
     with noting() as read:
         for drawn in (False, True):
-            if method.ngrams.keep is not None:
-                open_memory(method.ngrams, TABLE, {})
             if method.source in ("prompt_lookup", "ngrams"):
                 drafter: Any = new_drafter(method, drafters, Streams(0), drawn)
                 drafter.begin(FakeSession([1, 2, 1, 2, 1]), None, None)
@@ -98,8 +94,6 @@ def options_read(method: MethodConfig) -> set[str]:
             else:
                 source: Any = _Source(random_q(0), plain_probs if drawn else None)
                 make_structure(method, Streams(0), drawn, head, TUNING).draft(source, root(), 9)
-    if method.ngrams.keep is not None:
-        close(method.ngrams.keep)
     return read
 
 
@@ -120,9 +114,8 @@ def test_there_is_another_value_of_every_option() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_is_accepted_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_accepted_is_read(name: str) -> None:
     """Each option set to another value: the method is refused, or drafting looks at it."""
-    monkeypatch.chdir(tmp_path)  # where a memory is kept
     method, refused, accepted = METHODS[name], [], []
     for part, others in OTHERS.items():
         for option, other in others.items():

@@ -21,7 +21,7 @@ def test_a_method_that_is_gone_says_why() -> None:
         StructureConfig(kind="fused")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("option", ["structure.join"])
+@pytest.mark.parametrize("option", ["structure.join", "ngrams.keep", "ngrams.keep_mb"])
 def test_an_option_that_is_gone_says_why(option: str) -> None:
     part, name = option.split(".")
     with pytest.raises(UserError, match=f"^{option}: unknown; .*; {name} is gone: "):

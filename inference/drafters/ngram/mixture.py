@@ -10,16 +10,17 @@ import numpy as np
 
 from draft_models.ngrams.kernels import compiled_for
 from draft_models.ngrams.overlay import LevelArrays, TextIndex, flat, with_room
+from draft_models.ngrams.recycled import new_recycled
 from draft_models.ngrams.suffixes import no_suffixes, read_only
 from draft_models.ngrams.table import TrigramTable, make_level
 from inference.drafters.ngram.ngram_learning import learn_text
-from inference.drafters.ngram.ngram_memory import Learnt, carried
-from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, weights_from
+from inference.drafters.ngram.ngram_mixing import CORPUS_ORDERS, mixed_best_first, new_scratch, new_weights
 from inference.drafters.ngram.ngram_search import Nodes
 from inference.settings.method import NgramConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_RECYCLED_CONTEXT = 2  # the target's rows are indexed by their last token and by their last two
 
 
 class Mixture:
@@ -32,17 +33,12 @@ class Mixture:
         self._scratch = new_scratch(config.longest)
         self._suffixes = read_only(table.suffixes or no_suffixes(table.vocabulary))
 
-    def reset(self, learnt: Learnt) -> None:
-        """A new text begins, with what was learnt from others."""
+    def reset(self) -> None:
+        """A new text begins."""
         self._compiled: dict[object, Callable[..., object]] = {}
         self.index = TextIndex(self.config.longest, self.config.decay)
-        self.index.known, self.recycled = learnt.known, learnt.recycled
-        self.weights = weights_from(learnt.shares)
-
-    @property
-    def learnt(self) -> Learnt:
-        """As the next text may begin with it."""
-        return Learnt(self.index.known, self.recycled, carried(self.weights.now))
+        self.recycled = new_recycled(_RECYCLED_CONTEXT, self.config.recycle)
+        self.weights = new_weights(self.config.longest, self.recycled.longest, self.table.suffixes is not None)
 
     def learn_prompt(self, ids: np.ndarray, stop: int) -> None:
         """Take in the prompt ids[:stop] (int64): what a user wrote says little about how the target follows sources."""

@@ -53,11 +53,7 @@ def new_weights(longest: int, recycled: int = 0, suffixes: bool = False) -> Weig
         (recycled_shares(), recycled),
         (SUFFIXES, REACH - LEAST + 1 if suffixes else 0),
     )
-    return weights_from(np.array([shares[min(i, len(shares) - 1)] for shares, count in groups for i in range(count)]))
-
-
-def weights_from(prior: np.ndarray) -> Weights:
-    """λ that starts at `prior`, float64 [S, CLASSES]."""
+    prior = np.array([shares[min(i, len(shares) - 1)] for shares, count in groups for i in range(count)])
     integers, numbers = np.empty((2, len(prior)), np.int64), np.empty((2, len(prior)))
     return Weights(prior.copy(), prior, np.zeros_like(prior), np.zeros_like(prior), integers, numbers)
 

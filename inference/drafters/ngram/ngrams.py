@@ -3,10 +3,8 @@
 Neither runs a model: both read tokens only.
 """
 
-import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Unpack
 
@@ -25,14 +23,12 @@ from inference.core.stopwatch import Stopwatch
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.mixture import Mixture
-from inference.drafters.ngram.ngram_memory import Learnt, close, memory_of, nothing, open_memory, save_all
 from inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from inference.settings.kinds import DrafterPlugin, Placed, recorded_data
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
 from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from inference.sizing.policy import Tuning
 from outrider.errors import require
-from outrider.processes import join_processes
 from outrider.streams import Streams
 
 _Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, continuations
@@ -57,11 +53,10 @@ class _OverText(Drafter):
         return {} if self.sizes is None else self.sizes.totals
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
-        prompt, keep = session.tokens.tolist(), self.config.keep
-        learnt = nothing(self.table, self.config) if keep is None else memory_of(keep).begin(prompt, self._known)
+        prompt = session.tokens.tolist()
         self._ids = np.zeros(2 * len(prompt) + 256, np.int64)
         self._length = self._learnt = 0
-        self._reset(learnt)
+        self._reset()
         self._append(prompt)
         self._learn_prompt(self._ids, self._length)
         self._learnt = self._length
@@ -72,11 +67,6 @@ class _OverText(Drafter):
         self._ids[self._length] = root  # committed only at the end of the round that it starts
         self._learn(self._ids, self._learnt, self._length + 1)
         self._learnt = self._length + 1
-
-    def _catch_up(self) -> None:
-        """Learn the end of the text, after the last draft."""
-        self._learn(self._ids, self._learnt, self._length)
-        self._learnt = self._length
 
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self.read(int(root))
@@ -112,12 +102,8 @@ class _OverText(Drafter):
             self._ids = np.concatenate([self._ids, np.zeros(len(self._ids) + more, np.int64)])
 
     @abstractmethod
-    def _reset(self, learnt: Learnt) -> None:
-        """Start a new text from the state learnt from others."""
-
-    @abstractmethod
-    def _known(self) -> Learnt:
-        """The learnt state, including all the text so far."""
+    def _reset(self) -> None:
+        """Start a new text: forget the last one."""
 
     @abstractmethod
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
@@ -134,7 +120,7 @@ class _OverText(Drafter):
 class TrigramDrafter(_OverText):
     """ADED: one order of the table, adapted by Algorithm 2 to prompt and output, searched by PUCT or best-first.
 
-    It forgets what it learnt at the end of a text, unless ngrams.keep is given.
+    It forgets what it learnt at the end of a text.
     """
 
     def __init__(self, table: TrigramTable, config: NgramConfig, seed: int):
@@ -148,14 +134,9 @@ class TrigramDrafter(_OverText):
         else:
             self._states = np.empty(self.max_rows, np.uint64)
 
-    def _reset(self, learnt: Learnt) -> None:
+    def _reset(self) -> None:
         self._seed = np.array([self.seed % 2**64], np.uint64)
-        self._others = learnt
-        self.overlay.known = learnt.known
-
-    def _known(self) -> Learnt:
-        self._catch_up()
-        return self._others._replace(known=self.overlay.known)
+        self.overlay.reset()
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         if self.config.adapt:
@@ -185,8 +166,7 @@ class MixedDrafter(_OverText):
         self._verified: _Verified | None = None  # the last round's arguments of `recycle`, until it runs
 
     def begin(self, session: Session, selector: TokenSelector, watch: Stopwatch) -> None:
-        # A memory keeps this drafter alive for longer; a proxy does not keep the target's cache alive as well.
-        self._session: Session = weakref.proxy(session)
+        self._session = session
         super().begin(session, selector, watch)
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -196,13 +176,9 @@ class MixedDrafter(_OverText):
             self._verified = (self._length + 1, *drafted, np.array(ran, np.int64), found.cpu().numpy())
         super().commit(tree, nodes, tokens)
 
-    def _reset(self, learnt: Learnt) -> None:
+    def _reset(self) -> None:
         self._verified = None
-        self.mixture.reset(learnt)
-
-    def _known(self) -> Learnt:
-        self._catch_up()
-        return self.mixture.learnt
+        self.mixture.reset()
 
     def _learn_prompt(self, ids: np.ndarray, stop: int) -> None:
         self.mixture.learn_prompt(ids, stop)
@@ -249,13 +225,6 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
     return table
 
 
-def identity_of(target: object) -> dict[str, object]:
-    """The identity to which a memory is bound: the target's without its path, or a recording's tokenizer."""
-    fingerprint = getattr(target, "fingerprint", None)
-    known = {} if fingerprint is None else asdict(fingerprint)
-    return {name: value for name, value in known.items() if name not in ("target", "revision")}
-
-
 class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     """The model is a `TrigramTable`."""
 
@@ -271,20 +240,7 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     ) -> TrigramTable | None:
         if not any(method.source == "ngrams" for method in methods.values()):
             return None
-        table = open_table(where, target.vocabulary_digest, target.vocabulary_size)
-        for method in methods.values():
-            if method.ngrams.keep is not None:
-                processes = join_processes().num_processes
-                require(processes == 1, "ngrams.keep", method.ngrams.keep, f"null for {processes} processes")
-                open_memory(method.ngrams, table, identity_of(target))
-        return table
-
-    def finish(self, model: TrigramTable | None) -> None:
-        save_all()
-
-    def release(self, method: MethodConfig) -> None:
-        if method.ngrams.keep is not None:
-            close(method.ngrams.keep)
+        return open_table(where, target.vocabulary_digest, target.vocabulary_size)
 
     def make(
         self, model: TrigramTable | None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None

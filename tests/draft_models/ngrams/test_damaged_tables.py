@@ -1,5 +1,6 @@
 """A damaged n-gram table is refused by name, or drafts as before: never a crash, never another draft."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.settings.method import NgramConfig
 from outrider.errors import UserError
 from tests.inference.ngram_cases import VOCABULARY, draft, make_table
+from tests.kept_code import kept_folder
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = (
@@ -130,6 +132,20 @@ def test_arrays_that_do_not_fit_together_are_refused_whatever_their_digests(
         return
     with pytest.raises(UserError, match=r"unsound: damaged n-gram table \(order 3: "):
         TrigramTable.open(tmp_path / "unsound")
+
+
+@pytest.mark.slow
+def test_compiled_code_stays_within_its_arrays_whatever_a_table_says(tmp_path: Path) -> None:
+    """Tables with altered numbers and right digests, in a process whose compiled code checks bounds."""
+    command = [sys.executable, "-m", "tests.inference.drafters.altered_tables", str(tmp_path)]
+    kept = kept_folder("bounds_checked", "draft_models/ngrams/*.py", "inference/drafters/**/*.py")
+    checked = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(kept)}  # it takes a minute to compile
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | checked, check=False)
+    assert run.returncode == 0, run.stderr
+    bounds, counts = run.stdout.splitlines()
+    assert bounds == "bounds are checked"
+    drafted, refused = (int(count.partition("=")[2]) for count in counts.split())
+    assert min(drafted, refused) >= 4  # it refuses neither all nor none
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import select
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,11 +18,9 @@ from tokenizers import decoders
 import outrider
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
-from inference.chat.__main__ import main as chat_command
 from inference.chat.loop import Chat, Reply
 from inference.chat.screen import DRAFTED, Screen, Terminal, harmless, open_screen
 from inference.core.stopwatch import Round
-from inference.drafters.ngram import ngram_memory
 from inference.settings.chat import ChatConfig
 from outrider.errors import UserError
 from tests.forked import Fork
@@ -172,21 +169,6 @@ def test_colours_are_for_terminals_that_want_them() -> None:
     assert type(open_screen(terminal, {})) is Terminal
     for out, environment in ((terminal, {"NO_COLOR": "1"}), (terminal, {"TERM": "dumb"}), (io.StringIO(), {})):
         assert type(open_screen(out, environment)) is Screen
-
-
-def test_what_a_chat_taught_is_kept(
-    tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a target without a chat template, whose messages are bare text."""
-    kept = tmp_path / "kept.safetensors"
-    told = [f"target={tiny_models / 'target'}", f"table={tiny_models / 'table'}", "method=ngrams", "device=cpu",
-            f"methods.ngrams.ngrams.keep={kept}", "max_new_tokens=4", "template=none"]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["chat", *told])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one two\n/quit\n"))
-    chat_command()
-    assert "error:" not in capsys.readouterr().out
-    assert kept.exists()
-    ngram_memory.close(str(kept))
 
 
 @pytest.mark.slow

@@ -153,12 +153,13 @@ class FirstUnlearnt(Mixture):
 def test_a_fault_in_what_it_reads_is_seen(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fault: type[Mixture]
 ) -> None:
-    """OldestUnread differs only if a repeat is as long as the longest context."""
-    repeated = np.random.default_rng(5).integers(0, VOCABULARY, 20).tolist()
-    requests = [*some_requests(), Request([*repeated, *repeated[:18]], [*repeated[18:], *repeated[:8]])]
+    """OldestUnread differs only if the oldest token of the longest context decides: 1 follows 3, and 2 follows 0."""
+    between = np.random.default_rng(5).integers(4, VOCABULARY, NgramConfig.longest - 1).tolist()
+    told, room = [3, *between, 1, 0, *between, 2, 0, *between, 2], 400
+    requests = [*some_requests(), Request(told, [*told, *told, *told])]
     monkeypatch.setattr(module, "Mixture", fault)
-    Runner(opened(places["suffixes"]), requests, 2, LONGEST).run()
-    same = all(request.drafts == own_chains(TABLES["suffixes"], request) for request in requests)
+    Runner(opened(places["suffixes"], room), requests, 2, room).run()
+    same = all(request.drafts == own_chains(TABLES["suffixes"], request, room) for request in requests)
     assert same == (fault is Mixture)
 
 
