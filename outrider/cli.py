@@ -101,10 +101,6 @@ COMMANDS = {
             "write a drafter as serving engines load it",
         ),
         Command(
-            "ship_drafters", "train.ship_drafters", "train.settings.drafters:ShipConfig",
-            "copy a pipeline's drafters without what only training needs",
-        ),
-        Command(
             "pipeline", "train.pipeline", "train.pipeline_settings:PipelineConfig",
             "run several commands as one: from a target to a report",
         ),

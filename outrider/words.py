@@ -7,6 +7,7 @@ _FUSED = "one tree of a drafter and n-grams was not faster than the better of th
 _KEEP = "a memory across prompts was shown to gain in replays of like questions only (benchmarks/results/ngrams.md)"
 GONE = {  # names of earlier versions, and why they are gone
     "fused": _FUSED, "join": _FUSED, "keep": _KEEP, "keep_mb": _KEEP,
+    "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
 }  # fmt: skip
 
 

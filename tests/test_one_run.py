@@ -32,7 +32,6 @@ OPTIONS = {
     "fetch_target": [],
     "generate_responses": [f"target={TARGET}"],
     "pipeline": ["experiment=demo"],
-    "ship_drafters": [f"run={TARGET}"],
     "toy_target": [],
     "write_prompts": [],
 }
@@ -43,7 +42,6 @@ NOT_REHEARSED = {
     "convert_target",
     "export",
     "fetch_target",
-    "ship_drafters",
     "toy_target",
     "write_prompts",
 }

@@ -101,22 +101,6 @@ def save_pretrained(
     write_json(path / META_FILE, dataclasses.asdict(meta))
 
 
-def recast(source: Path | str, to: Path, dtype: torch.dtype) -> DrafterMeta:
-    """Write the drafter in `source` to directory `to` in `dtype` with its metadata, which is returned.
-
-    Raises `UserError` if its files are missing, truncated or altered.
-    """
-    meta = read_meta(source)
-    stored = _read_weights(Path(source) / WEIGHTS_FILE, meta.weights_sha256)
-    blob = save({name: placed(tensor, "cpu", dtype) for name, tensor in stored.items()}, metadata={"format": "pt"})
-    name, digest = str(dtype).removeprefix("torch."), hashlib.sha256(blob).hexdigest()
-    meta = dataclasses.replace(meta, dtype=name, weights_sha256=digest)
-    require_writable(to)
-    write_atomically(to / WEIGHTS_FILE, blob)
-    write_json(to / META_FILE, dataclasses.asdict(meta))
-    return meta
-
-
 def read_meta(path: Path | str) -> DrafterMeta:
     """drafter.json of a checkpoint directory; raises `UserError` if missing, unreadable or of another format."""
     file = Path(path) / META_FILE

@@ -275,7 +275,6 @@ def test_bad_overrides_fail_fast_on_the_command_line(
         "fetch_target": "resume",
         "eagle3": "seq_len",
         "export": "resume",
-        "ship_drafters": "resume",
         "pipeline": "resume",
         "chat": "max_new_tokens",
         "compare_reports": "resume",

@@ -357,7 +357,7 @@ def test_the_page_runs(tiny_models: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
         (tmp_path / "runs/demo" / name).symlink_to(tiny_models / own)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 6
     load, here = outrider.load, {"target": "runs/demo/target"}
 
     def load_here(source: str, **given: Any) -> Any:

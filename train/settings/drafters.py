@@ -21,7 +21,7 @@ from draft_models.targets.settings import (
 )
 from inference.settings.kinds import KINDS, kind_in
 from outrider.errors import require
-from outrider.settings import Count, Place, Positive, RunConfig, Settings, Share, free, require_default
+from outrider.settings import Count, Place, Positive, Settings, Share, free, require_default
 from train.settings.fit import FitConfig
 
 NotNegative = Annotated[int, Ge(0)]
@@ -339,15 +339,3 @@ def require_cache(teacher: Teacher, objective: str, data: DataConfig, debug: boo
 def require_heldout(data: DataConfig, why: str) -> None:
     fraction = data.heldout_fraction
     require(fraction > 0, "data.heldout_fraction", fraction, f"more than 0: {why}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShipConfig(RunConfig):
-    """ship-drafters: the drafters that a pipeline has left, in 16 bits and without what only training needs."""
-
-    run: Annotated[str, Place("a pipeline's directory")] = "runs/smollm2"  # where the drafters are now
-    out_dir: str = free("drafters/smollm2")  # where they go; resume=true replaces what is there
-    # name or directory of the target for the commands on the cards, where others have it; null: as it was trained with
-    target: str | None = None
-    dtype: FloatDtype = "bfloat16"  # of the weights that are written
-    max_mb: Positive = 20.0  # all of them together, in megabytes; larger ones are refused

@@ -1,11 +1,8 @@
 """Drafters that are handed on: they load, they are their target's and no other's, and they are small."""
 
-import contextlib
 import hashlib
-import io
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +30,9 @@ from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
 from train.parts.export import export
-from train.settings.drafters import ShipConfig
-from train.shipping import SHIPPED, ship_drafters
 
-COMMITTED = sorted((Path(__file__).parents[2] / "drafters").glob("*"))
+ROOT = Path(__file__).parents[2]
+COMMITTED = sorted((ROOT / "drafters").glob("*"))
 METHODS = {
     "calibrated": MethodConfig(stop=StopConfig(rule="calibrated")),
     "small": MethodConfig(source="small_lm", stop=StopConfig(rule="calibrated")),
@@ -58,8 +54,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ship(run: Path, out_dir: Path, **changes: Any) -> None:
-    ship_drafters(replace(ShipConfig(run=str(run), out_dir=str(out_dir)), **changes))
+def ship(run: Path, out_dir: Path, target: str | None = None, max_mb: float = 20.0) -> None:
+    from ship_drafters import ship
+
+    ship(run, out_dir, target=target, dtype=torch.bfloat16, max_mb=max_mb)
 
 
 def load(folder: Path, target: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -120,37 +118,34 @@ def test_a_small_lm_of_some_tokens_keeps_what_its_ids_stand_for(run: Path, tmp_p
 
 
 def test_cards_name_the_target_as_others_have_it(run: Path, tmp_path: Path) -> None:
-    """Title and commands; an EAGLE-3 head beside them is not shipped, and that is said."""
+    """Title and commands."""
     shutil.copytree(run, tmp_path / "run")
     write_card(tmp_path / "run/eesd", USE, str(tmp_path / "run/target"), {}, portable=True)
-    (tmp_path / "run/eagle3").mkdir(exist_ok=True)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        ship(tmp_path / "run", tmp_path / "out", target="org/model")
+    ship(tmp_path / "run", tmp_path / "out", target="org/model")
     card = (tmp_path / "out/eesd/README.md").read_text()
     assert "# A draft model for org/model\n" in card
     assert "checkpoint=eesd target=org/model" in card
     assert "on the first layers of the target, with which" in card
     assert str(tmp_path) not in card
-    assert f"ship_drafters left={tmp_path}/run/eagle3" in said.getvalue()
 
 
 def test_too_much_or_nothing_is_refused_and_leaves_what_is_there(run: Path, tmp_path: Path) -> None:
     ship(run, tmp_path / "out")
     files = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="holds drafters already; resume=true replaces them"):
+    with pytest.raises(UserError, match="holds drafters already; remove them"):
         ship(run, tmp_path / "out")
-    with pytest.raises(UserError, match=r"max_mb=0\.1: the drafters are .* MB \(eesd=.* small_lm=.* trigrams="):
-        ship(run, tmp_path / "out", resume=True, max_mb=0.1)
-    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == files
-    with pytest.raises(UserError, match="is run= itself, whose trainings would be replaced"):
-        ship(run, run, resume=True)
+    with pytest.raises(UserError, match=r"--max-mb 0\.1: the drafters are .* MB \(eesd=.* small_lm=.* trigrams="):
+        ship(run, tmp_path / "small", max_mb=0.1)
+    assert not list((tmp_path / "small").iterdir())
+    with pytest.raises(UserError, match="holds drafters already"):
+        ship(run, run)
     with pytest.raises(UserError, match="no drafters there; expected a pipeline's directory with eesd, small_lm"):
         ship(tmp_path, tmp_path / "none")
     damaged = shutil.copytree(run, tmp_path / "damaged")
     (damaged / "eesd" / WEIGHTS_FILE).write_bytes(b"")
     with pytest.raises(UserError, match="truncated or altered"):
-        ship(damaged, tmp_path / "out", resume=True)
+        ship(damaged, tmp_path / "small")
+    assert not list((tmp_path / "small").iterdir())
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == files
 
 
@@ -164,7 +159,7 @@ def test_the_report_says_how_long_they_trained() -> None:
 @pytest.mark.skipif(not COMMITTED, reason="no drafters are in this repository")
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> None:
-    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == set(SHIPPED)
+    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == {"eesd", "small_lm", "trigrams"}
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 20e6
     meta = read_meta(folder / "eesd")
     assert hashlib.sha256((folder / "eesd" / WEIGHTS_FILE).read_bytes()).hexdigest() == meta.weights_sha256

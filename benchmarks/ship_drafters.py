@@ -1,4 +1,6 @@
-"""Drafters to distribute: the products of a pipeline, in 16 bits and without files that only training needs.
+"""Make a pipeline's drafters small enough to distribute: in 16 bits and without files that only training needs.
+
+    python benchmarks/ship_drafters.py runs/smollm2 drafters/smollm2 --target HuggingFaceTB/SmolLM2-135M-Instruct
 
 eesd/       an early-exit drafter with its card and, if it has one, its calibration head
 small_lm/   a small LM with its card, tokenizer, record of training and, if it has them, its draft vocabulary and its
@@ -6,21 +8,27 @@ small_lm/   a small LM with its card, tokenizer, record of training and, if it h
 trigrams/   an n-gram table
 """
 
+import argparse
+import dataclasses
+import hashlib
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load, save
 from transformers.utils import logging as transformers_logging
 
+from conf import reported
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
 from draft_models.card import CARD_FILE, ELSEWHERE, TITLE
 from draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
-from draft_models.early_exit.checkpoint import read_meta, recast
+from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import TRAINING_FILE
 from draft_models.targets.architectures import read_config
@@ -29,64 +37,53 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.settings import HEAD_FOLDER
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
-from outrider.files import read_json, read_mapping, require_writable
-from outrider.processes import from_main, join_processes, only_run_of
-from train.core import run_dir
-from train.settings.drafters import ShipConfig
+from outrider.files import read_json, read_mapping, require_writable, write_json
 
 TOKENIZER_FILE = "tokenizer.json"
-_AGAIN = "train the drafter again"
+AGAIN = "train the drafter again"
 
 
-def ship_drafters(config: ShipConfig) -> None:
-    """Write the drafters in the folders of the pipeline `config.run` to folders of the same names in `config.out_dir`.
+def ship(run: Path, out_dir: Path, *, target: str | None, dtype: torch.dtype, max_mb: float) -> str:
+    """Write the drafters in `run` to folders of the same names in `out_dir`; returns their sizes.
 
-    Raises `UserError` if there are none, if one is damaged, and if their total size exceeds `config.max_mb`; `out_dir`
-    then stays unchanged. Under a launcher, only the main process writes.
+    Raises `UserError` if there are none, if one is damaged, if `out_dir` holds one of them, and if their total size
+    exceeds `max_mb`; `out_dir` then stays unchanged.
     """
-    transformers_logging.disable_progress_bar()
-    state, out_dir = join_processes(), require_writable(config.out_dir)
-    with only_run_of(state, out_dir, "drafters"):
-        from_main(state, lambda: _ship(config, out_dir))
-
-
-def _ship(config: ShipConfig, out_dir: Path) -> None:
-    run, staging = Path(config.run), out_dir / run_dir.STAGING
-    if run.resolve() == out_dir.resolve():
-        raise UserError(f"out_dir={out_dir}: is run= itself, whose trainings would be replaced; give another out_dir")
     found = [name for name in SHIPPED if (run / name).is_dir()]
-    left = [name for name in ("eagle3",) if (run / name).is_dir()]
     if not found:
-        raise UserError(f"run={run}: no drafters there; expected a pipeline's directory with {', '.join(SHIPPED)}")
-    if not config.resume and any((out_dir / name).exists() for name in found):
-        raise UserError(f"out_dir={out_dir}: holds drafters already; resume=true replaces them")
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
+        raise UserError(f"{run}: no drafters there; expected a pipeline's directory with {', '.join(SHIPPED)}")
+    if any((out_dir / name).exists() for name in found):
+        raise UserError(f"{out_dir}: holds drafters already; remove them, or give another directory")
+    with tempfile.TemporaryDirectory(dir=require_writable(out_dir)) as folder:
+        staging = Path(folder)
         for name in found:
-            SHIPPED[name](run / name, staging / name, getattr(torch, config.dtype))
-            _ship_card(run / name, staging / name, config.target)
-        sizes = {name: _megabytes(staging / name) for name in found}
+            SHIPPED[name](run / name, staging / name, dtype)
+            ship_card(run / name, staging / name, target)
+        sizes = {name: megabytes(staging / name) for name in found}
         said = " ".join(f"{name}={size:.2f}" for name, size in sizes.items())
-        if sum(sizes.values()) > config.max_mb:
+        if sum(sizes.values()) > max_mb:
             raise UserError(
-                f"max_mb={config.max_mb:g}: the drafters are {sum(sizes.values()):.2f} MB ({said}); train a smaller "
+                f"--max-mb {max_mb:g}: the drafters are {sum(sizes.values()):.2f} MB ({said}); train a smaller "
                 "small LM, count with a larger min_count= or fewer orders=, or allow more"
             )
         for name in found:
-            shutil.rmtree(out_dir / name, ignore_errors=True)
             (staging / name).rename(out_dir / name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    print(f"ship_drafters out_dir={out_dir} dtype={config.dtype} megabytes: {said}", flush=True)
-    for name in left:  # already in 16 bits and self-contained
-        print(f"ship_drafters left={run / name}: a head is handed on as it is, or by export", flush=True)
+    return said
 
 
 def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
     """Write the drafter in `source` in `dtype`; a calibration head stays float32 and is bound to the new weights."""
-    meta = recast(source, to, dtype)
+    meta, blob = read_meta(source), (source / WEIGHTS_FILE).read_bytes()
+    if hashlib.sha256(blob).hexdigest() != meta.weights_sha256:
+        raise UserError(f"{source / WEIGHTS_FILE}: truncated or altered; {AGAIN}")
+    blob = save({name: tensor.to(dtype) for name, tensor in load(blob).items()}, metadata={"format": "pt"})
+    written = dataclasses.replace(
+        meta, dtype=str(dtype).removeprefix("torch."), weights_sha256=hashlib.sha256(blob).hexdigest()
+    )
+    (require_writable(to) / WEIGHTS_FILE).write_bytes(blob)
+    write_json(to / META_FILE, dataclasses.asdict(written))
     if (source / CALIBRATION_FILE).exists():
-        ship_head(load_calibration(source, read_meta(source).weights_sha256), source, to, meta.weights_sha256)
+        ship_head(load_calibration(source, meta.weights_sha256), source, to, written.weights_sha256)
 
 
 def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
@@ -101,7 +98,7 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
         save_tokens(to, own)
     file = to / TOKENIZER_FILE
     if file.exists():  # a third of it is white space
-        plain = read_json(file, "tokenizer", _AGAIN)
+        plain = read_json(file, "tokenizer", AGAIN)
         file.write_text(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
     if (source / TRAINING_FILE).exists():
         shutil.copyfile(source / TRAINING_FILE, to / TRAINING_FILE)
@@ -113,7 +110,7 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
 
 def ship_head(head: CalibrationHead, source: Path, to: Path, drafter_sha256: str) -> None:
     """Write the calibration head in `source` with its metadata, bound to other weights."""
-    facts = read_mapping(source / CALIBRATION_FILE, "description of a calibration head", _AGAIN)
+    facts = read_mapping(source / CALIBRATION_FILE, "description of a calibration head", AGAIN)
     save_calibration(to, head, drafter_sha256, facts)
 
 
@@ -129,7 +126,7 @@ SHIPPED: dict[str, Callable[[Path, Path, torch.dtype], None]] = {
 }
 
 
-def _ship_card(source: Path, to: Path, target: str | None) -> None:
+def ship_card(source: Path, to: Path, target: str | None) -> None:
     """Write the card of the drafter in `source`; it names `target` if given."""
     if (source / CARD_FILE).exists():
         text = (source / CARD_FILE).read_text(errors="replace")
@@ -140,5 +137,24 @@ def _ship_card(source: Path, to: Path, target: str | None) -> None:
         (to / CARD_FILE).write_text(text)
 
 
-def _megabytes(folder: Path) -> float:
+def megabytes(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a pipeline's directory, where the drafters are now")
+    parser.add_argument("out_dir", type=Path, help="where they go")
+    parser.add_argument("--target", help="name of the target for the commands on the cards, where others have it")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--max-mb", type=float, default=20.0, help="all of them together")
+    options = parser.parse_args()
+    transformers_logging.disable_progress_bar()
+    with reported():
+        said = ship(options.run, options.out_dir, target=options.target, dtype=getattr(torch, options.dtype),
+                    max_mb=options.max_mb)  # fmt: skip
+        print(f"{options.out_dir} {options.dtype} megabytes: {said}")
+
+
+if __name__ == "__main__":
+    main()
