@@ -4,7 +4,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import sysconfig
@@ -26,10 +25,6 @@ RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # files of generate-respo
 _PROMPTS = FileLayout("prompts", "any")  # determined by the columns of each record
 _SETTLED = 2 * 10**9  # nanoseconds: a younger file may still change without a new time stamp
 
-# Files are similar if they share this fraction (_ALIKE) of the smaller one's windows of _WINDOW lines. A window in more
-# than _COPIES files is ignored: it is a licence or the like, not a sign of a copy.
-_WINDOW, _ALIKE, _COPIES = 6, 1 / 20, 8
-
 # Excluded: tests and their data, installed packages, and generated tables. The character maps in encodings are
 # near-copies of each other, so held-out ones would be known from training. pydoc_data is one long string.
 _NOT_LIBRARY = {
@@ -50,9 +45,8 @@ def read_records(
     """The records of one split, in the order of the source.
 
     A record is held out if its hash is below `config.heldout_fraction`. For python_stdlib the hash is of the file's
-    path, or of the first path among files with shared lines (`library_keys`); else of the content, so that copies are
-    in the same split. It is equal on every machine, whatever else is read. `counts` receives records, empty, malformed
-    and unreadable. The sources of a mix are read one after another.
+    path, else of the content, so that copies are in the same split. It is equal on every machine, whatever else is
+    read. `counts` receives records, empty, malformed and unreadable. The sources of a mix are read one after another.
 
     asking: the records will be answered, so prompts without an answer (see `to_prompt`) are allowed too. With
     layout=auto the first record of a file decides. Raises `UserError` that names file and record.
@@ -66,7 +60,6 @@ def read_records(
             "responses (data=responses)"
         )
     detected: set[FileLayout] = set()
-    alike = library_keys() if config.source == "python_stdlib" else {}
     seen = 0
     for name, rows in _sources(config, counts):
         layout: FileLayout | None = None
@@ -81,10 +74,7 @@ def read_records(
                     detected.add(layout)
                     print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
             record, reason = _convert(raw, layout, config, identity, number)
-            if record is None or config.source == "python_stdlib":
-                key = alike.get(identity, identity)
-            else:
-                key = content_key(record)
+            key = identity if record is None or config.source == "python_stdlib" else content_key(record)
             if is_heldout(key, config.heldout_fraction) != (split == "heldout"):
                 continue
             counts[reason] += 1
@@ -111,9 +101,8 @@ def content_digest(config: DataConfig) -> str:
         for path in resolve_paths(config.path):
             digest.update(path.suffix.encode() + _file_digest(path))
     else:
-        alike = library_keys()
         for name, path in python_files(config.packages):
-            digest.update(name.encode() + alike.get(name, name).encode() + _file_digest(path))
+            digest.update(name.encode() + _file_digest(path))
     return digest.hexdigest()
 
 
@@ -163,40 +152,6 @@ def python_stdlib_files() -> list[tuple[str, Path]]:
     if not files:
         raise UserError(f"source=python_stdlib: no Python source under {root}; use source=local with your own files")
     return files
-
-
-def library_keys() -> dict[str, str]:
-    """For each file of `python_stdlib_files`, the name that decides whether it is held out.
-
-    Two files are held out together if at least a twentieth of the smaller one's windows (six non-blank lines) occur in
-    the other; the relation is transitive. The key is the first name of the group. Example: wave.py has a copy of
-    chunk.py's class.
-    """
-    return _keys_of(tuple((name, path, _file_digest(path)) for name, path in python_stdlib_files()))
-
-
-@functools.lru_cache(maxsize=4)
-def _keys_of(files: tuple[tuple[str, Path, bytes], ...]) -> dict[str, str]:
-    windows = {name: _windows(path) for name, path, _ in files}
-    owners: dict[int, list[str]] = {}
-    for name, found in windows.items():
-        for window in found:
-            owners.setdefault(window, []).append(name)
-    several = (names for names in owners.values() if 1 < len(names) <= _COPIES)
-    shared = Counter(pair for names in several for pair in itertools.combinations(names, 2))
-    keys = {name: name for name in windows}
-    for (one, other), count in shared.items():
-        if count >= _ALIKE * min(len(windows[one]), len(windows[other])):
-            first, second = sorted((keys[one], keys[other]))
-            keys = {name: first if key == second else key for name, key in keys.items()}
-    return keys
-
-
-def _windows(path: Path) -> set[int]:
-    """Hashes of all `_WINDOW` consecutive lines of a file, without indentation and blank lines."""
-    lines = [line.strip() for line in path.read_text("utf-8", errors="replace").splitlines()]
-    lines = [line for line in lines if line]
-    return {hash(tuple(lines[at : at + _WINDOW])) for at in range(len(lines) - _WINDOW + 1)}
 
 
 def python_files(packages: bool) -> list[tuple[str, Path]]:

@@ -13,7 +13,7 @@ from data_prep.python_docs.settings import PromptsConfig
 from data_prep.text.benchmarks import BENCHMARKS
 from data_prep.text.prompts import Prompt, read_prompts
 from data_prep.text.settings import DataConfig
-from data_prep.text.sources import is_heldout, library_keys, python_stdlib_files
+from data_prep.text.sources import is_heldout, python_stdlib_files
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError
@@ -239,13 +239,13 @@ def test_a_name_that_is_neither_file_nor_benchmark(cache):
 
 def test_library_prompts_are_beginnings_of_heldout_files():
     prompts = read_prompts("python_stdlib")
-    sources, keys = {name: path.read_text() for name, path in python_stdlib_files()}, library_keys()
+    sources = {name: path.read_text() for name, path in python_stdlib_files()}
     assert len(prompts) >= 15
     for prompt in prompts:
         name, _, line = prompt.id.rpartition(":")
         (text,) = prompt.turns
         assert line == "1"
-        assert is_heldout(keys[name], DataConfig.heldout_fraction)
+        assert is_heldout(name, DataConfig.heldout_fraction)
         assert sources[name].startswith(text)
         assert len(sources[name]) >= 2000  # as much again to continue with
         assert text.endswith("\n")

@@ -16,7 +16,6 @@ from data_prep.text.settings import DataConfig
 from data_prep.text.sources import (
     content_digest,
     is_heldout,
-    library_keys,
     python_stdlib_files,
     read_records,
     resolve_paths,
@@ -229,44 +228,7 @@ def test_the_library_is_split_by_file():
     assert not {r["id"] for r in train} & {r["id"] for r in heldout}
     share = sum(len(r["text"]) for r in heldout) / sum(len(r["text"]) for r in train + heldout)
     assert 0.01 < share < 0.07
-    keys = library_keys()
-    assert {r["id"] for r in heldout} == {r["id"] for r in train + heldout if is_heldout(keys[r["id"]], 0.05)}
-
-
-def windows(records):
-    """By record, its six-line windows: the lines themselves, without blank ones and indentation."""
-    found = {}
-    for record in records:
-        lines = [line.strip() for line in record["text"].splitlines() if line.strip()]
-        found[record["id"]] = {"\n".join(lines[at : at + 6]) for at in range(len(lines) - 5)}
-    return found
-
-
-def test_no_heldout_file_of_the_library_has_a_near_copy_in_training():
-    """chunk.py's class stands in wave.py, too: more than half of chunk.py, which an n-gram table then knows."""
-    for fraction in (0.05, 0.3, 0.6):
-        config = DataConfig(heldout_fraction=fraction)
-        train, heldout = (windows(read_records(config, split)) for split in ("train", "heldout"))
-        seen = set().union(*train.values())
-        known = {name: len(found & seen) / len(found) for name, found in heldout.items() if found}
-        assert max(known.values()) < 0.2, max(known, key=known.get)
-
-
-def test_files_with_shared_lines_are_held_out_together_and_a_licence_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    licence = "".join(f"# permission {line}\n" for line in range(12))
-    for group in range(20):
-        common = "".join(f"shared {group} {line}\n" for line in range(20))
-        for place, indent in enumerate(("", "    ", "\t")):
-            own = "".join(f"own {group} {place} {line}\n" for line in range(60))
-            copied = "".join(indent + line for line in common.splitlines(keepends=True))
-            (tmp_path / f"{group}_{place}.py").write_text(licence + own + "\n" + copied)
-    keys = library_keys()
-    assert all(keys[f"{group}_{place}.py"] == f"{group}_0.py" for group in range(20) for place in range(3))
-    before = content_digest(DataConfig())
-    (tmp_path / "0_2.py").write_text("alone\n" * 9)
-    assert library_keys()["0_2.py"] == "0_2.py"
-    assert content_digest(DataConfig()) != before
+    assert {r["id"] for r in heldout} == {r["id"] for r in train + heldout if is_heldout(r["id"], 0.05)}
 
 
 def test_packages_come_after_the_library_without_copies(tmp_path, monkeypatch):
