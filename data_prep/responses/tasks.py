@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.settings import GenerateConfig
-from data_prep.text.chat import adds_bos, render_prompt
+from data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
 from data_prep.text.records import Message, Record
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
@@ -92,7 +92,7 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
                 continue
             seen.add(task.id)
             todo.counts["prompts"] += 1
-            todo.counts["texts" if "text" in record else "conversations"] += 1
+            todo.counts["texts" if "text" in record or data.template == "none" else "conversations"] += 1
             if todo.counts["texts"] and todo.counts["conversations"]:
                 raise UserError(f"{task.source}: data has both plain texts and conversations; answer them in two runs")
             yield task
@@ -117,6 +117,8 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
     turns = turns[: 1 if config.turns == "first" else None]
     messages: list[Message] = [*system, *({"role": "user", "content": turn} for turn in turns)]
     first, problem = messages[: len(system) + 1], "" if turns else "no_question"
+    if data.template == "none" and turns:  # a text to continue: what comes back is its continuation, to the letter
+        return Task(prompt_id(first), record["id"], data.template, render_prompt(first, tokenizer, "none"))
     return Task(prompt_id(messages), record["id"], data.template, [], first, turns[1:], problem=problem)
 
 
@@ -124,7 +126,7 @@ def render(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
     """Set the prompt of a task from its messages, or its problem if the chat template refuses them."""
     assert task.messages is not None
     try:
-        task.prompt = render_prompt(task.messages, tokenizer, task.template)
+        task.prompt = render_prompt(task.messages, tokenizer, task.template, TEMPLATE)
     except UserError as error:
         if task.template == "tokenizer" and not tokenizer.chat_template:
             raise

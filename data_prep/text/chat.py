@@ -22,7 +22,7 @@ VICUNA_SYSTEM = (
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 PROMPT_TEMPLATES = get_args(PromptTemplate)
-OTHER_TEMPLATE = "use template=vicuna, or a tokenizer whose chat template reproduces the history"
+TEMPLATE = "data.template"  # the option of most commands that train
 _MOST_TEXT, _MOST_TIMES = 2**20, 16  # limits: characters a template adds, and repetitions of each message
 _MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
@@ -38,13 +38,15 @@ class Document(NamedTuple):
 # ------------------------------------------------------------------------------------- records → tokens
 
 
-def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
+def encode(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str, option: str = TEMPLATE
+) -> list[Document]:
     """Tokenise records in order. Each is tokenised over its full text; a long one in pieces (see `pieces`).
 
     Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
     the text is truncated. Every token is supervised.
 
-    A conversation is rendered by `template` (tokenizer or vicuna). User turns after the last answer are dropped. A
+    A conversation is rendered by `template` (see `ChatTemplate`), which `option` gives. User turns after the last answer are dropped. A
     token is supervised if it begins inside an assistant turn. The end-of-turn token counts as inside, unless the answer
     is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that reports text offsets.
 
@@ -52,7 +54,7 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
     reproduce the history.
     """
     rendered: list[tuple[str, list[tuple[int, int]] | None]] = [
-        (record["text"], None) if "text" in record else _render_conversation(record, tokenizer, template)
+        (record["text"], None) if "text" in record else _render_conversation(record, tokenizer, template, option)
         for record in records
     ]
     chat = any(spans is not None for _, spans in rendered)
@@ -80,20 +82,20 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
             documents.append(Document(ids, np.ones(len(ids), bool), whole=False))
         else:
             supervised = _inside(encoded[i][:, 1:], spans)
-            if template == "vicuna" and bos:  # a chat template writes its own BOS
+            if template != "tokenizer" and bos and ids[0] != tokenizer.bos_token_id:  # a chat template writes its own
                 ids, supervised = np.r_[tokenizer.bos_token_id, ids], np.r_[False, supervised]
             documents.append(Document(ids, supervised, whole=True))
     return documents
 
 
 def render_prompt(
-    turns: Sequence[str | Message], tokenizer: PreTrainedTokenizerBase, template: str = "auto"
+    turns: Sequence[str | Message], tokenizer: PreTrainedTokenizerBase, template: str = "auto", option: str = "template"
 ) -> list[int]:
     """Token ids to decode from: the conversation so far and the opening of the assistant's next turn.
 
     turns: messages, or their texts with user and assistant in turn. The last is the user's.
     template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
-    completion). BOS is prepended exactly once if the tokenizer adds one; a chat template writes its own.
+    completion). option: the one that gives it. BOS is prepended exactly once if the tokenizer adds one; a chat template writes its own.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, or if it refuses the turns.
     """
@@ -105,12 +107,12 @@ def render_prompt(
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("a prompt ends with a user turn")
     if template in ("auto", "tokenizer"):
-        text = _apply(tokenizer, messages, "prompt", opening=True)
+        text = _apply(tokenizer, messages, "prompt", option, opening=True)
         return list(_tokenize(tokenizer, [text])["input_ids"][0])
     if template == "vicuna":
         text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:"
     else:
-        text = "\n".join(message["content"] for message in messages)
+        text = _bare(messages)[0]
     ids = list(_tokenize(tokenizer, [text])["input_ids"][0])
     if adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
         ids.insert(0, tokenizer.bos_token_id)
@@ -125,7 +127,7 @@ def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
         runs = [read_mapping(file, "record of a run", "remove it") for file in files if file.is_file()]
         said = [run.get("template") for run in runs]
         asked = [one for templates in said if isinstance(templates, list) for one in templates if one]
-        expected = {"vicuna" if one == "vicuna" else "tokenizer" for one in asked or [tokenizer.chat_template] if one}
+        expected = {one if one in ("vicuna", "none") else "tokenizer" for one in asked or [tokenizer.chat_template] if one}
         if expected and part.template not in expected:
             why = "its answers were asked for with another" if asked else f"{_name(tokenizer)} has one of its own"
             named = f"data.mix.{key}" if key else "data"
@@ -165,7 +167,7 @@ def _inside(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
 
 
 def _render_conversation(
-    record: ChatRecord, tokenizer: PreTrainedTokenizerBase, template: str
+    record: ChatRecord, tokenizer: PreTrainedTokenizerBase, template: str, option: str
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation up to its last answer, and the spans of the assistant's turns in it."""
     messages = record["messages"]
@@ -173,31 +175,34 @@ def _render_conversation(
     if not answers:
         return "", []
     messages = messages[: answers[-1] + 1]
-    text, spans = _render_answers(messages, tokenizer, template, record["id"])
+    text, spans = _render_answers(messages, tokenizer, template, record["id"], option)
     if record.get("truncated"):  # the last span ends where a mark appended to its text is rendered
         last = messages[-1] | {"content": messages[-1]["content"].rstrip() + _MARK}
-        marked, _ = _render_answers([*messages[:-1], last], tokenizer, template, record["id"])
+        marked, _ = _render_answers([*messages[:-1], last], tokenizer, template, record["id"], option)
         spans[-1] = (spans[-1][0], marked.rfind(_MARK))
     return text, spans
 
 
 def _render_answers(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, where: str
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, where: str, option: str
 ) -> tuple[str, list[tuple[int, int]]]:
     if template == "vicuna":
         return _vicuna(messages, tokenizer)
+    if template == "none":
+        text, spans = _bare(messages)
+        return text + (tokenizer.eos_token or ""), [*spans[:-1], (spans[-1][0], len(text) + 1)]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    text = _apply(tokenizer, messages, where)
+    text = _apply(tokenizer, messages, where, option)
     special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
     spans = []
     for i in answers:
-        prompt = _apply(tokenizer, messages[:i], where, opening=True)
-        through = _apply(tokenizer, messages[: i + 1], where) if i != answers[-1] else text
+        prompt = _apply(tokenizer, messages[:i], where, option, opening=True)
+        through = _apply(tokenizer, messages[: i + 1], where, option) if i != answers[-1] else text
         if not (through.startswith(prompt) and text.startswith(through)):
             raise UserError(
                 f"{where}: the chat template of {_name(tokenizer)} does not reproduce the history: message "
                 f"{i + 1} is rendered differently once the conversation goes on, so training would not see "
-                f"what decoding sees; {OTHER_TEMPLATE}"
+                f"what decoding sees; {_other_template(option)}"
             )
         spans.append((len(prompt), _end_of_turn(through, len(prompt), special)))
     return text, spans
@@ -209,27 +214,42 @@ def _end_of_turn(text: str, start: int, special: tuple[str, ...]) -> int:
     return start + len(trimmed) if trimmed.endswith(special) else len(text)
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, opening: bool = False) -> str:
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, option: str, opening: bool = False
+) -> str:
     if not tokenizer.chat_template:
         raise UserError(
-            f"{_name(tokenizer)} has no chat template, which conversations need; use template=vicuna, for training "
-            "data.template=vicuna, or the tokenizer of a chat model"
-            + ("; template=none gives prompts as bare text" if opening else "")
+            f"{_name(tokenizer)} has no chat template, which conversations need; use {option}=vicuna, Vicuna's own "
+            f"format, {option}=none for a base model, which continues bare text, or the tokenizer of a chat model"
         )
     try:
         rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)
     except Exception as error:  # a template is code: it may raise any error, to refuse the turns or by a bug
         raise UserError(
             f"{where}: the chat template of {_name(tokenizer)} refuses this conversation ({reason(error)}); "
-            + OTHER_TEMPLATE
+            + _other_template(option)
         ) from error
     given = sum(len(message["content"]) for message in messages)
     if len(rendered) > _MOST_TEXT + _MOST_TIMES * given:
         raise UserError(
             f"{where}: the chat template of {_name(tokenizer)} makes {len(rendered)} characters of {given}; "
-            + OTHER_TEMPLATE
+            + _other_template(option)
         )
     return str(rendered)
+
+
+def _other_template(option: str) -> str:
+    return f"use {option}=vicuna or {option}=none, or a tokenizer whose chat template reproduces the history"
+
+
+def _bare(messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+    """The texts alone, a line break between them; an answer begins with the one before it."""
+    text, spans = "", []
+    for message in messages:
+        start = len(text)
+        text += ("\n" if text else "") + message["content"]
+        spans += [(start, len(text))] if message["role"] == "assistant" else []
+    return text, spans
 
 
 def _vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:

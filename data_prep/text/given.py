@@ -37,7 +37,7 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
         if wanted(f"{key}.path"):
             _read_record(key, data, tokenizer, asking=getattr(config, "asks", False))
         elif tokenizer is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
-            render_prompt(("a question",), tokenizer, data.template)
+            render_prompt(("a question",), tokenizer, data.template, f"{key}.template")
     prompts = getattr(config, "prompts", None)  # a number in the settings of calibrate
     if isinstance(prompts, str) and prompts != "python_stdlib" and wanted("prompts"):
         _read_prompt(config, tokenizer)
@@ -61,9 +61,9 @@ def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase
         return
     if asking and "messages" in record:
         users = [place for place, message in enumerate(record["messages"]) if message["role"] == "user"]
-        render_prompt(record["messages"][: users[0] + 1], tokenizer, data.template)
+        render_prompt(record["messages"][: users[0] + 1], tokenizer, data.template, f"{key}.template")
     else:
-        encode([record], tokenizer, data.template)
+        encode([record], tokenizer, data.template, f"{key}.template")
 
 
 def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:

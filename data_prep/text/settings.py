@@ -13,8 +13,9 @@ from outrider.errors import UserError, require
 from outrider.settings import Count, Named, Settings, free
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
-ChatTemplate = Literal["tokenizer", "vicuna"]  # how a conversation becomes text: by the tokenizer's own, or as Vicuna's
-PromptTemplate = Literal["auto", ChatTemplate, "none"]  # how a prompt does (see `render_prompt`)
+# How a conversation becomes text: by the tokenizer's own template, as Vicuna's, or as its bare texts, for base models.
+ChatTemplate = Literal["tokenizer", "vicuna", "none"]
+PromptTemplate = Literal["auto", ChatTemplate]  # how a prompt does (see `render_prompt`)
 REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
 Order = Annotated[int, Ge(2), Le(4)]  # n of an n-gram
 
@@ -30,7 +31,7 @@ class SourceConfig(Settings):
     layout: how a record is laid out; auto decides from the first record of each file or dataset. prompts: what
     evaluate-checkpoint reads, for generate-responses alone.
     column: the column to read; None: the layout's usual one.
-    template: how a conversation becomes text: tokenizer (its own chat template) or vicuna.
+    template: how a conversation becomes text: tokenizer (its own chat template), vicuna, or none (its bare texts).
     max_records: read only this many records, counted before the train / held-out split.
     """
 

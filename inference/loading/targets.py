@@ -117,7 +117,7 @@ def find_setup(config: EvaluateConfig) -> TargetSetup:
     if int8:
         target.require_int8()
     templates = config.template, trained_templates(config, target.tokenizer)
-    if config.template == "none" and templates[1]:
+    if config.template == "none" and templates[1] and {"none"} not in templates[1].values():
         learned = ", ".join(f"{kind} learned by {' and '.join(sorted(own))}" for kind, own in templates[1].items())
         warn(f"template=none: chat prompts are bare text, but {learned}; leave template= out to measure that")
     return TargetSetup(target, eos, stops, inherited, device, dtype, int8, *templates)

@@ -5,6 +5,7 @@ from pathlib import PurePath
 from typing import Literal, get_args
 
 from data_prep.text.benchmarks import PromptFile
+from data_prep.text.settings import PromptTemplate
 from draft_models.targets.settings import Model
 from outrider.errors import require
 from outrider.settings import Positive, RunConfig, free
@@ -22,7 +23,8 @@ class AutoConfig(RunConfig):
     # a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 20 or more: most are
     # answered to train on, the others measured; null: questions about Python
     prompts: PromptFile | None = None
-    template: Literal["auto", "vicuna"] = "auto"  # of chats; auto: the tokenizer's own
+    # of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations
+    template: PromptTemplate = "auto"
     minutes: Positive = 30.0  # for everything; a step that has begun to load or to save still ends
     # drafters that are trained, besides n-grams; auto: those that pay by what was measured at the start; []: none
     train: tuple[Trained, ...] | Literal["auto"] = "auto"

@@ -178,7 +178,7 @@ def test_vicuna_is_fastchats_format(make_tokenizer):
     assert tokenizer.decode(document.ids) == "<s>Be brief. USER: Hello there ASSISTANT: How are you?</s>"
 
 
-@pytest.mark.parametrize("template", ["tokenizer", "vicuna"])
+@pytest.mark.parametrize("template", ["tokenizer", "vicuna", "none"])
 @pytest.mark.parametrize("bos", [False, True])
 def test_a_training_conversation_begins_with_the_prompt_it_is_decoded_from(make_tokenizer, template, bos):
     tokenizer = make_tokenizer(bos=bos)
@@ -209,6 +209,8 @@ def test_the_supervised_tokens_spell_the_answers(make_tokenizer, turns, trim):
     assert spoken(document, tokenizer) == "".join(f"{answer}<|im_end|>" for _, answer in turns)
     (document,) = encode([chat(*messages)], tokenizer, "vicuna")
     assert spoken(document, tokenizer) == "".join(f" {answer}</s>" for _, answer in turns)
+    (document,) = encode([chat(*messages)], tokenizer, "none")
+    assert spoken(document, tokenizer) == "".join(f"\n{answer}" for _, answer in turns) + "</s>"
 
 
 TRIMS = (
@@ -219,14 +221,17 @@ TRIMS = (
 
 @pytest.mark.parametrize("answer", ["Good, é ☃", "e", "Well. \n"])
 @pytest.mark.parametrize("options", [{}, {"chat_template": TRIMS}])
-@pytest.mark.parametrize("template", ["tokenizer", "vicuna"])
+@pytest.mark.parametrize("template", ["tokenizer", "vicuna", "none"])
 def test_a_truncated_answer_is_supervised_without_its_end(make_tokenizer, answer, options, template):
     messages = [*TALK[:3], {"role": "assistant", "content": answer}]
     record = to_record({"messages": messages, "finish": "length"}, FileLayout("messages", "messages"), "f:1")
     tokenizer = make_tokenizer(**options)
     whole, cut = encode([chat(*messages), record], tokenizer, template)
     assert whole.ids.tolist() == cut.ids.tolist()
-    first, space = ("How are you?<|im_end|>", "") if template == "tokenizer" else (" How are you?</s>", " ")
+    forms = {
+        "tokenizer": ("How are you?<|im_end|>", ""), "vicuna": (" How are you?</s>", " "), "none": ("\nHow are you?", "\n"),
+    }  # fmt: skip
+    first, space = forms[template]
     assert spoken(cut, tokenizer) == first + space + answer.rstrip()
 
 
@@ -281,7 +286,7 @@ def test_a_template_that_writes_without_end_is_reported(make_tokenizer):
 
 def test_conversations_need_a_chat_template_and_offsets(make_tokenizer):
     bare = make_tokenizer(chat_template=None)
-    with pytest.raises(UserError, match=r"has no chat template, which conversations need; use template=vicuna"):
+    with pytest.raises(UserError, match=r"has no chat template, which conversations need; use data.template=vicuna"):
         encode([chat(QUESTION, ANSWER)], bare, "tokenizer")
     with pytest.raises(UserError, match=r"has no chat template"):
         render_prompt(["Hello"], bare, "tokenizer")
@@ -324,6 +329,7 @@ def test_prompts_that_cannot_be(tokenizer):
 @pytest.mark.parametrize(
     ("own", "recorded", "given", "expected"),
     [
+        (None, ["none"], "none", None), (None, ["none"], "tokenizer", "none"), ("{{ 1 }}", ["none"], "vicuna", "none"),
         (None, None, "tokenizer", None), (None, None, "vicuna", None), ("{{ 1 }}", None, "tokenizer", None),
         ("{{ 1 }}", None, "vicuna", "tokenizer"), ("{{ 1 }}", ["vicuna"], "tokenizer", "vicuna"),
         ("{{ 1 }}", ["vicuna"], "vicuna", None), ("{{ 1 }}", ["{{ 1 }}"], "vicuna", "tokenizer"),
