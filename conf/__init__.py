@@ -84,6 +84,8 @@ def entry(
                 print("\n".join([*usage_of(name), "--help says all options"]), file=sys.stderr)
                 sys.exit(USER_ERROR_STATUS)
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
+            for library in ("HUB", "DATASETS"):  # progress is ours to show; transformers' bars go by the first
+                os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
             with reported():
                 refuse_flags(name, schema, sys.argv[1:])
                 sys.argv[1:] = complete(sys.argv[1:])

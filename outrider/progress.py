@@ -1,13 +1,14 @@
 """Progress of a command: a bar on a terminal, elsewhere a line after `INTERVAL` seconds without output.
 
 A separate thread prints it, since loading and compiling are single calls that cannot print. It goes to stderr, in the
-main process only.
+main process only. A command that runs another one shows the other's progress as a part of its own (see `relayed`).
 """
 
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import parent_process
 from threading import Event, Lock, Thread
@@ -21,6 +22,9 @@ from outrider.words import in_words
 Item = TypeVar("Item")
 INTERVAL = 10.0  # seconds without output before a line is printed; a call that holds the GIL delays it
 REDRAW = 1.0  # seconds between redraws of the bar
+RELAY = "OUTRIDER_RELAY"  # the environment of a command whose starter hands every line of output to `relayed`
+_MARK = "\x1eprogress\t"  # what such a command's progress begins with
+_RISE = 1.2  # an estimate of the time left that is so much above an earlier one is not told
 
 
 class Stage(AbstractContextManager["Stage"]):
@@ -42,7 +46,7 @@ class Stage(AbstractContextManager["Stage"]):
         does not follow from the work done.
         """
         self.what, self.total, self.unit, self.done = what, total, unit, first
-        self._first, self._most, self._left = first, most, left
+        self._first, self._most, self._left, self._told = first, most, left, math.inf
         self.began = time.monotonic()
 
     def advance(self, count: float = 1) -> None:
@@ -67,6 +71,15 @@ class Stage(AbstractContextManager["Stage"]):
         return max(0.0, min(known)) if known else None
 
     @property
+    def told(self) -> float | None:
+        """`left` as it is shown, which only falls; None while it is far above what was shown before."""
+        left = self.left
+        if left is None or left > _RISE * self._told:
+            return None
+        self._told = min(self._told, left)
+        return self._told
+
+    @property
     def share(self) -> float | None:
         """The finished share; None if unknown."""
         return self.done / self.total if self.total else None
@@ -75,8 +88,7 @@ class Stage(AbstractContextManager["Stage"]):
         words = self.what
         if self.total is not None or self.done:
             words += f" {self.done:.0f}{'' if self.total is None else f'/{self.total:.0f}'} {self.unit}".rstrip()
-        left = self.left
-        return words if left is None or left < 1 else f"{words} (left: {in_words(left)})"
+        return words.strip()
 
     def __enter__(self) -> "Stage":
         self.began = time.monotonic()
@@ -103,6 +115,8 @@ def counted(
 @contextmanager
 def command(name: str) -> Iterator[None]:
     """The outermost stage of a command. Its output restarts the interval of silence, and is printed above the bar."""
+    global _relays
+    _relays = os.environ.pop(RELAY, None) is not None  # not for the processes that this one starts
     with Stage(name):
         before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (_Heard(stream) for stream in before)
@@ -110,6 +124,26 @@ def command(name: str) -> Iterator[None]:
             yield
         finally:
             sys.stdout, sys.stderr = before
+
+
+def relayed(line: str) -> bool:
+    """Take over the progress in a line of a command that was started with `RELAY`; False for its other output.
+
+    The empty line ends it, after the command.
+    """
+    global _below
+    if line and not line.startswith(_MARK):
+        return False
+    _below = line.removeprefix(_MARK).rstrip("\n")
+    return True
+
+
+def _say_all(stages: Sequence[Stage]) -> str:
+    """All active stages in words, and the time left once: that of the outermost one that knows it."""
+    words, _, left_below = _below.partition("\t")
+    left = next((in_words(left) for stage in stages if (left := stage.told) is not None and left >= 1), left_below)
+    said = " > ".join(filter(None, [*map(str, stages), words]))
+    return f"{said}{chr(9) if _relays else '; left: '}{left}" if left else said
 
 
 class _Heard:
@@ -134,6 +168,7 @@ class _Speaker:
         self._out = sys.stderr
         self._heard, self._within_line = time.monotonic(), False
         self._bar: Any = None
+        self._relayed = ""
         self._drawn = False  # whether the bar is on the current line
         self._over = Event()
         self._thread = Thread(target=self._go_on, name="progress", daemon=True)
@@ -154,7 +189,10 @@ class _Speaker:
 
     def _go_on(self) -> None:
         try:
-            if _has_room(self._out):
+            if _relays:
+                while not self._over.wait(REDRAW):
+                    self._relay()
+            elif _has_room(self._out):
                 while not self._over.wait(REDRAW):
                     self._draw()
             else:
@@ -168,15 +206,21 @@ class _Speaker:
             return
         self._heard, stages = time.monotonic(), [*_stages]
         if stages:
-            words = " > ".join(map(str, stages))
-            self._out.write(f"progress: {words}; {in_words(stages[0].spent)} so far\n")
+            self._out.write(f"progress: {_say_all(stages)}; {in_words(stages[0].spent)} so far\n")
+            self._out.flush()
+
+    def _relay(self) -> None:
+        words = _say_all([*_stages][1:])  # the starter's own stage says which command this is
+        if words and not self._within_line and words != self._relayed:
+            self._relayed = words
+            self._out.write(f"{_MARK}{words}\n")
             self._out.flush()
 
     def _draw(self) -> None:
         stages = [*_stages]
         if not stages or self._within_line:
             return
-        words = " > ".join(map(str, stages))
+        words = _say_all(stages)
         if self._bar is None:
             shape = "{desc} |{bar:20}| {elapsed}"
             self._bar = tqdm(total=1.0, desc=words, leave=False, file=self._out, bar_format=shape, dynamic_ncols=True)
@@ -202,6 +246,8 @@ def _has_room(stream: TextIO) -> bool:
 
 _stages: list[Stage] = []  # the active ones, in the order in which they began
 _speaker: _Speaker | None = None
+_relays = False  # whether this process' progress is shown by the one that started it
+_below = ""  # the progress of a command that this one runs: its stages, and after a tab the time left
 _lock = Lock()  # guards `_stages` and `_speaker`
 
 

@@ -17,14 +17,15 @@ from typing import Any
 
 import outrider
 from data_prep.text.given import read_some
+from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_json
-from outrider.progress import Stage
+from outrider.progress import RELAY, Stage, relayed
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
 from outrider.tables import Table
 from outrider.words import in_words
-from train.pipeline_settings import HERE, ROOT, STEPS, PipelineConfig, key_of
+from train.pipeline_settings import HERE, ROOT, STEPS, TIME, PipelineConfig, key_of
 
 IMPORTED = Path(outrider.__file__).parents[1]  # where steps import this project from
 LOGS = "logs"  # <step>.log: its output; .json: the record of a finished step; .seconds.json: time of interrupted runs
@@ -70,10 +71,11 @@ def check_steps(config: PipelineConfig, config_for: ConfigFor) -> None:
             raise UserError(f"step {name}, before any has run: {error}") from None
 
 
-def run_pipeline(config: PipelineConfig) -> None:
+def run_pipeline(config: PipelineConfig, limit: TimeLimit | None = None) -> None:
     """Run the unfinished steps, in order, and write `SUMMARY`.
 
-    A step is done when its product exists and was made from the current products of earlier steps.
+    A step is done when its product exists and was made from the current products of earlier steps. limit: for all
+    steps, of all runs; what they leave of it goes to the last one with a time limit.
 
     Raises `UserError` if the directory holds a run and resume is off, or a run with other options. Also raises it for a
     step that fails, naming it and its log; the summary then covers the finished steps.
@@ -95,6 +97,9 @@ def run_pipeline(config: PipelineConfig) -> None:
             )
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = _records(config)
+        if limit is not None:
+            cut = sum(_seconds_cut(out_dir, name) for name in config.to_do)
+            limit = replace(limit, earlier=limit.earlier + _seconds(records) + cut)
         try:
             for name in config.to_do:
                 if _is_done(out_dir, name, records):
@@ -105,9 +110,9 @@ def run_pipeline(config: PipelineConfig) -> None:
                     if _is_outdated(name, records):  # its command would refuse to continue from the old product
                         with only_run(require_writable(out_dir / name), f"the product of step {name}"):
                             shutil.rmtree(out_dir / name, ignore_errors=True)
-                            (out_dir / LOGS / f"{name}.seconds.json").unlink(missing_ok=True)
+                            _cut(out_dir, name).unlink(missing_ok=True)
                     records.pop(name, None)
-                    records[name] = _run_step(config, name, records)
+                    records[name] = _run_step(config, name, records, limit)
         finally:
             done = summary(config, records)
             write_json(out_dir / SUMMARY, done)
@@ -142,30 +147,38 @@ def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:
     return {before: records[before].finished for before in STEPS[name].after if before in records}
 
 
-def step_stage(config: PipelineConfig, name: str, done: Collection[str], spent: float = 0.0) -> Stage:
-    """The progress stage of a step, with the time left of all steps not `done`; spent: seconds of its earlier runs."""
-    expected = [config.expected_minutes(step) for step in config.to_do if step not in done]
-    known = not config.debug and None not in expected
-    seconds = 60 * sum(filter(None, expected)) - spent
+def step_stage(
+    config: PipelineConfig, name: str, done: Collection[str], spent: float = 0.0, limit: TimeLimit | None = None
+) -> Stage:
+    """The progress stage of a step, with the time left of all steps not `done`: that of `limit` if there is one.
+
+    spent: seconds of its earlier runs.
+    """
+    own = config.expected_minutes(name)
+    later = [config.expected_minutes(step) for step in config.to_do if step not in (*done, name)]
+    known = not config.debug and None not in later
 
     def left() -> float | None:
-        return max(0.0, seconds - stage.spent) if known else None
+        if limit is not None:
+            return limit.left()
+        return 60 * sum(filter(None, later)) + max(0.0, 60 * own - spent - stage.spent) if known and own else None
 
     stage = Stage(f"step {config.to_do.index(name) + 1}/{len(config.to_do)} {name}", left=left)
     return stage
 
 
-def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) -> Record:
+def _run_step(
+    config: PipelineConfig, name: str, records: Mapping[str, Record], limit: TimeLimit | None = None
+) -> Record:
     """Run one step to its end, with its output on the screen and in its log. Raises `UserError` if it fails."""
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
-    words = [*config.placed(options), f"out_dir={out_dir / name}", "resume=true"]
-    began, cut = time.time(), out_dir / LOGS / f"{name}.seconds.json"
-    spent = read_as(dict[str, float], cut, "seconds of a step that was cut", "remove it") if cut.exists() else {}
-    before = spent.get("seconds", 0.0)
+    words = [*config.placed(options), *_rest(config, name, limit), f"out_dir={out_dir / name}", "resume=true"]
+    began, cut = time.time(), _cut(out_dir, name)
+    before = _seconds_cut(out_dir, name)
     try:
-        with step_stage(config, name, records, before) as stage:
+        with step_stage(config, name, records, before, limit) as stage:
             left = "unknown" if stage.left is None else in_words(stage.left)
             print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
             status = run_command(step.script, words, log)
@@ -183,6 +196,27 @@ def _run_step(config: PipelineConfig, name: str, records: Mapping[str, Record]) 
     return record
 
 
+def _rest(config: PipelineConfig, name: str, limit: TimeLimit | None) -> list[str]:
+    """The minutes of the last step that has a time limit: all that the steps before it have left."""
+    timed = [step for step in config.to_do if config.steps[step].minutes]
+    if limit is None or timed[-1:] != [name]:
+        return []
+    step = config.steps[name]
+    loading = (step.expected_minutes or step.minutes) - step.minutes
+    return [f"{TIME}={max(0.1, limit.left() / 60 - loading):.3g}"]
+
+
+def _cut(out_dir: Path, name: str) -> Path:
+    return out_dir / LOGS / f"{name}.seconds.json"
+
+
+def _seconds_cut(out_dir: Path, name: str) -> float:
+    """Seconds of the runs of a step that did not end."""
+    file = _cut(out_dir, name)
+    spent = read_as(dict[str, float], file, "seconds of a step that was cut", "remove it") if file.exists() else {}
+    return spent.get("seconds", 0.0)
+
+
 def run_command(script: str, words: Sequence[str], log: Path) -> int:
     """Run a command of this project in a process of its own; its exit status. Its output goes to stdout and `log`."""
     return _tee([sys.executable, str(ROOT / script), *words], log)
@@ -192,6 +226,7 @@ def _tee(command: list[str], log: Path) -> int:
     """Run `command` and return its exit status; its output is streamed to stdout and appended to `log`."""
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
+        RELAY: "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(IMPORTED), os.environ.get("PYTHONPATH")])),
     }
     with log.open("ab") as file:
@@ -201,11 +236,14 @@ def _tee(command: list[str], log: Path) -> int:
         assert process.stdout is not None
         try:
             for line in process.stdout:
+                if relayed(line.decode(errors="replace")):
+                    continue
                 file.write(line)
                 file.flush()
                 print(line.decode(errors="replace"), end="", flush=True)
             return process.wait()
         finally:
+            relayed("")
             if process.poll() is None:  # interrupted: it must stop writing where a resumed run will write
                 process.terminate()
                 process.wait()

@@ -273,7 +273,7 @@ def respond(
                     print(f"responses answered={count} tokens_per_s={rate:.0f} eta={left(answered):.0f}s", flush=True)
             if limit.is_over(limit.spent()):
                 if shown and answered < len(todo.tasks):
-                    said = f"minutes={limit.minutes:g} are over: {answered} of {len(todo.tasks)} prompts are answered"
+                    said = f"{limit.minutes:.3g} minutes are over: {answered} of {len(todo.tasks)} prompts are answered"
                     if answered == len(batch):
                         said += ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter"
                     print(said, flush=True)

@@ -150,16 +150,15 @@ def _evaluate(
     if models is not None:
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, setup, models, prepared, rendered[share[0]], len(prompts))
-        spent = limit.spent()
+        began = spent = limit.spent()
         most = None if config.minutes is None else 60 * config.minutes - spent
         for position in counted(share, "measuring", "prompts", most=most):
-            over = limit.is_over(spent)
-            if over and position not in todo[:must]:
+            if position not in todo[:must] and not limit.holds(spent, (spent - began) / max(1, taken)):
                 break
-            if over and state.is_main_process:
+            if limit.is_over(spent) and state.is_main_process:
                 least = len(done) + must
                 made = f"{min(least, len(done) + taken * state.num_processes)} of at least {least} prompts are done"
-                print(f"minutes={config.minutes:g} are over: {made}", flush=True)
+                print(f"{config.minutes:.3g} minutes are over: {made}", flush=True)
             asked = prompts[position], rendered[position], position
             threads = use_threads(config.threads)  # the same number for all arms of the prompt
             results, skipped = measure_prompt(config, *asked, setup, models, bench)

@@ -35,6 +35,7 @@ from inference.measure.results import (
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.sizing.policy import Tuning
+from outrider.progress import Stage
 from outrider.streams import Streams
 
 
@@ -75,7 +76,9 @@ def make_arms(
         ends = StopStrings(stops, tokenizer).first_end
 
     def run(rounds: Iterator[Round], prompt: Sequence[int]) -> Generation:
-        return collect(rounds if ends is None else until(rounds, prompt, ends), clock)
+        with Stage("", max_new_tokens, "tokens") as stage:
+            told = _telling(rounds if ends is None else until(rounds, prompt, ends), stage)
+            return collect(told, clock)
 
     def sampler_for(prompt: Sequence[int]) -> Sampler | None:
         return make_sampler(settings, sampling, prompt, stack.device)
@@ -119,6 +122,12 @@ def make_arms(
     return arms
 
 
+def _telling(rounds: Iterator[Round], stage: Stage) -> Iterator[Round]:
+    for one in rounds:
+        stage.advance(len(one.tokens))
+        yield one
+
+
 def without_captures(arm: Arm, runtime: Runtime) -> Arm:
     """`arm`, run again if it captured graphs, since capture time is not decode time."""
 
@@ -133,9 +142,10 @@ def without_captures(arm: Arm, runtime: Runtime) -> Arm:
 
 
 class _FirstToken(BaseStreamer):
-    """Records the time of the first new token, the end of the prefill."""
+    """Records the time of the first new token, the end of the prefill; counts the tokens in `stage`."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
         self.calls = 0
         self.at = 0.0
 
@@ -143,6 +153,7 @@ class _FirstToken(BaseStreamer):
         self.calls += 1
         if self.calls == 2:  # the first call passes the prompt
             self.at = time.perf_counter()
+        self.stage.done = self.calls - 1
 
     def end(self) -> None:
         pass
@@ -168,8 +179,8 @@ def transformers_generate(
     ids = torch.tensor([prompt], device=model.device)
     settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos, stops=stops)
     model.generation_config = settings
-    first = _FirstToken()
-    with stock_attention(model), torch.random.fork_rng():
+    first = _FirstToken(Stage("", max_new_tokens, "tokens"))
+    with first.stage, stock_attention(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         started = time.perf_counter()
         out = model.generate(  # type: ignore[operator]
@@ -202,8 +213,9 @@ def measure(
     runs: dict[str, list[Generation]] = {name: [] for name in names}
     for repeat in range(repeats):
         shift = (turn + repeat) % len(names)
-        for name in names[shift:] + names[:shift]:
-            runs[name].append(arms[name](prompt, streams[repeat]))
+        for place, name in enumerate(names[shift:] + names[:shift], 1):
+            with Stage(f"arm {place}/{len(names)} {name}"):
+                runs[name].append(arms[name](prompt, streams[repeat]))
     median = {
         name: sorted(range(repeats), key=lambda repeat: done[repeat].decode_seconds)[(repeats - 1) // 2]
         for name, done in runs.items()

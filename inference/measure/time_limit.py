@@ -1,5 +1,6 @@
-"""The time limit of an evaluation: the order of its prompts, and when it stops."""
+"""A time limit: the order in which an evaluation takes its prompts, and when a command stops."""
 
+import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from inference.measure.verdict import MIN_PROMPTS
 
 @dataclass(frozen=True)
 class TimeLimit:
-    """The time during which an evaluation starts new prompts.
+    """The time during which a command starts new work.
 
     minutes: the total of all runs in its directory; None: no limit. started: when this run began, in seconds of
     `clock`. earlier: seconds of the runs before it.
@@ -24,6 +25,14 @@ class TimeLimit:
     def spent(self) -> float:
         """Seconds that all runs have taken so far."""
         return self.earlier + self.clock() - self.started
+
+    def left(self) -> float:
+        """Seconds until the limit, 0 after it."""
+        return math.inf if self.minutes is None else max(0.0, 60 * self.minutes - self.spent())
+
+    def holds(self, spent: float, seconds: float) -> bool:
+        """Whether after `spent` seconds there is time for half or more of what takes `seconds`, so that it may begin."""
+        return not self.is_over(spent + seconds / 2)
 
     def is_over(self, spent: float) -> bool:
         """Whether the limit is reached after that many seconds."""

@@ -102,7 +102,7 @@ def _taken(report: Report) -> str:
     prompts, given = report["prompts"], report.get("prompts_given", report["prompts"])
     if report.get("minutes") is None or prompts == given:
         return f"{prompts} prompts"
-    return f"{prompts} of {given} prompts (minutes={report['minutes']:g})"
+    return f"{prompts} of {given} prompts, as many as {report['minutes']:.3g} minutes held"
 
 
 def _threads(report: Report) -> str:

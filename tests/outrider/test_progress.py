@@ -50,7 +50,7 @@ def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     counting.advance(2)
     unknown.advance(1_234_567)
     assert counting.left == 120.0  # 2 steps took a minute, 4 are left
-    assert (str(counting), str(unknown)) == ("b 6/10 steps (left: 2 min 0 s)", "c 1234567 records")
+    assert (str(counting), str(unknown)) == ("b 6/10 steps", "c 1234567 records")
     given = Stage("d", 10, "prompts", most=100.0)
     assert given.left == 40.0
     given.advance(9)

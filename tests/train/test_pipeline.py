@@ -290,8 +290,10 @@ def test_the_time_left_is_that_of_all_steps_that_are_not_done(monkeypatch):
     steps = {name: StepConfig(expected_minutes=expected) for name, expected in minutes.items()}
     config = PipelineConfig(steps=steps)
     monkeypatch.setattr(Stage, "spent", 50.0)
-    assert str(step_stage(config, "eesd", {"target"})) == "step 2/3 eesd (left: 4 min 10 s)"
+    assert str(step_stage(config, "eesd", {"target"})) == "step 2/3 eesd"
+    assert step_stage(config, "eesd", {"target"}).left == 250.0
     assert step_stage(config, "eesd", {"target"}, spent=100.0).left == 150.0
+    assert step_stage(config, "eesd", {"target"}, spent=1000.0).left == 120.0  # those after it still take theirs
     assert step_stage(config, "report", {"target", "eesd"}, spent=1000.0).left == 0.0
     assert step_stage(replace(config, debug=True), "eesd", {"target"}).left is None
     unknown = PipelineConfig(steps={**steps, "report": StepConfig()})

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
-from transformers.utils import logging as transformers_logging
 
 from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import load_rows
@@ -41,7 +40,6 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     It contains the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
     target, drafter, data set or directory, before any weight is read.
     """
-    transformers_logging.disable_progress_bar()
     run_training(config, partial(prepare, config))
 
 

@@ -12,7 +12,6 @@ from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from data_prep.text.rows import PackedRows, load_rows
 from data_prep.text.sources import read_records
@@ -52,7 +51,6 @@ class ToyTarget(nn.Module):
 
 def train_toy_target(config: ToyTargetConfig) -> None:
     """Train a tokenizer and a model, measure held-out bits per byte, write a Hugging Face directory to `out_dir`."""
-    transformers_logging.disable_progress_bar()
     run_training(config, functools.partial(prepare, config, time.perf_counter()))
 
 
