@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from conf import reported
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
-from draft_models.card import CARD_FILE, ELSEWHERE, TITLE
+from draft_models.card import CARD_FILE, portable
 from draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
 from draft_models.ngrams.table import TrigramTable
@@ -129,12 +128,7 @@ SHIPPED: dict[str, Callable[[Path, Path, torch.dtype], None]] = {
 def ship_card(source: Path, to: Path, target: str | None) -> None:
     """Write the card of the drafter in `source`; it names `target` if given."""
     if (source / CARD_FILE).exists():
-        text = (source / CARD_FILE).read_text(errors="replace")
-        if target is not None:
-            text = re.sub(rf"^{TITLE}.+$", lambda _: TITLE + target, text, flags=re.MULTILINE).replace(
-                ELSEWHERE, target
-            )
-        (to / CARD_FILE).write_text(text)
+        (to / CARD_FILE).write_text(portable((source / CARD_FILE).read_text(errors="replace"), target))
 
 
 def megabytes(folder: Path) -> float:

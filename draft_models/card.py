@@ -1,5 +1,6 @@
 """A drafter's model card (README.md): description, use here and in serving engines, measurements."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,25 +13,37 @@ ELSEWHERE = "TARGET"  # in commands: a target that was a path where the drafter 
 LEAST_TAU = 1.1  # tokens per pass below which a drafter is of no use
 
 
-def write_card(path: Path, use: str, target: str, facts: Mapping[str, object], *, portable: bool = False) -> None:
+def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -> None:
     """Write the model card of the drafter in directory `path`, replacing an earlier card and its report.
 
     use: instructions for a drafter of its kind, with {path} and {target} to fill in; target: the target's name or
-    directory; facts: one line each; a "tau" below `LEAST_TAU` makes a warning. portable: name no path of this machine.
+    directory; facts: one line each; a "tau" below `LEAST_TAU` makes a warning. Paths are as the command had them, so that
+    the lines work where that was run; `portable` makes a card for elsewhere of it.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
-    elsewhere, tau = portable and is_local(target), facts.get("tau")
-    filled = {"path": path.name if portable else path, "target": ELSEWHERE if elsewhere else target}
+    tau, filled = facts.get("tau"), {"path": path, "target": target}
     sections = [
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
-        f"{TITLE}{Path(target).name if elsewhere else target}",
+        f"{TITLE}{target}",
         *([_USELESS.format(tau=tau)] if isinstance(tau, float) and tau < LEAST_TAU else []),
         use.format(**filled),
         f"## How it was made\n\n{listed}",
         _UPLOAD.format(**filled),
     ]
     write_atomically(path / CARD_FILE, ("\n\n".join(sections) + "\n").encode())
+
+
+def portable(card: str, target: str | None) -> str:
+    """The text of a `card` without paths of this machine. target: its name elsewhere, None: the same if it is no path."""
+    made_of = re.search(rf"^{TITLE}(.+)$", card, re.MULTILINE)
+    path = re.search(r"^hf upload USER/NAME (.+?) --exclude", card, re.MULTILINE)
+    if path is not None:
+        card = card.replace(path[1], Path(path[1]).name)
+    if made_of is None or (target is None and not is_local(made_of[1])):
+        return card
+    title = f"{TITLE}{target or Path(made_of[1]).name}"
+    return title.join(part.replace(made_of[1], target or ELSEWHERE) for part in card.split(made_of[0]))
 
 
 def add_report(path: Path, report: str) -> None:

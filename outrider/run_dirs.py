@@ -26,7 +26,7 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     """Lock the existing directory `folder` against other runs while the context is active.
 
     The operating system releases the lock when the process ends, even if killed. A directory of a killed run is taken
-    over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
+    over, and one line names that run. A run that fails before it has written anything leaves no directory. Raises `UserError` if another run is writing `what` there, naming its process and
     host, and if the file system does not support locks.
     """
     lock, holder = system_lock(folder / LOCK_FILE), folder / HOLDER_FILE
@@ -44,6 +44,11 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
             print(f"out_dir={folder}: taken over from a run that did not end by itself: {_held_by(holder)}", flush=True)
         write_json(holder, _this_process())
         yield
+    except BaseException:
+        with suppress(OSError):
+            if {path.name for path in folder.iterdir()} <= {LOCK_FILE, HOLDER_FILE}:
+                shutil.rmtree(folder)
+        raise
     finally:
         with suppress(OSError):
             holder.unlink()

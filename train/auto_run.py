@@ -15,7 +15,7 @@ from draft_models.card import CARD_FILE
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from inference.engines.footprint import Place, cache_bytes, weight_bytes
 from inference.loading.memory_plan import GB, evaluation_bytes
-from inference.report.wording import recommendation
+from inference.report.wording import busy_sentences, measure_again, recommendation
 from outrider.errors import UserError
 from outrider.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.progress import Stage
@@ -177,7 +177,9 @@ def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig) -> Non
     said += [_export(config, folder, name) for name in drafters]
     said += [f"talk to it: outrider chat target={config.target} checkpoint={folder / name}" for name in drafters]
     measured = replace(pipeline, out_dir=str(folder))
-    words = [word for word in measured.placed(measured.options("report")) if not word.startswith(_OWN_SIZE)]
+    asked = measured.placed(measured.options("report"))
+    said += [measure_again(asked, report.parent)] if any(map(busy_sentences, reports_in(report))) else []
+    words = [word for word in asked if not word.startswith(_OWN_SIZE)]
     longer = ["max_new_tokens=256", "num_prompts=null", f"out_dir={folder / 'longer'}"]
     said.append(f"measure longer texts: {shlex.join(['evaluate-checkpoint', *words, *longer])}")
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in said).encode())

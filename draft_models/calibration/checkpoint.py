@@ -63,7 +63,7 @@ def load_calibration(
     Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
     target; when it is of another width; when its files are damaged.
     """
-    remedy = f"run train/calibrate.py checkpoint={path}"
+    remedy = f"run outrider calibrate checkpoint={path}"
     weights_file, meta_file = (Path(path) / folder / name for name in (WEIGHTS_FILE, META_FILE))
     try:
         blob = weights_file.read_bytes()

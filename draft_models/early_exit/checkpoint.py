@@ -105,7 +105,7 @@ def read_meta(path: Path | str) -> DrafterMeta:
     """drafter.json of a checkpoint directory; raises `UserError` if missing, unreadable or of another format."""
     file = Path(path) / META_FILE
     if not file.is_file():
-        raise UserError(f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (train/eesd.py)")
+        raise UserError(f"checkpoint={path}: no {META_FILE} there; expected a drafter directory (outrider eesd)")
     what, remedy = "drafter description", "restore it, or train the drafter again"
     values = read_mapping(file, what, remedy)
     if values.get("format", FORMAT) != FORMAT:

@@ -29,7 +29,7 @@ ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # as in `d
 SUFFIX_ARRAYS = ("tokens", "order", "starts")  # as in `draft_models.ngrams.suffixes.Suffixes`
 ORDERS = (2, 3, 4)
 MAX_VOCABULARY = 2**21  # so that the context of a 4-gram fits 63 bits
-_AGAIN = "build it again with data_prep/build_trigrams.py"
+_AGAIN = "build it again with outrider build-trigrams"
 Described = tuple[str, int, str]  # an array's type, length and sha256
 
 

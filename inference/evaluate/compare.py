@@ -53,6 +53,7 @@ from inference.report.page.build import make_page
 from inference.report.report import build_report, markdown, relate_to_chain, write_reports
 from inference.report.served import served_faults
 from inference.report.to_wandb import log_reports
+from inference.report.wording import busy_sentences, measure_again
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from outrider.errors import UserError, require
@@ -282,4 +283,6 @@ def report(
             add_report(Path(where), markdown(reports))
     log_reports(config.wandb, out_dir, reports, settings)
     print(f"report: {out_dir / 'report.html'}", flush=True)
+    if any(map(busy_sentences, reports)):
+        print(measure_again(sys.argv[1:], out_dir), flush=True)
     return [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]

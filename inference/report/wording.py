@@ -1,7 +1,9 @@
 """The wording of reports: figures as text for tables and pages."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from inference.measure.verdict import MARGIN, MIN_PROMPTS
@@ -18,7 +20,14 @@ INT8 = (
 def busy_sentences(report: Report) -> list[str]:
     """A warning for the top of the report if the machine was busy."""
     busy = (report.get("load") or {}).get("busy")
-    return [f"{busy} Do not quote these speeds; no speed is judged."] if busy else []
+    calmer = " threads=1 is the least disturbed by other work." if report.get("device") == "cpu" else ""
+    return [f"{busy} Do not quote these speeds; no speed is judged.{calmer}"] if busy else []
+
+
+def measure_again(words: Sequence[str], out_dir: Path) -> str:
+    """The command that measures the same once more. words: the options of the first time, whose results are kept."""
+    same = [word for word in words if word.partition("=")[0] not in ("out_dir", "resume")]
+    return f"measure the same again: {shlex.join(['evaluate-checkpoint', *same, f'out_dir={out_dir}-again'])}"
 
 
 def recommendation(reports: Sequence[Report]) -> str:

@@ -118,7 +118,8 @@ class EvaluateConfig(RehearsedConfig):
             key, where = kind.option, self.where(kind)
             if key is not None and using:
                 given_as = key if hasattr(self, key) else f"+drafters.{key}"
-                require(where is not None, given_as, where, f"{kind.needs} for {using}{self._instead()}")
+                given = self.checkpoint if key == "checkpoint" else where
+                require(where is not None, given_as, given, f"{kind.needs} for {using}{self._instead()}")
             once = kind != self.held or self._given(kind) in (None, where)
             require(once, str(key), self._given(kind), f"null where checkpoint={self.checkpoint} is one of its kind")
         others = [kind.option for kind in KINDS.values() if kind.option and not hasattr(self, kind.option)]

@@ -282,7 +282,7 @@ register(
         "ngrams",
         "inference.drafters.ngram.ngrams:PLUGIN",
         option="table",
-        needs="an n-gram table directory (data_prep/build_trigrams.py)",
+        needs="an n-gram table directory (outrider build-trigrams)",
         file="table.json",
         preset="ngrams",
         shaped=False,

@@ -120,7 +120,7 @@ def test_a_small_lm_of_some_tokens_keeps_what_its_ids_stand_for(run: Path, tmp_p
 def test_cards_name_the_target_as_others_have_it(run: Path, tmp_path: Path) -> None:
     """Title and commands."""
     shutil.copytree(run, tmp_path / "run")
-    write_card(tmp_path / "run/eesd", USE, str(tmp_path / "run/target"), {}, portable=True)
+    write_card(tmp_path / "run/eesd", USE, str(tmp_path / "run/target"), {})
     ship(tmp_path / "run", tmp_path / "out", target="org/model")
     card = (tmp_path / "out/eesd/README.md").read_text()
     assert "# A draft model for org/model\n" in card

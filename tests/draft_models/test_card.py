@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.card import add_report, serving, write_card
+from draft_models.card import add_report, portable, serving, write_card
 from draft_models.eagle3.card import use_of
 from draft_models.early_exit import model as early_exit
 from draft_models.small_lm import model as small_lm
@@ -71,14 +71,14 @@ def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, use
 def test_a_card_for_other_machines_names_no_path_of_this_one(tmp_path: Path, use: str) -> None:
     """A target of the Hub is known everywhere; of another one the name is told, and commands have a word for it."""
     (tmp_path / "mine").mkdir()
-    write_card(tmp_path / "mine", use, str(tmp_path / "of/Qwen-Q4.gguf"), {}, portable=True)
-    text = (tmp_path / "mine/README.md").read_text()
+    write_card(tmp_path / "mine", use, str(tmp_path / "of/Qwen-Q4.gguf"), {})
+    text = portable((tmp_path / "mine/README.md").read_text(), None)
     assert str(tmp_path) not in text
     assert "base_model" not in text
     assert "# A draft model for Qwen-Q4.gguf\n" in text
     assert "target=TARGET " in text or text.count("TARGET") > 1
-    write_card(tmp_path / "mine", use, "org/target", {}, portable=True)
-    text = (tmp_path / "mine/README.md").read_text()
+    write_card(tmp_path / "mine", use, "org/target", {})
+    text = portable((tmp_path / "mine/README.md").read_text(), None)
     assert "base_model: org/target\n" in text
     assert "target=org/target" in text
     assert "hf upload USER/NAME mine " in text

@@ -271,7 +271,7 @@ def test_a_head_of_a_drafter_that_other_engines_read(
     def refused(why: str) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(TensorFiles, "read", None)
-            with pytest.raises(UserError, match=f"{why}.*; run train/calibrate.py checkpoint"):
+            with pytest.raises(UserError, match=f"{why}.*; run outrider calibrate checkpoint"):
                 evaluate(config)
 
     refused("no calibration head there")

@@ -59,13 +59,15 @@ def test_any_accumulation_is_the_plain_loop(tmp_path, micro, clip):
 
 
 def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
-    _, _ = fit_tiny(tmp_path, steps=2, batch_rows=4, micro_batch_rows=1, lr=1e-12, muon_lr=1e-12)
+    """The first step has a line of its own; after it a line has all steps since the last one."""
+    _, _ = fit_tiny(tmp_path, steps=3, batch_rows=4, micro_batch_rows=1, lr=1e-12, muon_lr=1e-12)
     model, rows = TinyModel(), tiny_rows()
-    batch = default_collate([rows[i] for i in epoch_order(ROWS, 0, 0)[:8]])
+    batch = default_collate([rows[i] for i in step_rows(ROWS, 4, 0, 1) + step_rows(ROWS, 4, 0, 2)])
     expected = float(model(**batch)["loss_sum"] / (batch["labels"] != IGNORE).sum())
-    assert log(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step="))
-    assert line.startswith(f"step=2/2 loss={expected:.4f} lr=")
+    assert [entry["step"] for entry in log(tmp_path)] == [1, 3]
+    assert log(tmp_path)[1]["loss"] == pytest.approx(expected, rel=1e-6)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step=3"))
+    assert line.startswith(f"step=3/3 loss={expected:.4f} lr=")
     assert {part.split("=")[0] for part in line.split()} == {
         "step",
         "loss",
@@ -266,8 +268,8 @@ def test_evaluation_runs_when_due_and_at_the_end(tmp_path):
         return {"count": len(seen)}
 
     model, result = fit_tiny(tmp_path, evaluate=evaluate, eval_every=3, log_every=3)
-    for name in ("eval_count", "loss"):
-        assert [e["step"] for e in log(tmp_path) if name in e] == [3, 6, 8]
+    for name, first in (("eval_count", []), ("loss", [1])):
+        assert [e["step"] for e in log(tmp_path) if name in e] == [*first, 3, 6, 8]
     assert result.metrics == {"count": 3}
     assert model.training
     assert torch.equal(seen[-1], model.head.weight)
@@ -297,7 +299,7 @@ def test_a_resumed_run_continues_its_wandb_curves(tmp_path, monkeypatch):
 def test_wandb_disabled_does_without_wandb(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # it is not there
     fit_tiny(tmp_path, steps=2)
-    assert [entry["step"] for entry in log(tmp_path)] == [2]
+    assert [entry["step"] for entry in log(tmp_path)] == [1, 2]
     with pytest.raises(UserError, match=r"wandb\.mode: wandb is not installed; pip install wandb, or disabled"):
         fit_tiny(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
 

@@ -167,6 +167,8 @@ def fit(
                 save=save,
             )
         report.close()
+        if state.is_main_process:
+            print(f"training: {budget.ended_by(config, len(rows))}", flush=True)
     sharding.make_whole(model)
     return FitResult(total, done, metrics, budget.spent())
 

@@ -92,7 +92,7 @@ def train(
         done = step + 1
         budget.add_step(began)
         total = report.end_at(budget.decide(done))
-        logged = is_due(done, config.log_every, total)
+        logged = done == 1 or is_due(done, config.log_every, total)  # the first loss says early that all is well
         if logged:
             report.log_interval(done, engine.rate, norm)
         if evaluate is not None and is_due(done, config.eval_every, total):

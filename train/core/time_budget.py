@@ -9,9 +9,11 @@ from outrider.errors import require, warn
 from outrider.files import write_json
 from outrider.processes import from_main, join_processes
 from outrider.settings import read_as
+from train.settings.fit import FitConfig
 
 STEPS_FILE = "steps.json"
 FEW = 10  # steps after which the total is decided at the latest; the first steps compile and fill caches
+ENOUGH = 20  # steps below which a training learns little
 SHARE = 0.1  # share of the time limit after which the total is decided at the latest
 LATE = 0.05  # share of the time limit by which a run may overrun before its steps are cut
 TOO_LATE = 0.1  # share of the time limit by which it may overrun and begin one more step, which ends the schedule
@@ -68,6 +70,16 @@ class StepBudget:
         """The total number of steps according to the decisions made before step `step` (from 0)."""
         return next((total for done, total in reversed(self._decided) if done <= step), self.most)
 
+    def ended_by(self, config: FitConfig, rows: int) -> str:
+        """What ended a run on `rows` rows, in words."""
+        steps, minutes = self.total(self.most), self.limit.minutes
+        if steps < self.most:
+            return f"minutes={minutes:g} ended it after {steps} of {self.most} steps"
+        by = f"steps={config.steps}" if config.epochs is None else f"epochs={config.epochs:g} of {rows} rows"
+        unused = "" if minutes is None else f"; minutes={minutes:g} were not needed"
+        few = f"; {rows} rows are far too few: give more data" if config.epochs and steps < ENOUGH else ""
+        return f"{by} ended it after {steps} steps{unused}{few}"
+
     def add_step(self, began: float) -> None:
         """Record the time of a finished step that began when `began` seconds were spent."""
         if not self._decided:
@@ -102,7 +114,8 @@ class StepBudget:
         write_json(self._file, asdict(record))
         why = "" if first else f" (before: {before}), as steps take longer than at first"
         print(f"minutes={self.limit.minutes:g} seconds_per_step={self._pace:.4f} steps={found}{why}", flush=True)
-        if first and found == 1 < before:
-            shorter = "a smaller fit.batch_rows or seq_len makes steps shorter"
-            warn(f"minutes={self.limit.minutes:g}: one step takes {self._pace:.3g} s, so there is one; {shorter}")
+        if first and before > 1 and self._pace > time / ENOUGH:
+            shorter = f"with a smaller fit.batch_rows or seq_len there are more; a training wants {ENOUGH} or more"
+            held = max(1, int(time / self._pace))
+            warn(f"minutes={self.limit.minutes:g}: one step takes {self._pace:.3g} s, so they hold {held}; {shorter}")
         return found

@@ -12,7 +12,7 @@ from outrider.files import read_mapping
 from train.core.training import Batch
 from train.parts.capture import Text
 
-REMEDY = "make others with data_prep/generate_responses.py temperature=0 top_k_logits=2"
+REMEDY = "make others with outrider generate-responses temperature=0 top_k_logits=2"
 
 
 def require_answers_of(target: OpenTarget, data: DataConfig) -> None:

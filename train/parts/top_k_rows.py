@@ -120,7 +120,7 @@ def load_top_k_rows(
     if not examples:
         raise UserError(
             f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
-            f"{found}); make more of them with data_prep/generate_responses.py top_k_logits=K"
+            f"{found}); make more of them with outrider generate-responses top_k_logits=K"
         )
     widths = {top.ids.shape[1] for _, _, top in examples}
     if len(widths) > 1:

@@ -128,7 +128,7 @@ class Recipe:
         facts |= {"data": config.data.source, "steps": trained.result.steps}
         if config.decode_prompts:
             facts |= {"chosen step": trained.step, "tau": round(trained.metrics["tau"], 3)}
-        write_card(Path(config.out_dir), USE, config.target, facts, portable=True)
+        write_card(Path(config.out_dir), USE, config.target, facts)
         layers_of_all = f"{self.exit_layer} of {target.num_hidden_layers}"
         say(f"saved drafter={Path(config.out_dir)} exit_layer={layers_of_all} step={trained.step}")
 

@@ -146,7 +146,7 @@ def save(
     facts |= {} if own is None else {"tokens": f"{len(own.tokens)} of the target's {own.vocabulary}"}
     facts |= {"steps": trained.result.steps, "chosen step": trained.step}
     facts |= {name: round(value, 3) for name, value in metrics.items()}
-    write_card(out_dir, USE if own is None else USE_OF_SOME, config.target, facts, portable=True)
+    write_card(out_dir, USE if own is None else USE_OF_SOME, config.target, facts)
     write_record(out_dir / TRAINING_FILE, config.target, identity, config.fit, trained)
     shown = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
     say(f"saved drafter={out_dir} step={trained.step} {shown}")

@@ -133,7 +133,7 @@ class CalibrateConfig(RehearsedConfig):
     """
 
     # directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there
-    checkpoint: Annotated[str, Place("a drafter directory (train/eesd.py, finetune_drafter.py, eagle3.py)")] = free()
+    checkpoint: Annotated[str, Place("a drafter directory (outrider eesd, finetune-drafter, eagle3)")] = free()
     data: DataConfig = free()
     fit: FitConfig  # a row is `EXAMPLES` drafted tokens
     # model directory, GGUF file or Hub name; null: the one the early exit in `checkpoint` was trained for
@@ -332,7 +332,7 @@ def require_cache(teacher: Teacher, objective: str, data: DataConfig, debug: boo
         "teacher",
         teacher,
         "online; cached needs a divergence as objective and data=local with the responses of "
-        "data_prep/generate_responses.py (top_k_logits=K)",
+        "outrider generate-responses (top_k_logits=K)",
     )
 
 

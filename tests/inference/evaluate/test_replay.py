@@ -169,7 +169,7 @@ def test_a_table_is_a_checkpoint_too(files: dict[str, str], tmp_path: Path, monk
     [
         (["method=ngrams", "table={other_table}"], "built with another tokenizer"),
         (["method=ngrams", "table=nowhere"], "table=nowhere: no such directory or file"),
-        (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (data_prep/build_trig"),
+        (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (outrider build-trig"),
         (["method=ngrams", "sampling.temperature=1"], "sampling.temperature=1.0: expected 0 for target=replay"),
         (
             ["method=ngrams", "sampling.repetition_penalty=1.1"],
