@@ -3,7 +3,6 @@
 numba by itself would keep it beside the source. Where NUMBA_CACHE_DIR names a folder, that is the place of ours too.
 """
 
-import atexit
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +16,10 @@ from numba.core.ccallback import CFunc
 from outrider.caches import user_cache
 from outrider.progress import speaks
 from outrider.versions import package_version
-from outrider.words import in_words
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _settings = vars(numba.config)
+LONG = 0.5  # seconds that are worth a word
 
 
 def kept(function: Function, *, inline: Literal["never", "always"] = "never", counted: bool = True) -> Function:
@@ -40,7 +39,8 @@ def kept_entry(function: Callable[..., None], signature: str, fastmath: set[str]
     with _in_our_folder():
         compiled = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")(function)
     if not compiled.cache_hits:  # with what it calls
-        _clock.seconds = before + time.perf_counter() - began
+        _clock.seconds = before
+        _clock.add(time.perf_counter() - began)
     return compiled
 
 
@@ -64,6 +64,14 @@ class _Clock(event.Listener):
     def __init__(self) -> None:
         self.seconds, self._began, self._depth = 0.0, 0.0, 0  # a function may need another
         self.timed: set[object] = set()
+        self.said = False
+
+    def add(self, seconds: float) -> None:
+        """Count them, and say once, while it goes on, what takes so long."""
+        self.seconds += seconds
+        if self.seconds >= LONG and not self.said and speaks():
+            self.said = True
+            print(f"compiling CPU kernels, once: kept in {user_cache() / 'kernels'}", file=sys.stderr, flush=True)
 
     def on_start(self, event: event.Event) -> None:
         if event.data["dispatcher"] in self.timed:
@@ -73,14 +81,8 @@ class _Clock(event.Listener):
     def on_end(self, event: event.Event) -> None:
         if event.data["dispatcher"] in self.timed:
             self._depth -= 1
-            self.seconds += 0.0 if self._depth else time.perf_counter() - self._began
-
-
-def _say() -> None:
-    if _clock.seconds >= 0.5 and speaks():  # less is said as 0 s
-        print(f"compiling CPU kernels, once: {in_words(_clock.seconds)}", file=sys.stderr, flush=True)
+            self.add(0.0 if self._depth else time.perf_counter() - self._began)
 
 
 _clock = _Clock()
 event.register("numba:compile", _clock)
-atexit.register(_say)

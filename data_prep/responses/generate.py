@@ -230,7 +230,7 @@ def respond(
 ) -> float:
     """Answer the tasks of this process and write its shards, numbered by `numbers`; returns tokens per second.
 
-    When the time of `limit` is over no further batch begins, and the collected responses become the last shard.
+    Where `limit` does not hold one no further batch begins, and the collected responses become the last shard.
     """
     free, limit = iter(numbers), replace(limit, started=limit.clock())
 
@@ -252,7 +252,7 @@ def respond(
     answered, unanswered, tokens, rate = 0, 0, 0, 0.0
     shown = state.is_main_process
     with Stage("answering", len(todo.tasks), "prompts", left=lambda: left(answered) if answered else None) as stage:
-        for batch in batches(todo.tasks, config):
+        for number, batch in enumerate(batches(todo.tasks, config), 1):
             assert responder is not None
             responder.answer(batch)
             done = [task for task in batch if task.problem != UNANSWERED]
@@ -271,9 +271,10 @@ def respond(
                 if shown:
                     count = f"{answered}/{len(todo.tasks)}"
                     print(f"responses answered={count} tokens_per_s={rate:.0f} eta={left(answered):.0f}s", flush=True)
-            if limit.is_over(limit.spent()):
+            if not limit.holds(limit.spent(), seconds() / number):
                 if shown and answered < len(todo.tasks):
-                    said = f"{limit.minutes:.3g} minutes are over: {answered} of {len(todo.tasks)} prompts are answered"
+                    held = f"{limit.minutes:.3g} minutes hold no further batch"
+                    said = f"{held}: {answered} of {len(todo.tasks)} prompts are answered"
                     if answered == len(batch):
                         said += ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter"
                     print(said, flush=True)

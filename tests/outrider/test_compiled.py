@@ -17,6 +17,8 @@ import numba
 from outrider import compiled
 from outrider.compiled import kept, kept_entry
 
+compiled.LONG /= 1000  # on any machine it is long enough to be spoken of
+
 @kept
 def inner(x):
     return x + 1
@@ -30,7 +32,7 @@ def entry(address):
     outer(address)
 
 print(outer(3), repr(numba.config.CACHE_DIR))
-compiled._clock.seconds *= 1000  # on any machine long enough to be spoken of
+print("over", file=sys.stderr)
 """
 
 
@@ -64,7 +66,7 @@ def test_compiling_is_spoken_of_once_and_its_files_are_with_the_users_caches(tmp
         done = subprocess.run(
             [sys.executable, str(program)], env=os.environ | given, capture_output=True, text=True, check=True
         )
-        return done.stdout, done.stderr.count("compiling CPU kernels, once: ")
+        return done.stdout, done.stderr.partition("over")[0].count("compiling CPU kernels, once: ")
 
     assert run() == ("8 ''\n", 1)
     indices = (tmp_path / "caches" / "outrider" / "kernels").rglob("*.nbi")

@@ -60,7 +60,7 @@ def test_any_accumulation_is_the_plain_loop(tmp_path, micro, clip):
 
 def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
     """The first step has a line of its own; after it a line has all steps since the last one."""
-    _, _ = fit_tiny(tmp_path, steps=3, batch_rows=4, micro_batch_rows=1, lr=1e-12, muon_lr=1e-12)
+    _, _ = fit_tiny(tmp_path, steps=3, log_every=3, batch_rows=4, micro_batch_rows=1, lr=1e-12, muon_lr=1e-12)
     model, rows = TinyModel(), tiny_rows()
     batch = default_collate([rows[i] for i in step_rows(ROWS, 4, 0, 1) + step_rows(ROWS, 4, 0, 2)])
     expected = float(model(**batch)["loss_sum"] / (batch["labels"] != IGNORE).sum())

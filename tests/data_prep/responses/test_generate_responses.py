@@ -188,7 +188,7 @@ def test_a_machine_that_becomes_slow_ends_in_time(make, answering_takes, capsys,
     generate_responses(config)
     assert now[0] <= 1.1 * 60 + 2 * seconds
     assert len(responses(config)) == 2 * batches_done
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1 minutes are over")]
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1 minutes hold no further")]
     assert bool(said) == (batches_done < 5)
     assert ("batch_size" in "".join(said)) == (batches_done == 1)
 
