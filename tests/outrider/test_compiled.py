@@ -12,6 +12,7 @@ from outrider.compiled import _clock, kept
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
+import sys
 from functools import partial
 import numba
 from outrider import compiled
