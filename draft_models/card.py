@@ -17,8 +17,8 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     """Write the model card of the drafter in directory `path`, replacing an earlier card and its report.
 
     use: instructions for a drafter of its kind, with {path} and {target} to fill in; target: the target's name or
-    directory; facts: one line each; a "tau" below `LEAST_TAU` makes a warning. Paths are as the command had them, so that
-    the lines work where that was run; `portable` makes a card for elsewhere of it.
+    directory; facts: one line each; a "tau" below `LEAST_TAU` makes a warning. Paths are as the command had them, so
+    that the lines work where it was run.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
@@ -35,7 +35,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
 
 
 def portable(card: str, target: str | None) -> str:
-    """The text of a `card` without paths of this machine. target: its name elsewhere, None: the same if it is no path."""
+    """A `card` without paths of this machine. target: its name elsewhere; None: that of the card, if it is no path."""
     made_of = re.search(rf"^{TITLE}(.+)$", card, re.MULTILINE)
     path = re.search(r"^hf upload USER/NAME (.+?) --exclude", card, re.MULTILINE)
     if path is not None:

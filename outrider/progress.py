@@ -37,7 +37,7 @@ class Stage(AbstractContextManager["Stage"]):
         unit: str = "",
         *,
         first: float = 0,
-        most: float | None = None,
+        most: float = math.inf,
         left: Callable[[], float | None] | None = None,
     ):
         """total: the number of units, None if unknown; `first` of them were done before. unit: their name.
@@ -66,7 +66,7 @@ class Stage(AbstractContextManager["Stage"]):
         done, known = self.done - self._first, []
         if self.total is not None and done:
             known.append(self.spent / done * (self.total - self.done))
-        if self._most is not None:
+        if self._most < math.inf:
             known.append(self._most - self.spent)
         return max(0.0, min(known)) if known else None
 
@@ -102,7 +102,7 @@ class Stage(AbstractContextManager["Stage"]):
 
 
 def counted(
-    items: Iterable[Item], what: str, unit: str, total: int | None = None, *, most: float | None = None
+    items: Iterable[Item], what: str, unit: str, total: int | None = None, *, most: float = math.inf
 ) -> Iterator[Item]:
     """Yield `items` as a `Stage` whose total is their number if they have a length, else `total`."""
     total = len(items) if isinstance(items, Sized) else total

@@ -26,8 +26,9 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     """Lock the existing directory `folder` against other runs while the context is active.
 
     The operating system releases the lock when the process ends, even if killed. A directory of a killed run is taken
-    over, and one line names that run. A run that fails before it has written anything leaves no directory. Raises `UserError` if another run is writing `what` there, naming its process and
-    host, and if the file system does not support locks.
+    over, and one line names that run. A run that fails before it has written anything leaves no directory. Raises
+    `UserError` if another run is writing `what` there, naming its process and host, and if the file system does not
+    support locks.
     """
     lock, holder = system_lock(folder / LOCK_FILE), folder / HOLDER_FILE
     try:

@@ -1,9 +1,11 @@
 """What `outrider auto` does in its minutes: which drafters it trains, by measurement, and the minutes of each step."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from inference.measure.verdict import MIN_PROMPTS
 from outrider.errors import require
 from train.pipeline_settings import STEPS, TIME, PipelineConfig, StepConfig
 from train.settings.auto import TRAINED, AutoConfig, Trained
@@ -35,6 +37,8 @@ _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
 _MORE = 1.2  # times the minutes in which all prompts are answered at the rate of the first ones
 _QUICK = 1.5  # minutes of all that neither loads a target nor has a limit: prompts, table, pages, exports
 _FEWEST = 2.0  # minutes that answers and report need at least
+_REPORT_LOADS = 3.0  # times the loading of a step, after which a report has compared, laid out and tuned its models
+LOOK = (0.05, 0.5, 3.0)  # share of all minutes in which the target is looked at, and their bounds
 _LARGER: Mapping[str, list[str]] = {  # on a GPU
     "eesd": ["fit.batch_rows=32", "fit.micro_batch_rows=16", "fit.epochs=20"],
     "small_lm": ["fit.batch_rows=32", "fit.micro_batch_rows=16", "fit.epochs=20"],
@@ -46,7 +50,8 @@ class Look:
     """What is known of the machine, and what the first answers of a target told; before them, nothing.
 
     rows: prompts that are answered together. tokens_per_second: of answers. answer_tokens: of one, the mean. prompts:
-    to be answered. loading: minutes in which a step starts and loads the target. spent: minutes so far.
+    to be answered, of which `answered` are. loading: minutes in which a step starts and loads the target. spent:
+    minutes so far.
     """
 
     device: Device
@@ -56,6 +61,24 @@ class Look:
     prompts: int = 0
     loading: float = 0.0
     spent: float = 0.0
+    answered: int = 0
+
+    def report(self, kinds: Sequence[Trained], tokens: float) -> float:
+        """The minutes of a report on the fewest prompts that have a verdict, of so many tokens each; an estimate.
+
+        Alone, a text has more than its share of the tokens a second that texts together have, and less than all.
+        """
+        a_second = self.tokens_per_second / math.sqrt(max(1, min(self.rows, self.prompts)))
+        arms = 2 + len(_ALWAYS) + sum(len(_METHODS[kind]) for kind in kinds)  # two decode plainly
+        return _REPORT_LOADS * self.loading + MIN_PROMPTS * arms * tokens / a_second / 60
+
+    def length(self, kinds: Sequence[Trained], minutes: float) -> int:
+        """The tokens of a measured text: as many as an answer has, fewer where the report's minutes hold no more."""
+        held = math.inf
+        if minutes and self.tokens_per_second:
+            first, both = self.report(kinds, 0), self.report(kinds, _LONGEST)
+            held = _LONGEST * (minutes - first) / (both - first)
+        return round(max(_SHORTEST, min(_LONGEST, self.answer_tokens, held)))
 
 
 @dataclass(frozen=True)
@@ -115,13 +138,15 @@ def _untimed(look: Look, kinds: Sequence[Trained]) -> float:
 
 
 def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[Trained, ...], why: Mapping[str, str]) -> Choice:
-    answers, training, report = _WITH_TRAINING if kinds else _WITHOUT
+    answers, training, _ = _WITH_TRAINING if kinds else _WITHOUT
     untimed = look.spent + _untimed(look, kinds)
     timed = config.minutes - untimed
     least = untimed + _FEWEST
     require(timed >= _FEWEST, "minutes", f"{config.minutes:g}", f"{least:.0f} or more: loading takes {untimed:.1f}")
-    answering = min(answers * timed, _MORE * look.prompts * look.answer_tokens / look.tokens_per_second / 60)
-    minutes = {"responses": answering + look.spent, "report": report * timed + answers * timed - answering}
+    least = min(timed, look.report(kinds, _SHORTEST))  # of the report, which then has a verdict
+    answering = _MORE * (look.prompts - look.answered) * look.answer_tokens / look.tokens_per_second / 60
+    answering = min(answering, answers * timed, max(0.0, (1 - training) * timed - least))
+    minutes = {"responses": answering + look.spent, "report": (1 - training) * timed - answering}
     minutes |= {_STEPS[kind]: training * timed / len(kinds) for kind in kinds}
     return Choice(kinds, why, minutes)
 
@@ -130,7 +155,7 @@ def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: 
     """The pipeline that carries out `choice`. base: all steps, as conf/experiment/auto.yaml has them."""
     left_out = {"fetch", "calibrate", *(_STEPS[kind] for kind in TRAINED if kind not in choice.kinds)}
     methods = [*(method for kind in choice.kinds for method in _METHODS[kind]), *_ALWAYS]
-    length = min(_LONGEST, max(_SHORTEST, round(look.answer_tokens)))
+    length = look.length(choice.kinds, choice.minutes.get("report", 0.0))
     own: dict[str, list[str]] = {"report": [f"method=[{','.join(methods)}]", f"max_new_tokens={length}"]}
     own["responses"] = [f"batch_size={look.rows}", f"shard_size={2 * look.rows}"]
     if config.prompts is not None:
@@ -165,4 +190,27 @@ def describe(choice: Choice, look: Look) -> str:
     ]
     lines += [f"  {name}: {minutes:.1f} minutes" for name in STEPS if (minutes := choice.minutes.get(name))]
     lines += [f"  not tried: {kind}: {why}" for kind, why in choice.not_tried.items()]
+    held, needed = choice.minutes.get("report", math.inf), look.report(choice.kinds, _SHORTEST)
+    if held < needed:
+        short = f"its minutes cannot hold the {MIN_PROMPTS} prompts that a verdict needs"
+        lines.append(f"  report: {short}: they take about {needed:.0f}, so give minutes= {needed - held:.0f} more")
     return "\n".join(lines)
+
+
+def outlook(config: AutoConfig, device: Device, unfit: Mapping[str, str]) -> str:
+    """What is known of the plan before anything has run, as text."""
+    kinds = [kind for kind in ORDER[device] if kind not in unfit] if config.train == "auto" else config.train
+    looking = look_minutes(config)
+    timed = max(0.0, config.minutes - looking - _QUICK)
+    lines = [f"  minutes, estimated before anything ran: {looking:.1f} to look at the target, {_QUICK} without it"]
+    for when, shares in (("without a training", _WITHOUT), (f"if {', '.join(kinds)} can learn enough", _WITH_TRAINING)):
+        answers, training, report = (f"{share * timed:.1f}" for share in shares)
+        lines.append(f"  {when}: {answers} for answers, {training} for trainings, {report} for a report")
+    lines = lines if kinds else lines[:-1]
+    return "\n".join([*lines, *(f"  not tried: {kind}: {why}" for kind, why in unfit.items())])
+
+
+def look_minutes(config: AutoConfig) -> float:
+    """The minutes after which the look at the target ends with the answers that it is at."""
+    share, least, most = LOOK
+    return min(most, max(least, share * config.minutes))

@@ -11,24 +11,26 @@ import psutil
 import torch
 
 from data_prep.responses.directory import SUMMARY_FILE, seconds_spent
+from data_prep.text.chat import render_prompt
 from draft_models.card import CARD_FILE
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from inference.engines.footprint import Place, cache_bytes, weight_bytes
 from inference.loading.memory_plan import GB, evaluation_bytes
+from inference.measure.time_limit import TimeLimit
 from inference.report.wording import busy_sentences, measure_again, recommendation
 from outrider.errors import UserError
 from outrider.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.progress import Stage
 from outrider.run_dirs import check_identity, only_run, rehearsal_folder
 from outrider.settings import read_as
-from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, pipeline_of, rows_of
+from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, look_minutes, outlook, pipeline_of, rows_of
 from train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, run_pipeline
 from train.pipeline_settings import STEPS, TIME, PipelineConfig
 from train.settings.auto import TRAINED, AutoConfig
 
 _OWN_SIZE = ("max_new_tokens=", "num_prompts=", "minutes=", "card=")  # of the report's options
 RECORD, LOG = "auto.json", "auto.log"
-_LOOK = (0.05, 0.5, 3.0)  # share of all minutes in which the target is looked at, and their bounds
+_EXPORTS = 0.5  # minutes after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
 _REMEDY = "give another out_dir"
 _EXPORTED = ("eesd", "small_lm", "eagle3", "trigrams")  # steps whose products engines take
@@ -53,6 +55,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     began = time.monotonic()
     base: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
     target, device = open_target(config.target, by_layers=False), _device()
+    render_prompt(("a question",), target.tokenizer, config.template)  # raises now where there is no template
     unfit = _unfit(config)
     every = Choice(tuple(kind for kind in TRAINED if kind not in unfit), {}, {})
     there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
@@ -61,7 +64,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     memory = _memory(base, target, there, config_for)
     print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
     if config.plan:
-        print(_outlook(device, unfit), flush=True)
+        print(outlook(config, device, unfit), flush=True)
         return
     if config.debug:
         kinds = ORDER["cpu"] if config.train == "auto" else config.train
@@ -74,7 +77,9 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
         choice, look = start.choice, start.look
         print(describe(choice, look), flush=True)
     pipeline = pipeline_of(config, base, choice, look)
-    run_pipeline(pipeline)
+    spent = 60 * look.spent  # of this run, or of the one that it goes on with
+    limit = TimeLimit(config.minutes - _EXPORTS, time.perf_counter(), spent)
+    run_pipeline(pipeline, None if config.debug else limit)
     _conclude(config, folder, pipeline)
 
 
@@ -109,15 +114,6 @@ def _memory(base: PipelineConfig, target: OpenTarget, there: int, config_for: Co
     return said
 
 
-def _outlook(device: Device, unfit: Mapping[str, str]) -> str:
-    kinds = [kind for kind in ORDER[device] if kind not in unfit]
-    return "\n".join([
-        "  prompts, answers, an n-gram table, a report on held-out prompts, exports",
-        f"  {', '.join(kinds) or 'nothing'}: trained if the first answers show that enough of them can be made",
-        *(f"  not tried: {kind}: {why}" for kind, why in unfit.items()),
-    ])  # fmt: skip
-
-
 def _start(
     config: AutoConfig, folder: Path, base: PipelineConfig, unseen: Look, unfit: Mapping[str, str], began: float
 ) -> Start:
@@ -138,9 +134,8 @@ def _start(
 
 def _look(config: AutoConfig, folder: Path, base: PipelineConfig, unseen: Look, began: float) -> Look:
     """Let the target answer for a little: these answers stay, and the step `responses` makes more."""
-    share, least, most = _LOOK
     every = pipeline_of(config, base, Choice((), {}, {}), unseen)
-    limit = f"{TIME}={min(most, max(least, share * config.minutes)):.3g}"
+    limit = f"{TIME}={look_minutes(config):.3g}"
     with Stage("looking at the target"):
         _run(every, "prompts", folder)
         seconds = _run(every, "responses", folder, limit)
@@ -154,6 +149,7 @@ def _look(config: AutoConfig, folder: Path, base: PipelineConfig, unseen: Look, 
         tokens_per_second=tokens / timed,
         answer_tokens=tokens / count,
         prompts=prompts,
+        answered=count,
         loading=max(0.0, seconds - timed) / 60,
         spent=(time.monotonic() - began) / 60,
     )

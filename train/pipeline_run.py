@@ -160,7 +160,7 @@ def step_stage(
 
     def left() -> float | None:
         if limit is not None:
-            return limit.left()
+            return limit.left(limit.spent())
         return 60 * sum(filter(None, later)) + max(0.0, 60 * own - spent - stage.spent) if known and own else None
 
     stage = Stage(f"step {config.to_do.index(name) + 1}/{len(config.to_do)} {name}", left=left)
@@ -203,7 +203,7 @@ def _rest(config: PipelineConfig, name: str, limit: TimeLimit | None) -> list[st
         return []
     step = config.steps[name]
     loading = (step.expected_minutes or step.minutes) - step.minutes
-    return [f"{TIME}={max(0.1, limit.left() / 60 - loading):.3g}"]
+    return [f"{TIME}={max(0.1, limit.left(limit.spent()) / 60 - loading):.3g}"]
 
 
 def _cut(out_dir: Path, name: str) -> Path:

@@ -46,9 +46,10 @@ def encode(
     Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
     the text is truncated. Every token is supervised.
 
-    A conversation is rendered by `template` (see `ChatTemplate`), which `option` gives. User turns after the last answer are dropped. A
-    token is supervised if it begins inside an assistant turn. The end-of-turn token counts as inside, unless the answer
-    is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that reports text offsets.
+    A conversation is rendered by `template` (see `ChatTemplate`), which `option` gives. User turns after the last
+    answer are dropped. A token is supervised if it begins inside an assistant turn. The end-of-turn token counts as
+    inside, unless the answer is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that
+    reports text offsets.
 
     Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
     reproduce the history.
@@ -95,7 +96,8 @@ def render_prompt(
 
     turns: messages, or their texts with user and assistant in turn. The last is the user's.
     template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
-    completion). option: the one that gives it. BOS is prepended exactly once if the tokenizer adds one; a chat template writes its own.
+    completion). option: the one that gives it. BOS is prepended exactly once if the tokenizer adds one; a chat template
+    writes its own.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, or if it refuses the turns.
     """
@@ -109,10 +111,7 @@ def render_prompt(
     if template in ("auto", "tokenizer"):
         text = _apply(tokenizer, messages, "prompt", option, opening=True)
         return list(_tokenize(tokenizer, [text])["input_ids"][0])
-    if template == "vicuna":
-        text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:"
-    else:
-        text = _bare(messages)[0]
+    text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:" if template == "vicuna" else _bare(messages)[0]
     ids = list(_tokenize(tokenizer, [text])["input_ids"][0])
     if adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
         ids.insert(0, tokenizer.bos_token_id)
@@ -127,7 +126,9 @@ def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
         runs = [read_mapping(file, "record of a run", "remove it") for file in files if file.is_file()]
         said = [run.get("template") for run in runs]
         asked = [one for templates in said if isinstance(templates, list) for one in templates if one]
-        expected = {one if one in ("vicuna", "none") else "tokenizer" for one in asked or [tokenizer.chat_template] if one}
+        expected = {
+            one if one in ("vicuna", "none") else "tokenizer" for one in asked or [tokenizer.chat_template] if one
+        }
         if expected and part.template not in expected:
             why = "its answers were asked for with another" if asked else f"{_name(tokenizer)} has one of its own"
             named = f"data.mix.{key}" if key else "data"

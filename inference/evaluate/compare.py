@@ -152,8 +152,7 @@ def _evaluate(
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, setup, models, prepared, rendered[share[0]], len(prompts))
         began = spent = limit.spent()
-        most = None if config.minutes is None else 60 * config.minutes - spent
-        for position in counted(share, "measuring", "prompts", most=most):
+        for position in counted(share, "measuring", "prompts", most=limit.left(spent)):
             if position not in todo[:must] and not limit.holds(spent, (spent - began) / max(1, taken)):
                 break
             if limit.is_over(spent) and state.is_main_process:

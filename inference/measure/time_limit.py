@@ -26,12 +26,12 @@ class TimeLimit:
         """Seconds that all runs have taken so far."""
         return self.earlier + self.clock() - self.started
 
-    def left(self) -> float:
-        """Seconds until the limit, 0 after it."""
-        return math.inf if self.minutes is None else max(0.0, 60 * self.minutes - self.spent())
+    def left(self, spent: float) -> float:
+        """Seconds until the limit after that many, 0 beyond it."""
+        return math.inf if self.minutes is None else max(0.0, 60 * self.minutes - spent)
 
     def holds(self, spent: float, seconds: float) -> bool:
-        """Whether after `spent` seconds there is time for half or more of what takes `seconds`, so that it may begin."""
+        """Whether after `spent` seconds there is time for half of what takes `seconds`, so that it may begin."""
         return not self.is_over(spent + seconds / 2)
 
     def is_over(self, spent: float) -> bool:

@@ -26,8 +26,8 @@ def busy_sentences(report: Report) -> list[str]:
 
 def measure_again(words: Sequence[str], out_dir: Path) -> str:
     """The command that measures the same once more. words: the options of the first time, whose results are kept."""
-    same = [word for word in words if word.partition("=")[0] not in ("out_dir", "resume")]
-    return f"measure the same again: {shlex.join(['evaluate-checkpoint', *same, f'out_dir={out_dir}-again'])}"
+    same = {word.partition("=")[0]: word for word in [*words, f"out_dir={out_dir}-again", "resume=false"]}
+    return f"measure the same again: {shlex.join(['evaluate-checkpoint', *same.values()])}"
 
 
 def recommendation(reports: Sequence[Report]) -> str:

@@ -148,8 +148,7 @@ def capture_shards(
     if mine:
         drafting.load()  # loading takes none of the time
     limit = replace(limit, started=limit.clock())
-    most = None if limit.minutes is None else 60 * limit.minutes - limit.earlier
-    for start in counted(mine, "continuing texts", f"shards of {SHARD_PROMPTS}", most=most):
+    for start in counted(mine, "continuing texts", f"shards of {SHARD_PROMPTS}", most=limit.left(limit.earlier)):
         if start > 0 and is_over():
             break
         texts = prompts[start : start + SHARD_PROMPTS]

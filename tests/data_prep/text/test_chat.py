@@ -229,8 +229,10 @@ def test_a_truncated_answer_is_supervised_without_its_end(make_tokenizer, answer
     whole, cut = encode([chat(*messages), record], tokenizer, template)
     assert whole.ids.tolist() == cut.ids.tolist()
     forms = {
-        "tokenizer": ("How are you?<|im_end|>", ""), "vicuna": (" How are you?</s>", " "), "none": ("\nHow are you?", "\n"),
-    }  # fmt: skip
+        "tokenizer": ("How are you?<|im_end|>", ""),
+        "vicuna": (" How are you?</s>", " "),
+        "none": ("\nHow are you?", "\n"),
+    }
     first, space = forms[template]
     assert spoken(cut, tokenizer) == first + space + answer.rstrip()
 

@@ -1,0 +1,376 @@
+"""What a run says and does with its minutes, and what a base model needs no template for.
+
+Times are of clocks that the tests turn.
+"""
+
+import ast
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_type_hints
+from unittest.mock import patch
+
+import pytest
+
+from conf import config_for
+from data_prep.responses.tasks import Todo, read_tasks
+from data_prep.text.chat import encode, render_prompt
+from data_prep.text.given import read_some
+from draft_models.card import write_card
+from draft_models.early_exit.model import USE
+from draft_models.targets.settings import EARLY_EXIT, TARGET
+from inference.measure.time_limit import TimeLimit
+from inference.measure.verdict import MIN_PROMPTS
+from inference.report.wording import busy_sentences, measure_again
+from outrider import progress
+from outrider.cli import COMMANDS
+from outrider.errors import UserError
+from outrider.progress import RELAY, Stage
+from outrider.run_dirs import only_run
+from tests.conf.test_configs import compose_and_build
+from tests.test_shape import sources
+from tests.tiny import byte_tokenizer
+from train import auto
+from train.auto_plan import Choice, Look, choose, describe, pipeline_of
+from train.auto_run import run_auto
+from train.core.time_budget import ENOUGH, StepBudget
+from train.exporting import export_drafter
+from train.pipeline_run import _tee, run_pipeline
+from train.pipeline_settings import STEPS, TIME, PipelineConfig
+from train.settings.auto import AutoConfig
+from train.settings.export import ExportConfig
+from train.settings.fit import FitConfig
+
+BASE: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
+CONFIG = AutoConfig(target="org/model", prompts="p.jsonl", minutes=15.0)
+# thirty prompts on two shared cores: the look has answered all that are not held out, and a step takes long to load
+BUSY = Look("cpu", 20, tokens_per_second=14.0, answer_tokens=157.0, prompts=20, answered=20, loading=0.5, spent=5.0)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ----------------------------------------------------------------------------------------------------- minutes
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Commands that take `seconds` of `clock`, by step, and leave their products; their options are in `given`."""
+    made = SimpleNamespace(clock=Clock(), seconds={}, given={})
+
+    def run(script: str, words: list[str], log: Path) -> int:
+        (step,) = (name for name in STEPS if STEPS[name].script == script)
+        made.given[step] = dict(word.split("=", 1) for word in words)
+        made.clock.now += made.seconds.get(step, 0.0)
+        product = Path(made.given[step]["out_dir"]).parent / STEPS[step].product
+        product.parent.mkdir(exist_ok=True)
+        product.write_text(json.dumps({"reports": []}) if step != "report" else "{")
+        return 0
+
+    monkeypatch.setattr("train.pipeline_run.run_command", run)
+    monkeypatch.setattr("train.pipeline_run.summary", lambda *_: {"steps": {}})
+    monkeypatch.setattr("train.pipeline_run.time", SimpleNamespace(time=made.clock))
+    return made
+
+
+@pytest.mark.parametrize("slow", [20.0, 200.0])
+def test_what_a_step_leaves_goes_to_the_report(tmp_path: Path, steps: SimpleNamespace, slow: float) -> None:
+    """And what it takes too long for is taken from there; a resumed run knows what the one before has spent."""
+    pipeline = replace(pipeline_of(CONFIG, BASE, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
+    steps.seconds = {"responses": slow}
+    run_pipeline(pipeline, TimeLimit(15.0, earlier=300.0, clock=steps.clock))
+    left = (15 * 60 - 300 - slow) / 60
+    assert float(steps.given["report"][TIME]) == pytest.approx(left - BUSY.loading, rel=0.01)
+    assert f"{TIME}=" not in " ".join(steps.given["prompts"])
+    (tmp_path / "out" / STEPS["report"].product).unlink()
+    run_pipeline(pipeline, TimeLimit(15.0, started=steps.clock.now, earlier=300.0, clock=steps.clock))
+    assert float(steps.given["report"][TIME]) == pytest.approx(left - BUSY.loading, rel=0.01)
+
+
+def test_without_a_limit_a_step_has_the_minutes_of_its_experiment(tmp_path: Path, steps: SimpleNamespace) -> None:
+    pipeline = replace(pipeline_of(CONFIG, BASE, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
+    run_pipeline(pipeline)
+    planned = dict(option.split("=", 1) for option in pipeline.options("report"))
+    assert steps.given["report"][TIME] == planned[TIME]
+
+
+def test_a_plan_gives_no_minutes_to_answers_that_are_there() -> None:
+    choice = choose(CONFIG, BUSY, {})
+    assert choice.minutes["responses"] == pytest.approx(BUSY.spent)
+    assert sum(choice.minutes.values()) == pytest.approx(CONFIG.minutes - 1.5 - 2 * BUSY.loading)
+
+
+def test_a_report_is_planned_with_its_loading_or_the_plan_says_that_it_is_too_long() -> None:
+    """Texts become shorter until the fewest prompts fit; if they do not, the plan says what is missing."""
+    for minutes in (13.0, 15.0, 20.0, 60.0):
+        config = replace(CONFIG, minutes=minutes)
+        choice = choose(config, BUSY, {})
+        held, tokens = choice.minutes["report"], BUSY.length((), choice.minutes["report"])
+        assert f"max_new_tokens={tokens}" in pipeline_of(config, BASE, choice, BUSY).options("report")
+        fits = BUSY.report((), tokens) <= held + 0.1
+        assert fits == ("cannot hold" not in describe(choice, BUSY))
+        assert fits or tokens == 64
+        assert BUSY.report((), tokens) > 3 * BUSY.loading
+    assert BUSY.length((), 60.0) == 157
+    short = describe(choose(replace(CONFIG, minutes=10.0), BUSY, {}), BUSY)
+    assert f"cannot hold the {MIN_PROMPTS} prompts" in short
+    assert "give minutes=" in short
+
+
+def test_work_begins_only_where_half_of_it_fits() -> None:
+    limit = TimeLimit(1.0)
+    assert limit.holds(0, 100)
+    assert limit.holds(40, 39)
+    assert not limit.holds(40, 41)
+    assert not limit.holds(60, 0)
+    assert TimeLimit(None).holds(1e9, 1e9)
+
+
+def test_a_plan_says_its_minutes(tiny_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the command says something before it imports torch."""
+    with patch("train.auto_run.run_auto", lambda *_: print("torch is there")):
+        auto.main.__wrapped__(CONFIG)
+    assert "minutes=15" in capsys.readouterr().out.partition("torch is there")[0]
+    run_auto(AutoConfig(target=str(tiny_models / TARGET), template="none", minutes=30.0, plan=True), config_for)
+    said = capsys.readouterr().out
+    assert "before anything ran" in said
+    numbers = [float(number) for number in re.findall(r"(\d+\.\d+) (?:for|to look|without it)", said)]
+    assert sum(numbers[:5]) == pytest.approx(30, abs=0.2)  # the look, what needs no target, and one way of the rest
+
+
+# ---------------------------------------------------------------------------------------------------- progress
+
+
+def test_time_left_is_one_number_that_only_falls() -> None:
+    told = []
+    estimates = iter([100.0, 80.0, 90.0, 300.0, 70.0, 79.0, 20.0])
+    stage = Stage("outer", left=lambda: next(estimates))
+    for _ in range(7):
+        told.append(stage.told)
+    assert told == [100, 80, 80, None, 70, 70, 20]
+    with Stage("outer", left=lambda: 100.0), Stage("inner", left=lambda: 50.0):
+        assert progress._say_all(progress._stages).count("left") == 1
+        assert "left: 1 min 40 s" in progress._say_all(progress._stages)
+
+
+CHILD = f"""
+import os
+from outrider import progress
+from outrider.progress import Stage
+with progress.command("evaluate"), Stage("measuring", 12, "prompts") as stage, Stage("arm 2/4 ngrams"):
+    assert "{RELAY}" not in os.environ
+    for done in (0, 0, 3):
+        stage.done = done
+        progress._speaker._relay()
+    print("a word")
+"""
+
+
+def test_progress_of_a_command_is_shown_as_part_of_the_one_that_runs_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In one stream, once for each change, and neither on the screen nor in the log as lines of its own."""
+    seen = []
+    with patch("train.pipeline_run.relayed", lambda line: seen.append(line) or progress.relayed(line)):
+        (tmp_path / "child.py").write_text(CHILD)
+        assert _tee([sys.executable, str(tmp_path / "child.py")], tmp_path / "log") == 0
+    shown = [line for line in seen if line.startswith("\x1e")]
+    assert [re.findall(r"\d+/12 prompts > arm 2/4 ngrams", line) for line in shown] == [
+        ["0/12 prompts > arm 2/4 ngrams"], ["3/12 prompts > arm 2/4 ngrams"],
+    ]  # fmt: skip
+    assert "measuring" not in (tmp_path / "log").read_text() + "".join(capfd.readouterr())
+    assert "a word\n" in (tmp_path / "log").read_text()
+    assert progress._below == ""
+
+
+def test_what_is_relayed_stands_behind_the_own_stages() -> None:
+    try:
+        with Stage("step 4/4 report"):
+            assert progress.relayed("\x1eprogress\tmeasuring 3/12 prompts\t9 s\n")
+            said = progress._say_all(progress._stages)
+            assert said == "step 4/4 report > measuring 3/12 prompts; left: 9 s"
+            assert not progress.relayed("a line of the command\n")
+    finally:
+        progress.relayed("")
+
+
+def test_no_library_shows_bars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+    monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key not in names})
+    monkeypatch.setattr(sys, "argv", ["auto", "targett=x"])
+    with pytest.raises(SystemExit):
+        auto.main()
+    assert [os.environ[name] for name in names] == ["1", "1"]
+
+
+# --------------------------------------------------------------------------------------------------- templates
+
+
+def test_every_command_with_a_template_has_none() -> None:
+    """Where it is called template, data.template or that of a part of a mix."""
+    found = {}
+    for name, one in COMMANDS.items():
+        hints = get_type_hints(one.load_settings())
+        data = hints.get("data")
+        options = {"template": hints.get("template"), "data.template": data and get_type_hints(data).get("template")}
+        for key, kind in options.items():
+            if kind is not None:
+                found[name, key] = set(kind.__args__)
+    assert all({"tokenizer", "none", "vicuna"} <= choices for choices in found.values())
+    commands = {name for name, _ in found}
+    assert {"auto", "eesd", "build_trigrams", "generate_responses", "calibrate", "chat"} <= commands
+    assert {"evaluate_checkpoint", "audit", "finetune_drafter", "eagle3"} <= commands
+
+
+def test_with_none_a_prompt_is_its_text_and_the_answer_continues_it(tmp_path: Path) -> None:
+    """Where it is asked, where it is trained on, and where it is decoded."""
+    tokenizer, question = byte_tokenizer(), "The first prime is"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"turns": [question, "More?"]}))
+    words = ["target=t", "data=local", f"data.path={tmp_path}/p.jsonl", "data.layout=prompts", "data.template=none"]
+    (task,) = read_tasks(compose_and_build("generate_responses", words), tokenizer, Todo())
+    assert (task.messages, task.prompt) == (None, render_prompt([question], tokenizer, "none"))
+    talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "2"}]
+    (document,) = encode([{"id": "t", "messages": talk}], tokenizer, "none")
+    assert document.ids[: len(task.prompt)].tolist() == task.prompt
+    assert not document.supervised[: len(task.prompt)].any()
+    assert document.supervised[len(task.prompt) :].all()
+    assert "USER" not in tokenizer.decode(document.ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "option"),
+    [
+        ("eesd", ["data=local", "data.path=HERE/talk.jsonl"], "data.template"),
+        ("generate_responses", ["data=local", "data.path=HERE/asked.jsonl", "data.layout=prompts"], "data.template"),
+        ("evaluate_checkpoint", ["method=prompt_lookup", "prompts=HERE/asked.jsonl"], "template"),
+    ],
+)
+def test_an_error_about_a_template_spells_the_option_of_its_command(
+    tiny_models: Path, tmp_path: Path, name: str, words: list[str], option: str
+) -> None:
+    says = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": says}))
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"turns": ["hi"]}))
+    given = [f"target={tiny_models / TARGET}", *(word.replace("HERE", str(tmp_path)) for word in words)]
+    config = compose_and_build(name, given)
+    with pytest.raises(UserError, match="no chat template") as raised:
+        read_some(config, lambda _: True)
+    assert {*re.findall(r"\S*template=\w+", str(raised.value))} == {f"{option}=none", f"{option}=vicuna"}
+    read_some(compose_and_build(name, [*given, f"{option}=none"]), lambda _: True)
+
+
+def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: Path, tmp_path: Path) -> None:
+    config = AutoConfig(target=str(tiny_models / TARGET), out_dir=str(tmp_path / "out"))
+    with pytest.raises(UserError, match="no chat template") as raised:
+        run_auto(config, config_for)
+    assert {*re.findall(r"\S*template=\w+", str(raised.value))} == {"template=none", "template=vicuna"}
+    assert not (tmp_path / "out").exists()
+    pipeline = pipeline_of(replace(config, template="none"), BASE, Choice(("early_exit",), {}, {}), BUSY)
+    given = {step: " ".join(pipeline.options(step)) for step in pipeline.to_do}
+    assert {step for step in given if " data.template=none" in given[step]} == {"responses", "eesd", "trigrams"}
+    assert " template=none" in given["report"]
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def budget(tmp_path: Path, minutes: float | None, most: int) -> tuple[StepBudget, Clock]:
+    clock = Clock()
+    made = StepBudget(TimeLimit(minutes, clock=clock), most, tmp_path, 0)
+    made.begin()
+    return made, clock
+
+
+def stepped(made: StepBudget, clock: Clock, seconds: float) -> StepBudget:
+    done = 0
+    while done < made.total(done):
+        clock.now += seconds
+        made.add_step(clock.now - seconds)
+        done += 1
+        made.decide(done)
+    return made
+
+
+def test_a_training_says_what_ended_it(tmp_path: Path) -> None:
+    epochs, steps = FitConfig(epochs=4, batch_rows=8), FitConfig(steps=40, batch_rows=8)
+    few = stepped(*budget(tmp_path, 3.0, 6), 1.0).ended_by(epochs, 12)
+    assert "epochs=4 of 12 rows ended it after 6 steps" in few
+    assert "minutes=3 were not needed" in few
+    assert "far too few" in few
+    many = stepped(*budget(tmp_path, None, 40), 1.0)
+    assert many.ended_by(steps, 80) == "steps=40 ended it after 40 steps"
+    assert "few" not in many.ended_by(epochs, 80)
+    cut = stepped(*budget(tmp_path, 1.0, 400), 1.0).ended_by(epochs, 800)
+    assert re.search(r"minutes=1 ended it after \d+ of 400 steps", cut)
+
+
+def test_long_steps_say_which_option_makes_them_shorter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds, said in ((30.0, True), (180 / ENOUGH / 2, False)):
+        stepped(*budget(tmp_path, 3.0, 30), seconds)
+        assert ("fit.batch_rows" in capsys.readouterr().err) == said
+
+
+# ---------------------------------------------------------------------------------------- messages and directories
+
+
+def test_what_failed_before_it_wrote_leaves_no_directory(tmp_path: Path, tiny_models: Path) -> None:
+    folder = tmp_path / "exported"
+    with pytest.raises(UserError, match="engine"):
+        export_drafter(ExportConfig(checkpoint=str(tiny_models / EARLY_EXIT), engine="eagle", out_dir=str(folder)))
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "result").touch()
+    with pytest.raises(FileNotFoundError), only_run(folder, "a result"):
+        (folder / "missing").read_text()
+    assert (folder / "result").exists()
+
+
+def test_a_busy_machine_is_told_what_to_do() -> None:
+    (busy,) = busy_sentences({"device": "cpu", "load": {"busy": "The machine was busy: so."}})
+    assert "threads=1" in busy
+    words = ["target=a b", "method=[ngrams]", "out_dir=runs/one", "minutes=3", "resume=true"]
+    again = measure_again(words, Path("runs/one"))
+    assert again.endswith(
+        "evaluate-checkpoint 'target=a b' 'method=[ngrams]' out_dir=runs/one-again minutes=3 resume=false"
+    )
+
+
+def test_a_checkpoint_of_another_kind_is_named_once_and_as_given(tmp_path: Path, tiny_models: Path) -> None:
+    table = str(tiny_models / "table")
+    words = [f"target={tiny_models / TARGET}", f"checkpoint={table}", "method=eesd_survival"]
+    with pytest.raises(UserError) as raised:
+        compose_and_build("evaluate_checkpoint", words)
+    assert "None" not in str(raised.value)
+    assert table in str(raised.value)
+
+
+def test_a_card_has_the_paths_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/eesd").mkdir(parents=True)
+    write_card(Path("runs/eesd"), USE, "models/mine", {})
+    assert "checkpoint=runs/eesd target=models/mine" in Path("runs/eesd/README.md").read_text()
+
+
+def strings(tree: ast.Module) -> list[str]:
+    """All texts of a module but its docstrings."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    documents = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, kinds) and node.body
+                 and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in documents)
+    return [text.value for text in texts if isinstance(text.value, str)]
+
+
+def test_messages_name_commands_as_the_pages_do() -> None:
+    """`outrider eesd`, not the file of it."""
+    scripts = "|".join(re.escape(Path(one.script).name) for one in COMMANDS.values() if "__main__" not in one.script)
+    for module, file in sources().items():
+        for text in strings(ast.parse(file.read_text())):
+            assert not (" " in text and re.search(rf"/({scripts})\b", text)), (module, text)
