@@ -31,6 +31,7 @@ from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
 from outrider.cli import COMMANDS, say, usage
 from outrider.errors import UserError
 from outrider.progress import command
+from outrider.run_dirs import made_for_something
 from outrider.settings import Named, Settings, construct, listed
 from outrider.words import did_you_mean
 
@@ -71,7 +72,8 @@ def entry(
                 config = build(schema, composed, HydraConfig.get().overrides.task)
                 if isinstance(config, Settings):
                     look_for_places(config)
-                with nullcontext() if waits else command(name):
+                out_dir = Path(getattr(config, "out_dir", "."))
+                with nullcontext() if waits else command(name), made_for_something(out_dir):
                     run(config)
 
         @functools.wraps(run)

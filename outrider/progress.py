@@ -142,8 +142,8 @@ def _say_all(stages: Sequence[Stage]) -> str:
     """All active stages in words, and the time left once: that of the outermost one that knows it."""
     words, _, left_below = _below.partition("\t")
     left = next((in_words(left) for stage in stages if (left := stage.told) is not None and left >= 1), left_below)
-    said = " > ".join(filter(None, [*map(str, stages), words]))
-    return f"{said}{chr(9) if _relays else '; left: '}{left}" if left else said
+    said, mark = " > ".join(filter(None, [*map(str, stages), words])), "\t" if _relays else "; left: "
+    return f"{said}{mark}{left}" if left else said
 
 
 class _Heard:

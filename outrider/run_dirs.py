@@ -26,9 +26,8 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
     """Lock the existing directory `folder` against other runs while the context is active.
 
     The operating system releases the lock when the process ends, even if killed. A directory of a killed run is taken
-    over, and one line names that run. A run that fails before it has written anything leaves no directory. Raises
-    `UserError` if another run is writing `what` there, naming its process and host, and if the file system does not
-    support locks.
+    over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
+    host, and if the file system does not support locks.
     """
     lock, holder = system_lock(folder / LOCK_FILE), folder / HOLDER_FILE
     try:
@@ -45,15 +44,23 @@ def only_run(folder: Path, what: str) -> Iterator[None]:
             print(f"out_dir={folder}: taken over from a run that did not end by itself: {_held_by(holder)}", flush=True)
         write_json(holder, _this_process())
         yield
-    except BaseException:
-        with suppress(OSError):
-            if {path.name for path in folder.iterdir()} <= {LOCK_FILE, HOLDER_FILE}:
-                shutil.rmtree(folder)
-        raise
     finally:
         with suppress(OSError):
             holder.unlink()
         lock.release()
+
+
+@contextmanager
+def made_for_something(folder: Path) -> Iterator[None]:
+    """Within it, a command that makes `folder` and fails before anything is written there leaves none."""
+    new = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            if new and {path.name for path in folder.iterdir()} <= {LOCK_FILE}:
+                shutil.rmtree(folder)
+        raise
 
 
 def system_lock(path: Path) -> FileLock:

@@ -174,9 +174,12 @@ def _run_step(
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
-    words = [*config.placed(options), *_rest(config, name, limit), f"out_dir={out_dir / name}", "resume=true"]
-    began, cut = time.time(), _cut(out_dir, name)
-    before = _seconds_cut(out_dir, name)
+    words = [*config.placed(options), f"out_dir={out_dir / name}", "resume=true"]
+    began, cut, before = time.time(), _cut(out_dir, name), _seconds_cut(out_dir, name)
+    if limit is not None and [name] == [step for step in config.to_do if config.steps[step].minutes][-1:]:
+        loading = (config.steps[name].expected_minutes or 0) - config.steps[name].minutes
+        rest = (limit.left(limit.spent()) + before) / 60 - loading  # all that is left, for all of its runs
+        words.append(f"{TIME}={max(0.1, rest):.3g}")
     try:
         with step_stage(config, name, records, before, limit) as stage:
             left = "unknown" if stage.left is None else in_words(stage.left)
@@ -194,16 +197,6 @@ def _run_step(
     write_json(out_dir / LOGS / f"{name}.json", asdict(record))
     cut.unlink()
     return record
-
-
-def _rest(config: PipelineConfig, name: str, limit: TimeLimit | None) -> list[str]:
-    """The minutes of the last step that has a time limit: all that the steps before it have left."""
-    timed = [step for step in config.to_do if config.steps[step].minutes]
-    if limit is None or timed[-1:] != [name]:
-        return []
-    step = config.steps[name]
-    loading = (step.expected_minutes or step.minutes) - step.minutes
-    return [f"{TIME}={max(0.1, limit.left(limit.spent()) / 60 - loading):.3g}"]
 
 
 def _cut(out_dir: Path, name: str) -> Path:

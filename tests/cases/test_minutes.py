@@ -7,8 +7,10 @@ import ast
 import json
 import os
 import re
+import shutil
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_type_hints
@@ -30,7 +32,6 @@ from outrider import progress
 from outrider.cli import COMMANDS
 from outrider.errors import UserError
 from outrider.progress import RELAY, Stage
-from outrider.run_dirs import only_run
 from tests.conf.test_configs import compose_and_build
 from tests.test_shape import sources
 from tests.tiny import byte_tokenizer
@@ -38,11 +39,9 @@ from train import auto
 from train.auto_plan import Choice, Look, choose, describe, pipeline_of
 from train.auto_run import run_auto
 from train.core.time_budget import ENOUGH, StepBudget
-from train.exporting import export_drafter
 from train.pipeline_run import _tee, run_pipeline
 from train.pipeline_settings import STEPS, TIME, PipelineConfig
 from train.settings.auto import AutoConfig
-from train.settings.export import ExportConfig
 from train.settings.fit import FitConfig
 
 BASE: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
@@ -321,16 +320,24 @@ def test_long_steps_say_which_option_makes_them_shorter(tmp_path: Path, capsys: 
 # ---------------------------------------------------------------------------------------- messages and directories
 
 
-def test_what_failed_before_it_wrote_leaves_no_directory(tmp_path: Path, tiny_models: Path) -> None:
-    folder = tmp_path / "exported"
-    with pytest.raises(UserError, match="engine"):
-        export_drafter(ExportConfig(checkpoint=str(tiny_models / EARLY_EXIT), engine="eagle", out_dir=str(folder)))
-    assert not folder.exists()
-    folder.mkdir()
-    (folder / "result").touch()
-    with pytest.raises(FileNotFoundError), only_run(folder, "a result"):
-        (folder / "missing").read_text()
-    assert (folder / "result").exists()
+def test_what_failed_before_it_wrote_leaves_no_directory(
+    tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal of any command; what was there before stays."""
+    folder = tmp_path / "new"
+    given = {
+        "export": [f"checkpoint={tiny_models / EARLY_EXIT}", f"target={tiny_models / TARGET}", "engine=eagle"],
+        "compare_reports": [f"compare=[{tiny_models / TARGET},{tiny_models / EARLY_EXIT}]"],
+    }
+    for name, words in given.items():
+        for there in (False, True):
+            if there:
+                folder.mkdir()
+            monkeypatch.setattr(sys, "argv", [name, *words, f"out_dir={folder}"])
+            with pytest.raises(SystemExit) as left:
+                import_module(COMMANDS[name].module).main()
+            assert (left.value.code, folder.exists()) == (2, there)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_busy_machine_is_told_what_to_do() -> None:
