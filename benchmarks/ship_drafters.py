@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from conf import reported
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
 from draft_models.calibration.head import CalibrationHead
-from draft_models.card import CARD_FILE, portable
+from draft_models.card import CARD_FILE, TITLE
 from draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
 from draft_models.ngrams.table import TrigramTable
@@ -36,10 +37,11 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.settings import HEAD_FOLDER
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
-from outrider.files import read_json, read_mapping, require_writable, write_json
+from outrider.files import is_local, read_json, read_mapping, require_writable, write_json
 
 TOKENIZER_FILE = "tokenizer.json"
 AGAIN = "train the drafter again"
+ELSEWHERE = "TARGET"  # in commands: a target that was a path where the drafter was trained
 
 
 def ship(run: Path, out_dir: Path, *, target: str | None, dtype: torch.dtype, max_mb: float) -> str:
@@ -129,6 +131,18 @@ def ship_card(source: Path, to: Path, target: str | None) -> None:
     """Write the card of the drafter in `source`; it names `target` if given."""
     if (source / CARD_FILE).exists():
         (to / CARD_FILE).write_text(portable((source / CARD_FILE).read_text(errors="replace"), target))
+
+
+def portable(card: str, target: str | None) -> str:
+    """A `card` without paths of this machine. target: its name elsewhere; None: that of the card, if it is no path."""
+    made_of = re.search(rf"^{TITLE}(.+)$", card, re.MULTILINE)
+    path = re.search(r"^hf upload USER/NAME (.+?) --exclude", card, re.MULTILINE)
+    if path is not None:
+        card = card.replace(path[1], Path(path[1]).name)
+    if made_of is None or (target is None and not is_local(made_of[1])):
+        return card
+    title = f"{TITLE}{target or Path(made_of[1]).name}"
+    return title.join(part.replace(made_of[1], target or ELSEWHERE) for part in card.split(made_of[0]))
 
 
 def megabytes(folder: Path) -> float:

@@ -1,6 +1,5 @@
 """A drafter's model card (README.md): description, use here and in serving engines, measurements."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from outrider.files import is_local, write_atomically
 CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target
 REPORT_HEADING = "## Measured"
-ELSEWHERE = "TARGET"  # in commands: a target that was a path where the drafter was trained
 LEAST_TAU = 1.1  # tokens per pass below which a drafter is of no use
 
 
@@ -32,18 +30,6 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
         _UPLOAD.format(**filled),
     ]
     write_atomically(path / CARD_FILE, ("\n\n".join(sections) + "\n").encode())
-
-
-def portable(card: str, target: str | None) -> str:
-    """A `card` without paths of this machine. target: its name elsewhere; None: that of the card, if it is no path."""
-    made_of = re.search(rf"^{TITLE}(.+)$", card, re.MULTILINE)
-    path = re.search(r"^hf upload USER/NAME (.+?) --exclude", card, re.MULTILINE)
-    if path is not None:
-        card = card.replace(path[1], Path(path[1]).name)
-    if made_of is None or (target is None and not is_local(made_of[1])):
-        return card
-    title = f"{TITLE}{target or Path(made_of[1]).name}"
-    return title.join(part.replace(made_of[1], target or ELSEWHERE) for part in card.split(made_of[0]))
 
 
 def add_report(path: Path, report: str) -> None:
