@@ -76,8 +76,8 @@ class Look:
         """The tokens of a measured text: as many as an answer has, fewer where the report's minutes hold no more."""
         held = math.inf
         if minutes and self.tokens_per_second:
-            first, both = self.report(kinds, 0), self.report(kinds, _LONGEST)
-            held = _LONGEST * (minutes - first) / (both - first)
+            before = self.report(kinds, 0)
+            held = (minutes - before) / (self.report(kinds, 1) - before)
         return round(max(_SHORTEST, min(_LONGEST, self.answer_tokens, held)))
 
 
