@@ -281,7 +281,7 @@ def report(
         if config.card and kind.card and where is not None and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
     log_reports(config.wandb, out_dir, reports, settings)
-    print(f"report: {out_dir / 'report.html'}", flush=True)
     if any(map(busy_sentences, reports)):
         print(measure_again(sys.argv[1:], out_dir), flush=True)
+    print(f"report: {out_dir / 'report.html'}", flush=True)
     return [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]
