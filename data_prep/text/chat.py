@@ -38,24 +38,21 @@ class Document(NamedTuple):
 # ------------------------------------------------------------------------------------- records → tokens
 
 
-def encode(
-    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str, option: str = TEMPLATE
-) -> list[Document]:
+def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
     """Tokenise records in order. Each is tokenised over its full text; a long one in pieces (see `pieces`).
 
     Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
     the text is truncated. Every token is supervised.
 
-    A conversation is rendered by `template` (see `ChatTemplate`), which `option` gives. User turns after the last
-    answer are dropped. A token is supervised if it begins inside an assistant turn. The end-of-turn token counts as
-    inside, unless the answer is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that
-    reports text offsets.
+    A conversation is rendered by `template` (see `ChatTemplate`). User turns after the last answer are dropped. A
+    token is supervised if it begins inside an assistant turn. The end-of-turn token counts as inside, unless the answer
+    is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that reports text offsets.
 
     Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
     reproduce the history.
     """
     rendered: list[tuple[str, list[tuple[int, int]] | None]] = [
-        (record["text"], None) if "text" in record else _render_conversation(record, tokenizer, template, option)
+        (record["text"], None) if "text" in record else _render_conversation(record, tokenizer, template)
         for record in records
     ]
     chat = any(spans is not None for _, spans in rendered)
@@ -83,7 +80,8 @@ def encode(
             documents.append(Document(ids, np.ones(len(ids), bool), whole=False))
         else:
             supervised = _inside(encoded[i][:, 1:], spans)
-            if template != "tokenizer" and bos and ids[0] != tokenizer.bos_token_id:  # a chat template writes its own
+            own = template == "tokenizer" or ids[:1].tolist() == [tokenizer.bos_token_id]  # a chat template writes it
+            if bos and not own:
                 ids, supervised = np.r_[tokenizer.bos_token_id, ids], np.r_[False, supervised]
             documents.append(Document(ids, supervised, whole=True))
     return documents
@@ -168,7 +166,7 @@ def _inside(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
 
 
 def _render_conversation(
-    record: ChatRecord, tokenizer: PreTrainedTokenizerBase, template: str, option: str
+    record: ChatRecord, tokenizer: PreTrainedTokenizerBase, template: str
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation up to its last answer, and the spans of the assistant's turns in it."""
     messages = record["messages"]
@@ -176,16 +174,16 @@ def _render_conversation(
     if not answers:
         return "", []
     messages = messages[: answers[-1] + 1]
-    text, spans = _render_answers(messages, tokenizer, template, record["id"], option)
+    text, spans = _render_answers(messages, tokenizer, template, record["id"])
     if record.get("truncated"):  # the last span ends where a mark appended to its text is rendered
         last = messages[-1] | {"content": messages[-1]["content"].rstrip() + _MARK}
-        marked, _ = _render_answers([*messages[:-1], last], tokenizer, template, record["id"], option)
+        marked, _ = _render_answers([*messages[:-1], last], tokenizer, template, record["id"])
         spans[-1] = (spans[-1][0], marked.rfind(_MARK))
     return text, spans
 
 
 def _render_answers(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, where: str, option: str
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, template: str, where: str
 ) -> tuple[str, list[tuple[int, int]]]:
     if template == "vicuna":
         return _vicuna(messages, tokenizer)
@@ -193,17 +191,17 @@ def _render_answers(
         text, spans = _bare(messages)
         return text + (tokenizer.eos_token or ""), [*spans[:-1], (spans[-1][0], len(text) + 1)]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    text = _apply(tokenizer, messages, where, option)
+    text = _apply(tokenizer, messages, where)
     special = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
     spans = []
     for i in answers:
-        prompt = _apply(tokenizer, messages[:i], where, option, opening=True)
-        through = _apply(tokenizer, messages[: i + 1], where, option) if i != answers[-1] else text
+        prompt = _apply(tokenizer, messages[:i], where, opening=True)
+        through = _apply(tokenizer, messages[: i + 1], where) if i != answers[-1] else text
         if not (through.startswith(prompt) and text.startswith(through)):
             raise UserError(
                 f"{where}: the chat template of {_name(tokenizer)} does not reproduce the history: message "
                 f"{i + 1} is rendered differently once the conversation goes on, so training would not see "
-                f"what decoding sees; {_other_template(option)}"
+                f"what decoding sees; {_other_template(TEMPLATE)}"
             )
         spans.append((len(prompt), _end_of_turn(through, len(prompt), special)))
     return text, spans
@@ -216,7 +214,11 @@ def _end_of_turn(text: str, start: int, special: tuple[str, ...]) -> int:
 
 
 def _apply(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str, option: str, opening: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    where: str,
+    option: str = TEMPLATE,
+    opening: bool = False,
 ) -> str:
     if not tokenizer.chat_template:
         raise UserError(

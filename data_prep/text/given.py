@@ -59,11 +59,12 @@ def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase
         raise UserError(f"{key}: no record in it (source={data.source} path={list(data.path)})")
     if tokenizer is None:
         return
-    if asking and "messages" in record:
+    if "messages" in record:
         users = [place for place, message in enumerate(record["messages"]) if message["role"] == "user"]
-        render_prompt(record["messages"][: users[0] + 1], tokenizer, data.template, f"{key}.template")
-    else:
-        encode([record], tokenizer, data.template, f"{key}.template")
+        first = record["messages"][: users[0] + 1] if users else ("a question",)
+        render_prompt(first, tokenizer, data.template, f"{key}.template")
+    if not asking:
+        encode([record], tokenizer, data.template)
 
 
 def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:

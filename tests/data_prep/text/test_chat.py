@@ -248,11 +248,12 @@ def test_a_template_without_end_token_keeps_its_line_break_as_the_end(make_token
     assert spoken(document, tokenizer) == "How are you?\n"
 
 
-def test_turns_after_the_last_answer_are_left_out(tokenizer):
+def test_turns_after_the_last_answer_are_left_out(tokenizer, make_tokenizer):
     with_tail, without = encode([chat(*TALK[:3]), chat(*TALK[:2])], tokenizer, "tokenizer")
     assert with_tail.ids.tolist() == without.ids.tolist()
-    (silent,) = encode([chat(QUESTION)], tokenizer, "tokenizer")
-    assert not silent.supervised.any()
+    for template in ("tokenizer", "vicuna", "none"):
+        (silent,) = encode([chat(QUESTION)], make_tokenizer(bos=True), template)
+        assert not silent.supervised.any()
 
 
 def test_records_of_both_kinds_keep_their_order(tokenizer):
