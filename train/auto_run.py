@@ -136,7 +136,7 @@ def _look(config: AutoConfig, folder: Path, base: PipelineConfig, unseen: Look, 
     """Let the target answer for a little: these answers stay, and the step `responses` makes more."""
     every = pipeline_of(config, base, Choice((), {}, {}), unseen)
     limit = f"{TIME}={look_minutes(config):.3g}"
-    with Stage("looking at the target"):
+    with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
         _run(every, "prompts", folder)
         seconds = _run(every, "responses", folder, limit)
     answers = folder / "responses"
