@@ -100,7 +100,7 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
     file = to / TOKENIZER_FILE
     if file.exists():  # a third of it is white space
         plain = read_json(file, "tokenizer", AGAIN)
-        file.write_text(json.dumps(plain, ensure_ascii=False, separators=(",", ":")))
+        file.write_text(json.dumps(plain, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
     if (source / TRAINING_FILE).exists():
         shutil.copyfile(source / TRAINING_FILE, to / TRAINING_FILE)
     if (source / HEAD_FOLDER / CALIBRATION_FILE).exists():
@@ -130,7 +130,7 @@ SHIPPED: dict[str, Callable[[Path, Path, torch.dtype], None]] = {
 def ship_card(source: Path, to: Path, target: str | None) -> None:
     """Write the card of the drafter in `source`; it names `target` if given."""
     if (source / CARD_FILE).exists():
-        (to / CARD_FILE).write_text(portable((source / CARD_FILE).read_text(errors="replace"), target))
+        (to / CARD_FILE).write_text(portable((source / CARD_FILE).read_text("utf-8", "replace"), target), "utf-8")
 
 
 def portable(card: str, target: str | None) -> str:

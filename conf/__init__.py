@@ -22,18 +22,19 @@ from typing import Any, TypeVar
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from conf.methods import no_such_method, store_composed
 from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
-from outrider.cli import COMMANDS, say, usage
+from outrider.cli import COMMANDS, print_anything, say, usage
 from outrider.errors import UserError
 from outrider.progress import command
 from outrider.run_dirs import made_for_something
 from outrider.settings import Named, Settings, construct, listed
-from outrider.words import did_you_mean
+from outrider.words import did_you_mean, in_shell, option
 
 Config = TypeVar("Config")
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
@@ -78,6 +79,7 @@ def entry(
 
         @functools.wraps(run)
         def main() -> None:
+            print_anything()
             if {"--help", "-h"} & set(sys.argv[1:]):
                 with reported():
                     print_help(name, schema)
@@ -120,6 +122,14 @@ def config_for(script: str, words: Sequence[str]) -> Any:
         return build(schema, compose_defaults(name, overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, schema)) from None
+
+
+def value_of(word: str) -> object:
+    """The value that Hydra reads in KEY=VALUE; the text of it where it reads none."""
+    try:
+        return OmegaConf.create([OverridesParser.create().parse_override(word).value()])[0]
+    except (HydraException, OmegaConfBaseException):
+        return word.partition("=")[2]
 
 
 def usage_of(name: str) -> list[str]:
@@ -264,7 +274,9 @@ def explain(error: Exception, schema: type) -> str:
     key = getattr(cause, "full_key", None)
     first_line = str(cause).strip().splitlines()[0]
     if isinstance(error, OverrideParseException):
-        return f"{error.override}: not an option; give key=VALUE, a value with ~, quotes or brackets as 'key=\"VALUE\"'"
+        key, equals, value = error.override.partition("=")
+        said = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
+        return f"{error.override}: not an option; give it, {said}"
     if not key:
         return " ".join(str(error).split())
     allowed = _fields_at(schema, key.rpartition(".")[0])

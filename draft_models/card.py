@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outrider.files import is_local, write_atomically
+from outrider.words import Shown
 
 CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target
@@ -20,7 +21,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
-    tau, filled = facts.get("tau"), {"path": path, "target": target}
+    tau, filled = facts.get("tau"), {"path": Shown(path), "target": Shown(target)}
     sections = [
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
         f"{TITLE}{target}",
@@ -35,7 +36,7 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
 def add_report(path: Path, report: str) -> None:
     """Insert a measured report (Markdown) into the card of the drafter in `path`, replacing an earlier one."""
     card = path / CARD_FILE
-    old = card.read_text(errors="replace") if card.exists() else f"# {path.name}"
+    old = card.read_text("utf-8", "replace") if card.exists() else f"# {path.name}"
     before = old.partition(REPORT_HEADING)[0].rstrip()
     body = report.replace("\n# ", "\n### ").removeprefix("# ")
     write_atomically(card, f"{before}\n\n{REPORT_HEADING}\n\n{body}".encode())
@@ -55,39 +56,41 @@ _SERVING = {
     "transformers": """transformers:
 
 ```python
-target = AutoModelForCausalLM.from_pretrained("{target}")
-drafter = AutoModelForCausalLM.from_pretrained("{path}")
+target = AutoModelForCausalLM.from_pretrained({target:json})
+drafter = AutoModelForCausalLM.from_pretrained({path:json})
 target.generate(**inputs, assistant_model=drafter)
 ```""",
     "vllm": """vLLM:
 
 ```
-vllm serve {target} --speculative-config '{{"method": "draft_model", "model": "{path}", "num_speculative_tokens": \
-%(drafted)d}}'
+vllm serve {target:shell} --speculative-config '{{"method": "draft_model", "model": {path:json}, \
+"num_speculative_tokens": %(drafted)d}}'
 ```""",
     "sglang": """SGLang (steps + 1 draft tokens, one candidate each):
 
 ```
-python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
-  --speculative-draft-model-path {path} --speculative-num-steps %(drafted)d --speculative-eagle-topk 1 \\
+python -m sglang.launch_server --model-path {target:shell} --speculative-algorithm STANDALONE \\
+  --speculative-draft-model-path {path:shell} --speculative-num-steps %(drafted)d --speculative-eagle-topk 1 \\
   --speculative-num-draft-tokens %(checked)d
 ```""",
     "llama_cpp": """llama.cpp, whose target is a GGUF file too:
 
 ```
-outrider export checkpoint={target} engine=llama_cpp out_dir=target_gguf
-llama-server -m target_gguf/model.gguf -md {path}/model.gguf --spec-type draft-simple --spec-draft-n-max %(drafted)d
+outrider export checkpoint={target:option} engine=llama_cpp out_dir=target_gguf
+llama-server -m target_gguf/model.gguf -md {path:shell}/model.gguf --spec-type draft-simple \
+--spec-draft-n-max %(drafted)d
 ```
 
-The first line wants a directory; llama.cpp's own `convert_hf_to_gguf.py {target} --outfile FILE` does the same.""",
+The first line wants a directory; llama.cpp's own `convert_hf_to_gguf.py {target:shell} --outfile FILE` does \
+the same.""",
     "openvino": """OpenVINO GenAI, whose target is converted too:
 
 ```
-outrider export checkpoint={target} engine=openvino engine_python=ENVIRONMENT out_dir=target_ir
+outrider export checkpoint={target:option} engine=openvino engine_python=ENVIRONMENT out_dir=target_ir
 ```
 
 ```python
-target = openvino_genai.LLMPipeline("target_ir", "CPU", draft_model=openvino_genai.draft_model("{path}", "CPU"))
+target = openvino_genai.LLMPipeline("target_ir", "CPU", draft_model=openvino_genai.draft_model({path:json}, "CPU"))
 target.generate("…", max_new_tokens=128, num_assistant_tokens=%(drafted)d)
 ```""",
 }
@@ -98,5 +101,5 @@ tokens was accepted. Decoding with it is slower than without. Train it longer, o
 _UPLOAD = """## Sharing it
 
 ```
-hf upload USER/NAME {path} --exclude "checkpoint-*" --exclude "best/*" --exclude "wandb/*"
+hf upload USER/NAME {path:shell} --exclude "checkpoint-*" --exclude "best/*" --exclude "wandb/*"
 ```"""

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from conf import entry
+from conf import entry, value_of
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import presets_of
 
@@ -14,11 +14,11 @@ def with_methods(options: Sequence[str]) -> list[str]:
     Raises `UserError` for a drafter's directory that cannot be read.
     """
     places = [place for place, option in enumerate(options) if "=" in option and not option.startswith("-")]
-    given = {key.lstrip("+~"): value.strip("'\"") for key, _, value in (options[i].partition("=") for i in places)}
+    given = {options[place].partition("=")[0].lstrip("+~"): value_of(options[place]) for place in places}
     asked = {key.split(".")[0].split("@")[0] for key in given}
     if asked & {"method", "experiment"}:
         return [*options]
-    presets = presets_of({key: os.path.expanduser(value) for key, value in given.items() if value != "null"})
+    presets = presets_of({key: os.path.expanduser(value) for key, value in given.items() if isinstance(value, str)})
     if not presets and "drafters" in asked:
         return [*options]
     presets = presets or ["prompt_lookup"]

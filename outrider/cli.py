@@ -1,5 +1,6 @@
 """The list of all commands, and `outrider COMMAND key=value …`, which runs them."""
 
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -135,6 +136,15 @@ def overview() -> str:
     return "\n".join([*usage(), "", "usage: outrider COMMAND key=value …", *lines, more])
 
 
+def print_anything() -> None:
+    """Let stdout and stderr replace the characters that their encoding lacks, so that no terminal ends a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.encoding.lower() in ("ascii", "ansi_x3.4-1968"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # what is typed there is hardly anything else
+
+
 def say(text: str) -> None:
     """Print `text`; whoever reads it may leave before its end, as `head` does."""
     try:
@@ -145,6 +155,7 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Run the command named in sys.argv. Without one, or with --help, print the list of commands."""
+    print_anything()
     typed, *rest = sys.argv[1:] or ["--help"]
     if typed in ("--help", "-h"):
         say(overview())

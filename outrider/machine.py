@@ -26,7 +26,7 @@ def usable_cores() -> int:
 
 def _cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
     return next(

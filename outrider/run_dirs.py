@@ -109,7 +109,7 @@ def _this_process() -> dict[str, str | int | None]:
 def _held_by(holder: Path) -> str:
     """The process that the holder's file names, in words."""
     try:
-        who = json.loads(holder.read_text())
+        who = json.loads(holder.read_text("utf-8"))
         job = f", Slurm job {who['slurm_job']}" if who["slurm_job"] else ""
         return f"process {who['process']} on {who['host']}{job}, since {who['started']} ({who['command']})"
     except (OSError, ValueError, KeyError, TypeError):

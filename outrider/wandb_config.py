@@ -42,7 +42,7 @@ class WandbConfig(Settings):
     def init_options(self, out_dir: Path) -> dict[str, Any]:
         """The arguments of `wandb.init` except the project; a run whose id is stored in `out_dir` is continued."""
         id_file = out_dir / ID_FILE
-        known = id_file.read_text().strip() if id_file.exists() else None
+        known = id_file.read_text("utf-8").strip() if id_file.exists() else None
         where = {"mode": self.resolved_mode(), "dir": str(out_dir)}
         return {"name": self.name, **where, "id": known, "resume": "allow" if known else None}
 

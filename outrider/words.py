@@ -1,8 +1,12 @@
-"""Times in words, suggestions for misspelt names, and what became of names that are gone."""
+"""Times in words, misspelt names and names that are gone, and values quoted for command lines."""
 
 import difflib
+import json
+import re
+import shlex
 from collections.abc import Iterable
 
+_BARE = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # Hydra takes it as it is
 _FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
 _KEEP = "a memory across prompts was shown to gain in replays of like questions only (benchmarks/results/ngrams.md)"
 GONE = {  # names of earlier versions, and why they are gone
@@ -28,3 +32,35 @@ def in_words(seconds: float) -> str:
     """A time: "3 min 20 s", or "20 s" below a minute."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def quoted(text: str) -> str:
+    """`text` as the value of an option that a command reads as exactly this text, whatever is in it."""
+    if _BARE.fullmatch(text):
+        return text
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # otherwise OmegaConf looks for another option there
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    text = re.sub(r"(\\+)\Z", r"\1\1", text)
+    return f"'{text}'"
+
+
+def option(key: str, value: object) -> str:
+    """The word of a command line, to be quoted for a shell, that gives `key` this text."""
+    return f"{key}={quoted(str(value))}"
+
+
+def in_shell(word: str) -> str:
+    """A word as a shell reads it; one with single quotes in double ones, where that is enough."""
+    return f'"{word}"' if "'" in word and not set('"$`\\!\n') & set(word) else shlex.quote(word)
+
+
+class Shown(str):
+    """A name in a page: {name:option} the value of an option in a shell, {name:shell} a word of one, {name:json} a
+    literal of JSON or Python, also between single quotes."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        if spec == "json":
+            return json.dumps(self, ensure_ascii=False).replace("'", "\\u0027")
+        return in_shell(quoted(self)) if spec == "option" else shlex.quote(self) if spec == "shell" else str(self)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from inference.measure.verdict import MIN_PROMPTS
 from outrider.errors import require
+from outrider.words import option
 from train.pipeline_settings import STEPS, TIME, PipelineConfig, StepConfig
 from train.settings.auto import TRAINED, AutoConfig, Trained
 
@@ -159,7 +160,7 @@ def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: 
     own: dict[str, list[str]] = {"report": [f"method=[{','.join(methods)}]", f"max_new_tokens={length}"]}
     own["responses"] = [f"batch_size={look.rows}", f"shard_size={2 * look.rows}"]
     if config.prompts is not None:
-        own["prompts"] = [f"file={config.prompts}"]
+        own["prompts"] = [option("file", config.prompts)]
     if config.template != "auto":
         own["report"].append(f"template={config.template}")
         for reader in base.steps:

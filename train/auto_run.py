@@ -1,7 +1,6 @@
 """`outrider auto`: look at the target, choose by what it showed, run the pipeline, export, and say what to use."""
 
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from outrider.files import read_mapping, require_writable, write_atomically, wri
 from outrider.progress import Stage
 from outrider.run_dirs import check_identity, only_run, rehearsal_folder
 from outrider.settings import read_as
+from outrider.words import in_shell, option
 from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, look_minutes, outlook, pipeline_of, rows_of
 from train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, run_pipeline
 from train.pipeline_settings import STEPS, TIME, PipelineConfig
@@ -105,8 +105,8 @@ def _rows(target: OpenTarget, device: Device, there: int) -> int:
 
 def _memory(base: PipelineConfig, target: OpenTarget, there: int, config_for: ConfigFor) -> str:
     """What an evaluation holds and what there is, in words. Raises `UserError` if that is too little."""
-    options = [f"target={target.source}", "method=[prompt_lookup]"]
-    options += [option for option in base.steps["report"].overrides if option.startswith(("dtype=", "max_new_tokens="))]
+    options = [option("target", target.source), "method=[prompt_lookup]"]
+    options += [one for one in base.steps["report"].overrides if one.startswith(("dtype=", "max_new_tokens="))]
     held = sum(evaluation_bytes(config_for(STEPS["report"].script, options), target.config).values())
     said = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
     if held > there:
@@ -158,7 +158,7 @@ def _look(config: AutoConfig, folder: Path, base: PipelineConfig, unseen: Look, 
 def _run(pipeline: PipelineConfig, name: str, folder: Path, *more: str) -> float:
     """Run the command of a step, which the pipeline then finds begun; returns the seconds."""
     began, options = time.monotonic(), [*pipeline.placed(pipeline.options(name)), *more]
-    words = [*options, f"out_dir={folder / name}", "resume=true"]
+    words = [*options, option("out_dir", folder / name), "resume=true"]
     status = run_command(STEPS[name].script, words, folder / LOG)
     if status:
         raise UserError(f"target={pipeline.target}: step {name} failed (exit status {status}); see {folder / LOG}")
@@ -171,13 +171,15 @@ def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig) -> Non
     said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
     drafters = [name for name in _EXPORTED if (folder / STEPS[name].product).exists()]
     said += [_export(config, folder, name) for name in drafters]
-    said += [f"talk to it: outrider chat target={config.target} checkpoint={folder / name}" for name in drafters]
+    for name in drafters:
+        chat = ["outrider", "chat", option("target", config.target), option("checkpoint", folder / name)]
+        said.append(f"talk to it: {' '.join(map(in_shell, chat))}")
     measured = replace(pipeline, out_dir=str(folder))
     asked = measured.placed(measured.options("report"))
     said += [measure_again(asked, report.parent)] if any(map(busy_sentences, reports_in(report))) else []
     words = [word for word in asked if not word.startswith(_OWN_SIZE)]
-    longer = ["max_new_tokens=256", "num_prompts=null", f"out_dir={folder / 'longer'}"]
-    said.append(f"measure longer texts: {shlex.join(['evaluate-checkpoint', *words, *longer])}")
+    longer = ["max_new_tokens=256", "num_prompts=null", option("out_dir", folder / "longer")]
+    said.append(f"measure longer texts: {' '.join(map(in_shell, ['evaluate-checkpoint', *words, *longer]))}")
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in said).encode())
     print("\n".join([*said, f"auto out_dir={folder} state=complete"]), flush=True)
 
@@ -185,7 +187,8 @@ def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig) -> Non
 def _export(config: AutoConfig, folder: Path, name: str) -> str:
     """Write a drafter as an engine loads it: llama.cpp where it reads the target's file, else vLLM. Where it is."""
     out_dir = folder / "export" / name
-    words = [f"checkpoint={folder / name}", f"target={config.target}", f"out_dir={out_dir}", "resume=true"]
+    places = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir}
+    words = [*(option(key, place) for key, place in places.items()), "resume=true"]
     if config.target.endswith(".gguf") and name in ("eesd", "small_lm"):
         words.append("engine=llama_cpp")
     if run_command("train/export.py", words, folder / LOG):

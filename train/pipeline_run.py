@@ -5,6 +5,7 @@ that a step cannot read an input that it gets hours later.
 """
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from outrider.progress import RELAY, Stage, relayed
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
 from outrider.tables import Table
-from outrider.words import in_words
+from outrider.words import in_words, option
 from train.pipeline_settings import HERE, ROOT, STEPS, TIME, PipelineConfig, key_of
 
 IMPORTED = Path(outrider.__file__).parents[1]  # where steps import this project from
@@ -174,7 +175,7 @@ def _run_step(
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
-    words = [*config.placed(options), f"out_dir={out_dir / name}", "resume=true"]
+    words = [*config.placed(options), option("out_dir", out_dir / name), "resume=true"]
     began, cut, before = time.time(), _cut(out_dir, name), _seconds_cut(out_dir, name)
     if limit is not None and [name] == [step for step in config.to_do if config.steps[step].minutes][-1:]:
         loading = (config.steps[name].expected_minutes or 0) - config.steps[name].minutes
@@ -220,10 +221,11 @@ def _tee(command: list[str], log: Path) -> int:
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         RELAY: "1",
+        "PYTHONIOENCODING": "utf-8",  # of the log, whatever this terminal is
         "PYTHONPATH": os.pathsep.join(filter(None, [str(IMPORTED), os.environ.get("PYTHONPATH")])),
     }
     with log.open("ab") as file:
-        file.write(f"$ {' '.join(command)}\n".encode())
+        file.write(f"$ {shlex.join(command)}\n".encode())
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` runs
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None

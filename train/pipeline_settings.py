@@ -1,18 +1,22 @@
 """Config of the pipeline: which commands it runs, in which order, with which options."""
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from draft_models.targets.settings import Model
 from outrider.errors import require, require_choice
 from outrider.settings import Positive, RunConfig, Settings, free
+from outrider.words import quoted
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
 REPOSITORY = "{repository}"  # in a step's options: the directory of this project
 TARGET = "{target}"  # in a step's options: the target, which `target` names or one of MAKERS provides
 MAKERS = ("target", "fetch")  # the steps that can provide the target
+_PLACE = re.compile(r"\{(?:out_dir|repository|target)\}")
+_VALUE = re.compile(r"""(['"])(.*?)\1|[^\s'",[\]](?:[^'",[\]]*[^\s'",[\]])?""")  # an option's, or one in its list
 
 
 @dataclass(frozen=True)
@@ -186,11 +190,23 @@ class PipelineConfig(RunConfig):
                 del kept[key_of(option)]
             else:
                 kept[key_of(option)] = option
-        return [option.replace(TARGET, target) for option in kept.values()]
+        return [_filled(option, {TARGET: target}) for option in kept.values()]
 
     def placed(self, options: Sequence[str]) -> list[str]:
         """`options` of a step with `HERE` and `REPOSITORY` replaced by their directories."""
-        return [option.replace(HERE, self.out_dir).replace(REPOSITORY, str(ROOT)) for option in options]
+        return [_filled(option, {HERE: self.out_dir, REPOSITORY: str(ROOT)}) for option in options]
+
+
+def _filled(option: str, places: Mapping[str, str]) -> str:
+    """`option` with `places` for their placeholders; each value in it that has one is read as the text it then is."""
+
+    def fill(value: re.Match[str]) -> str:
+        text = _PLACE.sub(lambda place: places.get(place[0], place[0]), value[2] or value[0])
+        later, quote = _PLACE.search(text), value[1] or ""
+        return value[0] if text in value[0] else f"{quote}{text}{quote}" if later else quoted(text)
+
+    key, equals, values = option.partition("=")
+    return key + equals + _VALUE.sub(fill, values)
 
 
 def key_of(option: str) -> str:

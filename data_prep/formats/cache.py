@@ -88,7 +88,7 @@ def _stamp(files: Mapping[str, Path]) -> str:
 def _find(folder: Path, stamp: str) -> Path | None:
     """The finished conversion of files with this stamp, marked as most recently used; None if there is none."""
     with suppress(OSError):
-        entry = folder / (folder / "known" / stamp).read_text()
+        entry = folder / (folder / "known" / stamp).read_text("utf-8")
         if (entry / RECORD_FILE).exists():
             with suppress(OSError):  # in a cache written by another user
                 os.utime(entry)
@@ -140,7 +140,7 @@ def _remove_oldest(folder: Path, kept: Path, most: float) -> None:
         freed = f"{sizes[entry] / 1e9:.1f} GB"
         warn(f"{folder}: removed the conversion of {made_of} ({freed}), to keep {SIZE}={most / 1e9:g}")
     for note in (folder / "known").iterdir():
-        if not (folder / note.read_text() / RECORD_FILE).exists():
+        if not (folder / note.read_text("utf-8") / RECORD_FILE).exists():
             note.unlink()
 
 

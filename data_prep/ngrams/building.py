@@ -14,6 +14,7 @@ from data_prep.ngrams.counting import count_order, write_level
 from data_prep.ngrams.merging import kept_from, merged_level
 from data_prep.ngrams.settings import TrigramConfig
 from data_prep.ngrams.token_shards import Shards, passages, tokenise, whole_documents
+from data_prep.text.records import Counts, warn_of_unused
 from data_prep.text.rehearsal import rehearsable
 from data_prep.text.sources import read_records
 from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
@@ -85,12 +86,14 @@ def _tidily(work: Path, build: Callable[[], None]) -> None:
 
 
 def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], work: Path, began: float) -> None:
-    counts: Counter[str] = Counter()
+    counts = Counts()
     documents = passages(read_records(config.data, "train", counts), config.text)
     shards = tokenise(documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes)
     if not shards.tokens:
         found = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
-        raise UserError(f"{_where(config)}: empty corpus: no text in it (found {found}); give more data")
+        why = counts.first or "give more data"
+        raise UserError(f"{_where(config)}: empty corpus: no text in it (found {found}); {why}")
+    warn_of_unused(counts, counts.first)
     _warn_of_the_same_twice(shards, others)
     memory = int(config.memory_gb * _GB)
     if config.suffixes:

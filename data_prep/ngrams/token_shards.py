@@ -68,7 +68,7 @@ def passages(records: Iterable[Record], text: str) -> Iterator[Passage]:
             continue
         for message in record["messages"]:
             answer = message["role"] == "assistant"
-            if answer or text == "all":
+            if message["content"] and (answer or text == "all"):
                 yield Passage(message["content"], ends=answer)
 
 

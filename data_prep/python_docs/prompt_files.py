@@ -19,8 +19,9 @@ from data_prep.python_docs.modules import PACKAGES, STANDARD_LIBRARY
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.python_docs.subjects import Collector
 from data_prep.text.benchmarks import prompt_file
-from data_prep.text.prompt_records import as_record
+from data_prep.text.prompt_records import Prompt, as_record
 from data_prep.text.prompts import read_prompts
+from data_prep.text.records import turn_key
 from data_prep.text.sources import Split
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
@@ -60,35 +61,41 @@ def _write(config: PromptsConfig, folder: Path) -> None:
     subjects = read_subjects(modules, collector)
     for name, why in collector.skipped.items():
         print(f"python_docs: {name} is left out, it cannot be imported ({why})", flush=True)
-    files: dict[str, dict[str, object]] = {
-        split: _save(make_instructions(own, config.per_object), folder / FILES[split])
-        for split, own in halves(subjects, config.heldout_fraction).items()
-    }
+    parted = halves(subjects, config.heldout_fraction)
+    made = {split: make_instructions(own, config.per_object) for split, own in parted.items()}
+    held = {turn_key(one.turns[0]) for one in made["heldout"]}  # two objects may be shown by one name
+    made["train"] = [one for one in made["train"] if turn_key(one.turns[0]) not in held]
+    files: dict[str, dict[str, object]] = {split: _save(some, folder / FILES[split]) for split, some in made.items()}
     write_json(folder / RECORD_FILE, {"made_of": identity, "left_out": collector.skipped, **files})
     counts = " ".join(f"{split}={about['prompts']}" for split, about in files.items())
     print(f"write_prompts out_dir={folder} objects={len(subjects)} {counts}", flush=True)
 
 
 def _write_own(config: PromptsConfig, file: str, folder: Path) -> None:
-    """The prompts of a file, each once, those held out evenly spread over it. Raises `UserError` for fewer than two."""
+    """The prompts of a file, each once, the held-out ones evenly spread; all of one first turn are on one side."""
     path = prompt_file(file, "file")
     prompts = [*{prompt.turns: prompt for prompt in read_prompts(str(path))}.values()]
     identity = {**config.deciding(), "file": hashlib.sha256(path.read_bytes()).hexdigest()}
     if finished(folder / RECORD_FILE, identity, config.resume, config):
         print(f"{folder}: finished already")
         return
-    if len(prompts) < _FEWEST:
-        raise UserError(f"file={file}: {len(prompts)} different prompts; expected at least {_FEWEST}")
-    count = max(round(config.heldout_fraction * len(prompts)), min(_HELDOUT, len(prompts) // 2))
-    held = {number * len(prompts) // count for number in range(count)}
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
+    if len(groups) < _FEWEST:
+        raise UserError(f"file={file}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}")
+    count = max(round(config.heldout_fraction * len(groups)), min(_HELDOUT, len(groups) // 2))
+    held = {number * len(groups) // count for number in range(count)}
     made: dict[str, dict[str, object]] = {}
     for split, name in FILES.items():
-        some = [prompt for number, prompt in enumerate(prompts) if (number in held) == (split == "heldout")]
+        parts = [part for number, part in enumerate(groups.values()) if (number in held) == (split == "heldout")]
+        some = [prompt for part in parts for prompt in part]
         content = "".join(json.dumps(as_record(prompt), ensure_ascii=False) + "\n" for prompt in some).encode()
         write_atomically(folder / name, content)
         made[split] = {"prompts": len(some), "sha256": hashlib.sha256(content).hexdigest()}
     write_json(folder / RECORD_FILE, {"made_of": identity, **made})
-    print(f"write_prompts out_dir={folder} train={len(prompts) - count} heldout={count}", flush=True)
+    counts = " ".join(f"{split}={about['prompts']}" for split, about in made.items())
+    print(f"write_prompts out_dir={folder} {counts}", flush=True)
 
 
 def _save(made: Sequence[Instruction], path: Path) -> dict[str, object]:

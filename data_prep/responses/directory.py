@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_prep.responses.answers import TopK
 from data_prep.text.chat import Document, encode
-from data_prep.text.records import Message, find_layout, to_record
+from data_prep.text.records import Counts, Message, find_layout, to_record
 from data_prep.text.sources import RESPONSES, RUN_FILE, read_file
 from outrider.errors import UserError
 from outrider.files import read_mapping, write_atomically, write_json
@@ -207,7 +207,7 @@ def _lines(records: Sequence[Mapping[str, object]]) -> bytes:
 
 def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """The records of a JSONL file, and the ids of their prompts. Raises `UserError` naming file and line."""
-    for number, record in read_file(path):
+    for number, record in read_file(path, Counts()):  # in which a file beside the responses may be no text
         where = f"{path}:{number}"
         if not isinstance(record, dict) or not ("id" in record or "messages" in record):
             raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")

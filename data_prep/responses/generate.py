@@ -29,6 +29,7 @@ from data_prep.responses.server import UNANSWERED, Server
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task, Todo, read_tasks, render
 from data_prep.text.chat import warn_of_template
+from data_prep.text.records import HELDOUT_BY
 from data_prep.text.rehearsal import rehearsable
 from draft_models.targets.fingerprint import deciding_config, model_identity, tokenizer_digest
 from draft_models.targets.model_files import load_causal_lm
@@ -82,7 +83,8 @@ def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Call
             todo.add(task, target.tokenizer, context)
     if not todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
-        raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); give more data")
+        why = todo.counts.first or "give more data"
+        raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); {why}")
     return todo
 
 
@@ -341,6 +343,7 @@ def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype,
         "end_tokens": sorted(end_tokens(target)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],
         "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
+        **({"heldout_by": HELDOUT_BY} if config.data.heldout_fraction else {}),
     }
 
 

@@ -1,6 +1,5 @@
 """The prompts that a run answers: read from the data, each once, with the state of their answers."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +9,7 @@ from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
-from data_prep.text.records import Message, Record
+from data_prep.text.records import Counts, Message, Record, warn_of_unused
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from outrider.errors import UserError
@@ -63,7 +62,7 @@ class Todo:
 
     tasks: list[Task] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: Counts = field(default_factory=Counts)
 
     def add(self, task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
         """Add a task; it is skipped if it has a problem or fills the target's context."""
@@ -96,6 +95,7 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
             if todo.counts["texts"] and todo.counts["conversations"]:
                 raise UserError(f"{task.source}: data has both plain texts and conversations; answer them in two runs")
             yield task
+    warn_of_unused(todo.counts, todo.counts.first)
 
 
 def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -117,7 +117,9 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
     turns = turns[: 1 if config.turns == "first" else None]
     messages: list[Message] = [*system, *({"role": "user", "content": turn} for turn in turns)]
     first, problem = messages[: len(system) + 1], "" if turns else "no_question"
-    if data.template == "none" and turns:  # a text to continue: what comes back is its continuation, to the letter
+    if any("tools" in message or message["role"] == "tool" for message in asked):
+        problem = "tools"  # their results are not the target's to write
+    elif data.template == "none" and turns:  # a text to continue: what comes back is its continuation, to the letter
         return Task(prompt_id(first), record["id"], data.template, render_prompt(first, tokenizer, "none"))
     return Task(prompt_id(messages), record["id"], data.template, [], first, turns[1:], problem=problem)
 

@@ -1,5 +1,6 @@
 """Benchmark prompts by name: one file of a dataset on the Hub each, at a fixed commit, so that all read the same."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,7 @@ def prompt_file(name: str, key: str = "prompts") -> Path:
 
     Raises `UserError` naming the option `key` if there is no such file, or if it cannot be fetched.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_file():
         return path
     if name not in BENCHMARKS:

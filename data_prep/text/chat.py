@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
 from data_prep.text.pieces import encode_all
-from data_prep.text.records import ChatRecord, Message, Record
+from data_prep.text.records import ChatRecord, Counts, Message, Record
 from data_prep.text.settings import DataConfig, PromptTemplate
 from data_prep.text.sources import RUN_FILE, resolve_paths
 from outrider.errors import UserError, reason, require_choice, warn
@@ -226,7 +226,10 @@ def _apply(
             f"format, {option}=none for a base model, which continues bare text, or the tokenizer of a chat model"
         )
     try:
-        rendered = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opening)
+        tools = messages[0].get("tools")
+        rendered = tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=opening
+        )
     except Exception as error:  # a template is code: it may raise any error, to refuse the turns or by a bug
         raise UserError(
             f"{where}: the chat template of {_name(tokenizer)} refuses this conversation ({reason(error)}); "
@@ -253,6 +256,25 @@ def _bare(messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         text += ("\n" if text else "") + message["content"]
         spans += [(start, len(text))] if message["role"] == "assistant" else []
     return text, spans
+
+
+def renderable(
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, template: str, counts: Counts
+) -> Iterator[Record]:
+    """The records without those with calls of tools that `template` does not render, which are counted as malformed."""
+    for record in records:
+        messages = record["messages"] if "messages" in record else []  # noqa: SIM401 (a text has none)
+        if messages and all(message["role"] != "assistant" for message in messages):
+            counts.first = counts.first or f"{record['id']}: no answer of the assistant"
+        calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+        try:
+            text = _apply(tokenizer, messages, "it calls tools") if calls and template == "tokenizer" else ""
+            if left_out := [name for name in calls if name not in text]:
+                raise UserError(f"it calls tools ({left_out[0]!r}), which its chat template does not render")
+            yield record
+        except UserError as error:
+            counts["records"] -= 1
+            counts.refuse("malformed", f"{record['id']}: {error}")
 
 
 def _vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:

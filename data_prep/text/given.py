@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from data_prep.text.chat import encode, render_prompt
+from data_prep.text.chat import encode, render_prompt, renderable
 from data_prep.text.prompts import read_prompts
-from data_prep.text.records import Record
+from data_prep.text.records import Counts, Record
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from draft_models.targets.encoder import open_encoder
@@ -53,10 +53,14 @@ def _sources(config: Any) -> Iterator[tuple[str, DataConfig]]:
 
 
 def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:
-    both = (read_records(data, split, asking=asking) for split in ("train", "heldout"))
-    record: Record | None = next(chain.from_iterable(both), None)
+    counts = Counts()
+    both = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
+    records: Iterator[Record] = chain.from_iterable(both)
+    if tokenizer is not None and not asking:
+        records = renderable(records, tokenizer, data.template, counts)
+    record = next(records, None)
     if record is None:
-        raise UserError(f"{key}: no record in it (source={data.source} path={list(data.path)})")
+        raise UserError(f"{key}: no usable record in path={list(data.path)}; the first: {counts.first or 'none'}")
     if tokenizer is None:
         return
     if "messages" in record:

@@ -1,11 +1,13 @@
 """Records of any layout → a common normal form."""
 
-import json
+import re
+import reprlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, NotRequired, TypedDict, TypeVar, final
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, final
 
-from outrider.errors import UserError
-from outrider.files import is_text
+from outrider.errors import UserError, warn
+from outrider.files import is_text, parse_json
 
 _ROLES = {
     "system": "system",
@@ -15,6 +17,7 @@ _ROLES = {
     "chatgpt": "assistant",
     "bing": "assistant",
     "assistant": "assistant",
+    "tool": "tool",
 }
 _COLUMNS = {
     "text": "text",
@@ -25,13 +28,16 @@ _COLUMNS = {
     "alpaca": "output",
 }
 _TEXT_COLUMNS = {"text": "text", "content": "code"}
+_LIST = re.compile(r"\s*\[\s*[{\"']")  # the begin of a list in a text
 # Not "turns": in benchmarks all of them are questions.
 _CHAT_COLUMNS = ("messages", "conversations", "data", "dialogue")
 _ANSWER_COLUMNS = ("output", "response")
 
 
 Raw = Mapping[str, object]  # a record as it stands in a file
-Message = dict[str, str]  # {"role": system, user or assistant; "content": text}
+# {"role": system, user, assistant or tool; "content": text}; of tools also "tool_calls" and what a result refers to, as
+# chat templates take them. The first message of a conversation has its "tools", if it has some.
+Message = dict[str, Any]
 Typed = TypeVar("Typed")
 
 
@@ -61,11 +67,30 @@ class FileLayout(NamedTuple):
 
 
 class SkipRecordError(Exception):
-    """A record that cannot be used and is counted under `reason`: empty or malformed."""
+    """A record that cannot be used and is counted under `reason`: empty or malformed. why: what is wrong with it."""
 
-    def __init__(self, reason: Literal["empty", "malformed"]) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: Literal["empty", "malformed"], why: str) -> None:
+        super().__init__(why)
         self.reason = reason
+
+
+class Counts(Counter[str]):
+    """What became of the records that were read. first: the place of one that cannot be used, and why it cannot."""
+
+    first = ""
+
+    def refuse(self, kind: str, why: str) -> None:
+        """Count what cannot be used; `why` begins with its place."""
+        self[kind] += 1
+        self.first = self.first or why
+
+
+def warn_of_unused(counts: Mapping[str, int], first: str) -> None:
+    """Warn of what could not be used, if `first` says why."""
+    if first:
+        kinds = ("empty", "malformed", "unreadable", "unsupervised")
+        found = " ".join(f"{kind}={counts[kind]}" for kind in kinds if counts.get(kind))
+        warn(f"data: left out {found}; the first: {first}")
 
 
 def find_layout(record: object, layout: str, column: str | None, where: str) -> FileLayout:
@@ -81,7 +106,7 @@ def find_layout(record: object, layout: str, column: str | None, where: str) -> 
     elif "instruction" in raw and (answer := _first(raw, _ANSWER_COLUMNS)):
         return FileLayout("alpaca", answer)
     column = column or _first(raw, _CHAT_COLUMNS) or _first(raw, tuple(_TEXT_COLUMNS))
-    found = column and _layout_of_value(raw[column], column)
+    found = column and _layout_of_value(_items(raw[column], column), column)
     if not column or not found:
         raise UserError(
             f"{where}: cannot tell the layout from columns {_columns(raw)}; name it with layout= and column="
@@ -100,32 +125,37 @@ def to_record(record: object, layout: FileLayout, identity: str) -> Record:
     A raw record with "finish": "length", from generate-responses, is `truncated`. Texts become `encodable`.
 
     Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
-    is blank, or if its turns do not alternate between user and assistant.
+    is blank, or if its turns do not alternate between user and assistant, but for calls of tools and their results.
     """
     raw = _mapping(record, identity)
     _require_column(raw, layout.column, identity)
     value = raw[layout.column]
-    turns: list[tuple[object, object]]
+    if layout.name in ("turns", "sharegpt", "messages"):
+        value = _items(value, layout.column)
+    turns: list[Raw]
     match layout.name:
         case "text" | "code":
             return _truncated(raw, text_record(_typed(value, str, layout, identity), identity))
         case "alpaca":
             _require_column(raw, "instruction", identity)
-            turns = [("user", alpaca_instruction(raw)), ("assistant", value)]
+            turns = _said(("user", alpaca_instruction(raw)), ("assistant", value))
         case "turns":
             items = _typed(value, list, layout, identity)
-            turns = [("assistant" if i % 2 else "user", item) for i, item in enumerate(items)]
+            turns = _said(*(("assistant" if i % 2 else "user", item) for i, item in enumerate(items)))
         case "sharegpt":
             turns = _role_turns(_typed(value, list, layout, identity), "from", "value")
         case _:
             turns = _role_turns(_typed(value, list, layout, identity), "role", "content")
-    return _truncated(raw, {"id": identity, "messages": _messages(turns)})
+    messages = _messages(turns)
+    if messages and raw.get("tools"):
+        messages[0]["tools"] = _items(raw["tools"], "tools")
+    return _truncated(raw, {"id": identity, "messages": messages})
 
 
 def text_record(text: str, identity: str) -> TextRecord:
     """A plain-text record, `encodable`; raises `SkipRecordError` if it is blank."""
     if not text.strip():
-        raise SkipRecordError("empty")
+        raise SkipRecordError("empty", "its text is blank")
     return {"id": identity, "text": encodable(text)}
 
 
@@ -139,9 +169,19 @@ def alpaca_instruction(raw: Raw) -> str:
     return "\n\n".join(str(raw[name]) for name in ("instruction", "input") if raw.get(name))
 
 
-def content_key(record: Record) -> str:
-    """A record's content without its origin: equal records have equal keys."""
-    return record["text"] if "text" in record else json.dumps(record["messages"])
+HELDOUT_BY = "first turn"  # part of what a run is made of: its held-out records follow from `split_key`
+
+
+def split_key(record: Record) -> str:
+    """What decides whether a record is held out: all that begin with the same turn of the user are on one side."""
+    if "text" in record:
+        return turn_key(record["text"])
+    return turn_key(next((message["content"] for message in record["messages"] if message["role"] == "user"), ""))
+
+
+def turn_key(text: str) -> str:
+    """A turn, or a text, whatever its white space and its capitals."""
+    return " ".join(text.split()).casefold()
 
 
 def _truncated(raw: Raw, record: Record) -> Record:
@@ -150,32 +190,80 @@ def _truncated(raw: Raw, record: Record) -> Record:
     return record
 
 
-def _messages(turns: Sequence[tuple[object, object]]) -> list[Message]:
-    """[(role, content)] → messages: an optional system message, then user and assistant in turn."""
-    said = [(role, content or "") for role, content in turns if isinstance(content, str | None)]
-    if len(said) < len(turns):
-        raise SkipRecordError("malformed")
-    if not any(content.strip() for _, content in said):
-        raise SkipRecordError("empty")
-    head = [turn for turn in said[:1] if turn[0] == "system" and turn[1]]
-    rest = said[1:] if said[0][0] == "system" else said
-    if rest and rest[0][0] == "assistant":  # some exports begin in the middle of a conversation
+def _messages(turns: Sequence[Raw]) -> list[Message]:
+    """Turns → messages: an optional system message, then user and assistant in turn.
+
+    The assistant may call tools, whose results follow, and then its answer. Calls have their arguments as a mapping.
+    """
+    said = [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    if not any(message["content"].strip() for message in said):
+        raise SkipRecordError("empty", "no turn has a text")
+    head = [message for message in said[:1] if message["role"] == "system" and message["content"]]
+    rest = said[1:] if said[0]["role"] == "system" else said
+    if rest and rest[0]["role"] == "assistant":  # some exports begin in the middle of a conversation
         rest = rest[1:]
-    for i, (role, content) in enumerate(rest):
-        if role != ("assistant" if i % 2 else "user"):
-            raise SkipRecordError("malformed")
-        if not content.strip():
-            raise SkipRecordError("empty")
-    return [{"role": str(role), "content": encodable(content)} for role, content in head + rest]
+    before = "assistant"
+    for number, message in enumerate(rest, 1 + len(said) - len(rest)):
+        role = message["role"]
+        if role not in _FOLLOWS[before]:
+            raise SkipRecordError("malformed", f"turn {number} is of {role}: expected {' or '.join(_FOLLOWS[before])}")
+        if not (message["content"].strip() or message.get("tool_calls")):
+            raise SkipRecordError("empty", f"turn {number}, of {role}, is blank")
+        before = "calls" if message.get("tool_calls") else role
+    return head + rest
 
 
-def _role_turns(items: list[object], role: str, content: str) -> list[tuple[object, object]]:
-    turns = [item for item in items if isinstance(item, dict)]
+_FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "calls": ("tool",), "tool": ("tool", "assistant")}
+_OF_TOOLS = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}  # of a message, as templates read them
+
+
+def _message(turn: Raw, number: int) -> Message:
+    role, content = turn.get("role"), turn.get("content")
+    if not isinstance(content, str | None):
+        raise SkipRecordError("malformed", f"turn {number} holds {type(content).__name__}: expected a text")
+    message: Message = {"role": str(role), "content": encodable(content or "")}
+    message |= {key: turn[key] for key in _OF_TOOLS.get(str(role), ()) if turn.get(key)}
+    try:
+        if calls := _items(message.get("tool_calls"), "tool_calls"):
+            message["tool_calls"] = [_call(call) for call in calls]
+    except (TypeError, KeyError, UserError) as error:
+        raise SkipRecordError("malformed", f"turn {number}: no calls of tools ({error})") from None
+    return message
+
+
+def _call(call: Any) -> Raw:
+    """A call with its arguments as a mapping, as chat templates take them."""
+    function = {**call["function"], "name": str(call["function"]["name"])}
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = parse_json(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _said(*turns: tuple[str, object]) -> list[Raw]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def _role_turns(items: list[object], role: str, content: str) -> list[Raw]:
+    turns: list[Raw] = [item for item in items if isinstance(item, dict)]
     if len(turns) < len(items):
-        raise SkipRecordError("malformed")
-    return [
-        (_ROLES.get(said) if isinstance(said := turn.get(role), str) else None, turn.get(content)) for turn in turns
-    ]
+        raise SkipRecordError("malformed", "a turn is no mapping")
+    for number, turn in enumerate(turns, 1):
+        if str(turn.get(role)) not in _ROLES:
+            given = reprlib.repr(turn.get(role))
+            raise SkipRecordError("malformed", f"turn {number}: {role}={given}: expected {', '.join(_ROLES)}")
+    return [{**turn, "role": _ROLES[str(turn[role])], "content": turn.get(content)} for turn in turns]
+
+
+def _items(value: Any, column: str) -> Any:
+    """A list as a table may hold it: as JSON in a text, or as a mapping of lists, one for each field."""
+    if isinstance(value, str) and column not in _TEXT_COLUMNS and _LIST.match(value):
+        try:
+            return parse_json(value)
+        except UserError as error:
+            raise SkipRecordError("malformed", f"column {column!r} begins as a list, and is {error}") from None
+    if isinstance(value, dict) and value and all(isinstance(inner, list) for inner in value.values()):
+        return [dict(zip(value, inner, strict=False)) for inner in zip(*value.values(), strict=False)]
+    return value
 
 
 def _layout_of_value(value: object, column: str) -> str | None:
@@ -210,7 +298,7 @@ def _require_column(raw: Raw, column: str, where: str) -> None:
 
 def _typed(value: object, kind: type[Typed], layout: FileLayout, where: str) -> Typed:
     if value is None:
-        raise SkipRecordError("empty")
+        raise SkipRecordError("empty", f"column {layout.column!r} is null")
     if not isinstance(value, kind):
         raise UserError(
             f"{where}: column {layout.column!r} holds {type(value).__name__}, "

@@ -33,12 +33,13 @@ Kind = Literal["bool", "uint8", "uint16", "uint32", "int8", "int16", "int32"]
 
 @dataclass(frozen=True)
 class Meta:
-    """The content of an entry's `META_FILE`: its key, counts, and the types of its arrays."""
+    """The content of an entry's `META_FILE`: its key, counts, the types of its arrays, and the `first` of `Counts`."""
 
     key: str
     seq_len: int
     counts: dict[str, int]
     types: dict[str, Kind]
+    first: str = ""
 
     def __post_init__(self) -> None:
         require(set(self.counts) >= set(COUNTS), "counts", sorted(self.counts), ", ".join(COUNTS))

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.text.chat import Document, encode, warn_of_template
+from data_prep.text.chat import Document, encode, renderable, warn_of_template
 from data_prep.text.mixing import interleave, rows_taken
 from data_prep.text.pieces import batches
-from data_prep.text.records import Record
+from data_prep.text.records import Counts, Record, warn_of_unused
 from data_prep.text.row_cache import (
     ARRAYS,
     COUNTS,
@@ -40,7 +40,7 @@ from outrider.errors import UserError, require
 from outrider.progress import Stage
 from outrider.settings import keyed
 
-FORMAT = 2  # part of every cache key: increment it when rows of the same input change
+FORMAT = 3  # part of every cache key: increment it when rows of the same input change
 _KEYED_AT_FIRST = ("source", "layout", "column", "template", "max_records", "heldout_fraction")
 # Options that select the content, whose digest is part of the key.
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix"}
@@ -143,6 +143,7 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
         found = read_meta(folder).counts
         counts = " ".join(f"{name}={found[name]}" for name in COUNTS)
         print(f"data source={config.source} split={split} {counts}", flush=True)
+        warn_of_unused(found, read_meta(folder).first)
     return folder
 
 
@@ -241,11 +242,11 @@ def _documents(
     tokenizer: PreTrainedTokenizerBase,
     seq_len: int,
     split: Split,
-    counts: Counter[str],
+    counts: Counts,
 ) -> Iterator[Document]:
     """Tokenised records. Conversations are clipped to seq_len, and dropped without labels; both are counted."""
     with Stage(f"tokenising {split}", unit="records") as stage:
-        records = read_records(config, split, counts)
+        records = renderable(read_records(config, split, counts), tokenizer, config.template, counts)
         for batch in batches(records, _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
             for ids, supervised, whole in encode(batch, tokenizer, config.template):
                 if whole:
@@ -274,7 +275,7 @@ def _build(
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     partial.mkdir()
-    counts = Counter(dict.fromkeys(COUNTS, 0))
+    counts = Counts(dict.fromkeys(COUNTS, 0))
     largest_id = max(tokenizer.get_vocab().values(), default=0)
     dtypes = (np.min_scalar_type(largest_id), np.min_scalar_type(-seq_len), np.dtype(bool))
     try:
@@ -288,8 +289,8 @@ def _build(
                     file.write(np.stack(arrays).astype(dtype).tobytes())
         _require_content(config, split, counts)
         types = {name: dtype.name for name, dtype in zip(ARRAYS, dtypes, strict=True)}
-        meta = {"key": key, "seq_len": seq_len, "counts": dict(counts), "types": types}
-        (partial / META_FILE).write_text(json.dumps(meta, indent=1) + "\n")
+        meta = {"key": key, "seq_len": seq_len, "counts": dict(counts), "types": types, "first": counts.first}
+        (partial / META_FILE).write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
         shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
         partial.replace(folder)
     except BaseException:
@@ -308,16 +309,17 @@ def _count_row(row: tuple[np.ndarray, np.ndarray, np.ndarray], counts: Counter[s
     return labels > 0
 
 
-def _require_content(config: DataConfig, split: Split, counts: Counter[str]) -> None:
+def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
     found = ", ".join(f"{name}={counts[name]}" for name in COUNTS if counts[name]) or "nothing"
+    first = f"; the first: {counts.first}" if counts.first else ""
     where = f"data source={config.source} path={', '.join(config.path)}" if config.path else "data"
     if not counts["records"]:
         remedy = "give more data or raise heldout_fraction" if split == "heldout" else "give more data"
-        raise UserError(f"{where}: empty dataset: no usable {split} record (found {found}); {remedy}")
+        raise UserError(f"{where}: empty dataset: no usable {split} record (found {found}); {remedy}{first}")
     if not counts["rows"]:
         raise UserError(
             f"{where}: no token of the {split} split is supervised (found {found}): no assistant's answer "
-            "is within seq_len; check layout, column and template, or raise seq_len"
+            f"is within seq_len; check layout, column and template, or raise seq_len{first}"
         )
 
 

@@ -1,6 +1,7 @@
 """Settings of text sources and their reading; light, so that a config error is reported at once."""
 
 import glob
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -70,8 +71,7 @@ class SourceConfig(Settings):
         """As for all settings; `path` may also be a pattern."""
         super().require_places(wanted, path)
         for one in self.path if self.source == "local" and wanted(f"{path}.path") else ():
-            there = Path(one).expanduser().exists() or any(True for _ in glob.iglob(one, recursive=True))
-            require(there, f"{path}.path", one, "files that are there")
+            require(bool(matching(one)), f"{path}.path", one, "files that are there")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class DataConfig(SourceConfig):
     """One data set: a source, or with source=mix several.
 
     mix: the sources by name, each read as its own fields say; the fields above are then left alone.
-    heldout_fraction: share of the records kept out of training, chosen by a hash of each record.
+    heldout_fraction: share of the records kept out of training, chosen by a hash of the user's first turn or the text.
     cache_dir: where tokenised rows are kept; None: `user_cache()`.
     """
 
@@ -113,7 +113,7 @@ class DataConfig(SourceConfig):
     @property
     def cache(self) -> Path:
         """The directory of the tokenised rows."""
-        return Path(self.cache_dir).expanduser() if self.cache_dir else user_cache()
+        return Path(os.path.expanduser(self.cache_dir)) if self.cache_dir else user_cache()
 
     def small(self, models: Path) -> "DataConfig":
         """A few files of the standard library instead of this, or of each of its sources (see `rehearsable`)."""
@@ -129,6 +129,18 @@ class DataConfig(SourceConfig):
                 own = {f.name: getattr(part, f.name) for f in fields(SourceConfig)}
                 own |= {"heldout_fraction": self.heldout_fraction, "cache_dir": self.cache_dir}
                 yield name, part.weight, DataConfig(**own)
+
+
+def matching(pattern: str) -> list[Path]:
+    """The paths that `pattern` names: itself if it is there, else what it matches as a glob.
+
+    As much of it as is there is no glob, whatever characters it has.
+    """
+    path = Path(os.path.expanduser(pattern))
+    if path.exists():
+        return [path]
+    root = next(parent for parent in path.parents if parent.exists())
+    return [root / found for found in glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)]
 
 
 def _as_tuple(path: object) -> tuple[str, ...]:

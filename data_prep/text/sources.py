@@ -1,28 +1,47 @@
 """Records from the interpreter's library, the Hugging Face Hub or local files; train and held-out split."""
 
+import bz2
+import codecs
+import csv
 import functools
-import glob
 import gzip
 import hashlib
+import io
 import json
+import lzma
 import os
+import re
 import sysconfig
 import time
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Literal
+from typing import Any, Literal
 
 from data_prep.text.prompt_records import asked_record, asks, to_prompt
-from data_prep.text.records import FileLayout, Record, SkipRecordError, content_key, find_layout, text_record, to_record
-from data_prep.text.settings import DataConfig
+from data_prep.text.records import (
+    Counts,
+    FileLayout,
+    Record,
+    SkipRecordError,
+    find_layout,
+    split_key,
+    text_record,
+    to_record,
+)
+from data_prep.text.settings import DataConfig, matching
 from outrider.errors import UserError
 from outrider.files import parse_json
+from outrider.settings import listed
 
 Split = Literal["train", "heldout"]
 RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # files of generate-responses in its output directory
 _PROMPTS = FileLayout("prompts", "any")  # determined by the columns of each record
+_NO_ANSWERS = "prompts have no answers to learn from; answer them with generate_responses and give data=responses"
+_ABOUT = re.compile(  # files that describe a data set: of a repository, and as `datasets` saves it
+    r"(readme|licen[cs]e|copying|notice|citation|changelog)(\W.*)?|(dataset_(infos?|dict)|state)\.json", re.IGNORECASE
+)
+_LONGEST = 2**30  # characters of a field in CSV
 _SETTLED = 2 * 10**9  # nanoseconds: a younger file may still change without a new time stamp
 
 # Excluded: tests and their data, installed packages, and generated tables. The character maps in encodings are
@@ -40,25 +59,23 @@ _NOT_LIBRARY = {
 
 
 def read_records(
-    config: DataConfig, split: Split, counts: Counter[str] | None = None, *, asking: bool = False
+    config: DataConfig, split: Split, counts: Counts | None = None, *, asking: bool = False
 ) -> Iterator[Record]:
     """The records of one split, in the order of the source.
 
     A record is held out if its hash is below `config.heldout_fraction`. For python_stdlib the hash is of the file's
-    path, else of the content, so that copies are in the same split. It is equal on every machine, whatever else is
-    read. `counts` receives records, empty, malformed and unreadable. The sources of a mix are read one after another.
+    path, else of the user's first turn or the text, so that all that begin with one turn are in the same split. It is
+    equal on every machine, whatever else is read. `counts` receives records, and what cannot be used. The sources of a
+    mix are read one after another.
 
     asking: the records will be answered, so prompts without an answer (see `to_prompt`) are allowed too. With
     layout=auto the first record of a file decides. Raises `UserError` that names file and record.
     """
-    counts = Counter() if counts is None else counts
+    counts = Counts() if counts is None else counts
     for _, _, part in config.parts():
         yield from read_records(part, split, counts, asking=asking)
     if config.layout == "prompts" and not asking:
-        raise UserError(
-            "layout=prompts: prompts have no answers to learn from; answer them with generate_responses, and give its "
-            "responses (data=responses)"
-        )
+        raise UserError(f"layout=prompts: {_NO_ANSWERS}")
     detected: set[FileLayout] = set()
     seen = 0
     for name, rows in _sources(config, counts):
@@ -68,18 +85,20 @@ def read_records(
                 return
             seen += 1
             identity = f"{name}:{number}" if number else name
-            if layout is None and (config.layout == "prompts" or not isinstance(raw, str)):
-                layout = _layout_of(raw, config, asking, identity)
-                if config.layout == "auto" and layout not in detected:
-                    detected.add(layout)
-                    print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
-            record, reason = _convert(raw, layout, config, identity, number)
-            key = identity if record is None or config.source == "python_stdlib" else content_key(record)
-            if is_heldout(key, config.heldout_fraction) != (split == "heldout"):
-                continue
-            counts[reason] += 1
-            if record is not None:
-                yield record
+            try:
+                if layout is None and (config.layout == "prompts" or not isinstance(raw, str)):
+                    layout = _layout_of(raw, config, asking, identity)
+                    if config.layout == "auto" and layout not in detected:
+                        detected.add(layout)
+                        print(f"data layout={layout.name} column={layout.column} detected in {identity}", flush=True)
+                record = _convert(raw, layout, config, identity, number)
+                key = identity if config.source == "python_stdlib" else split_key(record)
+                if is_heldout(key, config.heldout_fraction) == (split == "heldout"):
+                    counts["records"] += 1
+                    yield record
+            except SkipRecordError as skipped:
+                if is_heldout(identity, config.heldout_fraction) == (split == "heldout"):
+                    counts.refuse(skipped.reason, f"{identity}: {skipped}")
 
 
 def is_heldout(key: str, fraction: float) -> bool:
@@ -109,7 +128,7 @@ def content_digest(config: DataConfig) -> str:
 # ------------------------------------------------------------------------------------------------ sources
 
 
-def _sources(config: DataConfig, counts: Counter[str]) -> Iterator[tuple[str, Iterable[tuple[int, object]]]]:
+def _sources(config: DataConfig, counts: Counts) -> Iterator[tuple[str, Iterable[tuple[int, object]]]]:
     """(name, rows) of each file or dataset; a row is (number from 1, record), or (0, text) of a file."""
     if config.source == "hub":
         yield f"{config.path[0]}/{config.split}", _hub_rows(config)
@@ -126,23 +145,23 @@ def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> Fil
     found_prompts = asking and config.layout == "auto" and config.column is None and asks(raw)
     if config.layout == "prompts" or found_prompts:
         return _PROMPTS
-    return find_layout(raw, config.layout, config.column, where)
-
-
-def _convert(
-    raw: object, layout: FileLayout | None, config: DataConfig, identity: str, number: int
-) -> tuple[Record | None, Literal["records", "empty", "malformed"]]:
     try:
-        if layout is _PROMPTS:
-            return asked_record(to_prompt(raw, identity, number), identity), "records"
-        if isinstance(raw, str):
-            if config.layout not in ("auto", "text", "code"):
-                raise UserError(f"{identity}: plain text, but layout={config.layout} needs records with columns")
-            return text_record(raw, identity), "records"
-        assert layout is not None
-        return to_record(raw, layout, identity), "records"
-    except SkipRecordError as skipped:
-        return None, skipped.reason
+        return find_layout(raw, config.layout, config.column, where)
+    except UserError as error:
+        if asks(raw) and config.column is None:
+            raise UserError(f"{where}: {_NO_ANSWERS}") from error
+        raise
+
+
+def _convert(raw: object, layout: FileLayout | None, config: DataConfig, identity: str, number: int) -> Record:
+    if layout is _PROMPTS:
+        return asked_record(to_prompt(raw, identity, number), identity)
+    if isinstance(raw, str):
+        if config.layout not in ("auto", "text", "code"):
+            raise UserError(f"{identity}: plain text, but layout={config.layout} needs records with columns")
+        return text_record(raw, identity)
+    assert layout is not None
+    return to_record(raw, layout, identity)
 
 
 def python_stdlib_files() -> list[tuple[str, Path]]:
@@ -184,19 +203,18 @@ def _source_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def resolve_paths(patterns: Iterable[str]) -> list[Path]:
-    """The distinct files named by paths, directories (all files that are not hidden) and globs.
+    """The distinct files named by paths, directories (all files that are not hidden) and globs (see `matching`).
 
-    An output directory of generate-responses stands for its responses only.
+    An output directory of generate-responses stands for its responses only; any other directory not for what describes
+    its data, as README.md does, unless there is nothing else.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        path = Path(pattern).expanduser()
+        matches = matching(pattern)
+        path = Path(os.path.expanduser(pattern))
         if path.is_dir():
             matches = list(path.glob(RESPONSES)) if (path / RUN_FILE).exists() else []
-            if not matches:
-                matches = [p for p in path.rglob("*") if not any(q.startswith(".") for q in p.relative_to(path).parts)]
-        else:
-            matches = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+            matches = matches or _data_files(path)
         files = sorted(match for match in matches if match.is_file())
         if not files:
             raise UserError(f"path={pattern}: no file matches")
@@ -204,31 +222,45 @@ def resolve_paths(patterns: Iterable[str]) -> list[Path]:
     return list(found)
 
 
-def read_file(path: Path, counts: Counter[str] | None = None) -> Iterator[tuple[int, object]]:
-    """(number from 1, record) of a JSONL, JSON or parquet file, also gzipped; (0, text) of any other file.
+def _data_files(folder: Path) -> list[Path]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    about = {path for path in files if _ABOUT.fullmatch(path.name) and _kind(path) not in _RECORDS.keys() - {".json"}}
+    if not about or len(about) == len(files):
+        return files
+    _say(f"data path={folder}: passed over {listed(sorted({path.name for path in about}))}")
+    return [path for path in files if path not in about]
 
-    A JSON file may hold a list, one object, or one object per line. Raises `UserError` naming file and line; a text
-    file that is not UTF-8 is counted as unreadable and skipped.
+
+@functools.cache
+def _say(text: str) -> None:
+    """Print a line once: both splits of a data set ask for its files."""
+    print(text, flush=True)
+
+
+def read_file(path: Path, counts: Counts | None = None) -> Iterator[tuple[int, object]]:
+    """(number from 1, record) of a JSONL, JSON, CSV, TSV, parquet or Arrow file; (0, text) of any other file.
+
+    All but parquet and Arrow also packed (gz, bz2, xz, zst), and in UTF-16 with a byte-order mark. A JSON
+    file may hold a list, one object, or one object per line. Raises `UserError` naming file and line; a text file that
+    is not UTF-8 is counted as unreadable and skipped, if there are `counts`.
     """
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    readers = {".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows, ".json": _json_rows, ".parquet": _parquet_rows}
-    if kind in readers:
-        return readers[kind](path)
-    return _text_rows(path, Counter() if counts is None else counts)
+    reader = _RECORDS.get(_kind(path))
+    return _text_rows(path, counts) if reader is None else reader(path)
+
+
+def _kind(path: Path) -> str:
+    return path.with_suffix("").suffix if path.suffix in _PACKED else path.suffix
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
-    try:
-        with _open(path) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _parse(line, f"{path}:{number}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
+    for number, line in enumerate(_lines(path), 1):
+        if line.strip():
+            yield number, _parse(line, path, number)
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
-    content = _read(path)
+    content = _text_of(path)
     try:
         value = parse_json(content)
     except UserError as error:
@@ -240,29 +272,59 @@ def _json_rows(path: Path) -> Iterator[tuple[int, object]]:
     yield from enumerate(value if isinstance(value, list) else [value], 1)
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
+def _csv_rows(path: Path) -> Iterator[tuple[int, object]]:
+    csv.field_size_limit(_LONGEST)
+    lines = (_decoded(line, path, number) for number, line in enumerate(_lines(path), 1))
+    rows = csv.DictReader(lines, delimiter="," if _kind(path) == ".csv" else "\t", strict=True)
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for raw in batch.to_pylist():
-                    number += 1
-                    yield number, raw
+        for raw in rows:
+            if None in raw or None in raw.values():
+                raise csv.Error(f"expected the {len(rows.fieldnames or ())} fields of the first line")
+            yield rows.line_num, raw
+    except csv.Error as error:
+        raise UserError(f"{path}:{rows.line_num}: {error}") from None
+
+
+def _table_rows(path: Path) -> Iterator[tuple[int, object]]:
+    import pyarrow
+
+    try:
+        yield from enumerate((raw for batch in _batches(path) for raw in batch.to_pylist()), 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: text that is not UTF-8
         raise _unreadable(path, error) from error
 
 
-def _text_rows(path: Path, counts: Counter[str]) -> Iterator[tuple[int, str]]:
-    try:
-        text = _read(path).decode("utf-8")
-    except UnicodeDecodeError:
-        counts["unreadable"] += 1
+def _batches(path: Path) -> Iterator[Any]:
+    """The record batches of a parquet file, or of an Arrow one, as a stream or as a file."""
+    import pyarrow
+    import pyarrow.parquet
+
+    if path.suffix == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=1024)
         return
-    if "\0" in text:
-        counts["unreadable"] += 1
+    with pyarrow.memory_map(str(path)) as mapped:
+        try:
+            yield from pyarrow.ipc.open_stream(mapped)
+        except pyarrow.ArrowInvalid:
+            mapped.seek(0)
+            stored = pyarrow.ipc.open_file(mapped)
+            yield from map(stored.get_batch, range(stored.num_record_batches))
+
+
+_RECORDS: dict[str, Callable[[Path], Iterator[tuple[int, object]]]] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), _jsonl_rows), ".json": _json_rows,
+    **dict.fromkeys((".csv", ".tsv"), _csv_rows), **dict.fromkeys((".parquet", ".arrow"), _table_rows),
+}  # fmt: skip
+
+
+def _text_rows(path: Path, counts: Counts | None) -> Iterator[tuple[int, str]]:
+    try:
+        text = _text_of(path)
+    except UserError as error:
+        if counts is None:
+            raise
+        counts.refuse("unreadable", str(error))
         return
     yield 0, text
 
@@ -297,26 +359,56 @@ def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def _open(path: Path) -> IO[bytes]:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+def _zstandard(path: Path, mode: str) -> Any:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
 
 
-def _read(path: Path) -> bytes:
+_PACKED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstandard}
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, unpacked, and in UTF-8 if its byte-order mark says in what they are."""
     try:
-        with _open(path) as file:
-            return file.read()
-    except (OSError, EOFError, zlib.error) as error:
+        with _PACKED.get(path.suffix, open)(path, "rb") as file:
+            begin = file.peek(4)
+            mark = next((mark for mark in _MARKS if begin.startswith(mark)), b"")
+            file.read(len(mark))
+            if encoding := _MARKS.get(mark):
+                yield from (line.encode() for line in io.TextIOWrapper(file, encoding, newline="\n"))
+            else:
+                yield from file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as error:
         raise _unreadable(path, error) from error
 
 
-def _parse(line: bytes, where: str) -> object:
+def _text_of(path: Path) -> str:
+    """A whole file. Raises `UserError` naming the line."""
+    return "".join(_decoded(line, path, number) for number, line in enumerate(_lines(path), 1))
+
+
+def _decoded(line: bytes, path: Path, number: int) -> str:
+    if b"\0" in line:
+        raise UserError(f"{path}:{number}: a byte 0: no text, or UTF-16 with no byte-order mark; save it as UTF-8")
     try:
-        return parse_json(line)
+        return line.decode()
+    except UnicodeDecodeError as error:
+        said = f"byte {error.start + 1} is {line[error.start]:#x}, which is no UTF-8"
+        remedy = "convert it from the encoding it has, as latin1 or cp1252: iconv -f ENCODING -t UTF-8"
+        raise UserError(f"{path}:{number}: {said}; {remedy}") from None
+
+
+def _parse(line: bytes, path: Path, number: int) -> object:
+    text = _decoded(line, path, number)
+    try:
+        return parse_json(text)
     except UserError as error:
-        raise UserError(f"{where}: {error}; fix or remove this line") from None
+        raise UserError(f"{path}:{number}: {error}; fix or remove this line") from None
 
 
-def _is_record(line: bytes) -> bool:
+def _is_record(line: str) -> bool:
     try:
         return isinstance(parse_json(line), dict)
     except UserError:

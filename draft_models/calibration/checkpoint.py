@@ -15,6 +15,7 @@ from draft_models.targets.fingerprint import model_differences, model_identity
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError
 from outrider.files import read_mapping, write_atomically, write_json
+from outrider.words import in_shell, option
 
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
 FORMAT = 2
@@ -63,7 +64,7 @@ def load_calibration(
     Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
     target; when it is of another width; when its files are damaged.
     """
-    remedy = f"run outrider calibrate checkpoint={path}"
+    remedy = f"run outrider calibrate {in_shell(option('checkpoint', path))}"
     weights_file, meta_file = (Path(path) / folder / name for name in (WEIGHTS_FILE, META_FILE))
     try:
         blob = weights_file.read_bytes()

@@ -23,19 +23,20 @@ _OUTRIDER = """An EAGLE-3 head: it drafts from hidden states of the target, and 
 Outrider:
 
 ```
-evaluate-checkpoint target={target} eagle3={path} method=eagle3/opt_tree
+evaluate-checkpoint target={target:option} eagle3={path:option} method=eagle3/opt_tree
 ```"""
 
 _VLLM = """vLLM:
 
 ```
-vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "{path}", "num_speculative_tokens": 4}}'
+vllm serve {target:shell} --speculative-config '{{"method": "eagle3", "model": {path:json}, \
+"num_speculative_tokens": 4}}'
 ```"""
 
 _SGLANG = """SGLang:
 
 ```
-python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
-  --speculative-draft-model-path {path} --speculative-num-steps 4 --speculative-eagle-topk 4 \\
+python -m sglang.launch_server --model-path {target:shell} --speculative-algorithm EAGLE3 \\
+  --speculative-draft-model-path {path:shell} --speculative-num-steps 4 --speculative-eagle-topk 4 \\
   --speculative-num-draft-tokens 16
 ```"""

@@ -328,8 +328,8 @@ USE = """An EESD early-exit drafter: a layer on the first layers of the target, 
 computation. `drafter.json` names the target it belongs to; loading it for another one is refused.
 
 ```
-evaluate-checkpoint checkpoint={path} target={target} method=eesd_survival
+evaluate-checkpoint checkpoint={path:option} target={target:option} method=eesd_survival
 ```
 
-Serving engines have no kind of drafter that reads the target's inner layers. `outrider export checkpoint={path}`
+Serving engines have no kind of drafter that reads the target's inner layers. `outrider export checkpoint={path:option}`
 writes it as an ordinary causal LM, which they take as a draft model."""

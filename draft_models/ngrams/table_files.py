@@ -129,7 +129,7 @@ def publish(
     levels: Any = {str(order): dict(arrays[order]) for order in sorted(arrays)}
     values = asdict(Header(FORMAT, vocabulary, tokenizer, dict(facts), levels, dict(suffixes or {})))
     header = sealed({key: value for key, value in values.items() if key != "suffixes" or value})
-    (staging / TABLE_FILE).write_text(json.dumps(header, indent=1, sort_keys=True) + "\n")
+    (staging / TABLE_FILE).write_text(json.dumps(header, indent=1, sort_keys=True) + "\n", "utf-8")
     for file in staging.iterdir():
         with open(file, "rb+") as handle:
             os.fsync(handle.fileno())

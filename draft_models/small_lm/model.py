@@ -102,12 +102,12 @@ USE_OF_SOME = """A causal LM over some of the target's tokens, in an ordinary Hu
 `draft_tokens.safetensors`, which says what its ids stand for. Its tokenizer is the target's.
 
 **transformers, vLLM and SGLang cannot draft with it**: they would take its ids for the target's. For them,
-`outrider export checkpoint={path} out_dir=DIR engine=ENGINE` writes it over all tokens.
+`outrider export checkpoint={path:option} out_dir=DIR engine=ENGINE` writes it over all tokens.
 
 Outrider:
 
 ```
-evaluate-checkpoint target={target} small_lm={path} method=vanilla
+evaluate-checkpoint target={target:option} small_lm={path:option} method=vanilla
 ```"""
 
 WHAT = "An ordinary causal LM with the target's tokenizer."
@@ -116,9 +116,10 @@ USE = f"""{WHAT}
 Outrider:
 
 ```
-evaluate-checkpoint target={{target}} small_lm={{path}} method=vanilla
+evaluate-checkpoint target={{target:option}} small_lm={{path:option}} method=vanilla
 ```
 
 {serving(5)}
 
-llama.cpp and OpenVINO: `outrider export checkpoint={{path}} engine=llama_cpp out_dir=DIR`, or `engine=openvino`."""
+llama.cpp and OpenVINO: `outrider export checkpoint={{path:option}} engine=llama_cpp out_dir=DIR`, or \
+`engine=openvino`."""

@@ -12,6 +12,7 @@ continues after a space. The end token follows, and the next question is a new t
 special tokens. An answer is tokenised separately if its space would merge with the text before.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -189,7 +190,7 @@ def load_vocabulary(source: str) -> Vocabulary:
 
 def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
     """Answers by question id, one per turn. Raises `UserError` naming file and line for invalid records."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if not path.is_file():
         raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
     found = {}

@@ -21,7 +21,7 @@ def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], s
 
     options = {**config.init_options(out_dir), "job_type": "evaluate", "config": dict(settings)}
     run = wandb.init(project=config.project, **options)
-    (out_dir / ID_FILE).write_text(run.id)
+    (out_dir / ID_FILE).write_text(run.id, "utf-8")
     rows = [row(report) for report in reports]
     for figures in rows:
         name = figures["method"]

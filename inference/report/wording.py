@@ -1,13 +1,13 @@
 """The wording of reports: figures as text for tables and pages."""
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from inference.measure.verdict import MARGIN, MIN_PROMPTS
 from inference.settings.sampling import SamplingConfig
+from outrider.words import in_shell, option
 
 Report = Mapping[str, Any]
 INT8 = (
@@ -26,8 +26,8 @@ def busy_sentences(report: Report) -> list[str]:
 
 def measure_again(words: Sequence[str], out_dir: Path) -> str:
     """The command that measures the same once more. words: the options of the first time, whose results are kept."""
-    same = {word.partition("=")[0]: word for word in [*words, f"out_dir={out_dir}-again", "resume=false"]}
-    return f"measure the same again: {shlex.join(['evaluate-checkpoint', *same.values()])}"
+    same = {word.partition("=")[0]: word for word in [*words, option("out_dir", f"{out_dir}-again"), "resume=false"]}
+    return f"measure the same again: {' '.join(map(in_shell, ['evaluate-checkpoint', *same.values()]))}"
 
 
 def recommendation(reports: Sequence[Report]) -> str:

@@ -68,7 +68,7 @@ class EngineProcess:
         return answer
 
     def _failed(self, how: str) -> UserError:
-        words = self._log.read_text(errors="replace").strip()[-_SHOWN:]
+        words = self._log.read_text("utf-8", "replace").strip()[-_SHOWN:]
         return UserError(f"engine={self._engine}: {how}, see {self._log}; its last words: {words}")
 
 

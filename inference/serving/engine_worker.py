@@ -195,7 +195,7 @@ class Transformers:
 
 def main() -> None:
     """Answer the jobs on stdin, the first of which loads the engine, until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the engine prints goes to the log
     job = json.loads(sys.stdin.readline())
     kinds: dict[str, type[VLLM | OpenVINO | Transformers]]

@@ -5,6 +5,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from outrider.words import Shown
+
 
 def serving_page(proposer: type, variable: str, table: Path, target: str) -> str:
     """Markdown with the exact lines that serve `target` with `table`, here and in vLLM by the class `proposer`, whose
@@ -13,7 +15,7 @@ def serving_page(proposer: type, variable: str, table: Path, target: str) -> str
     settings = {"method": "custom_class", "model": name, "num_speculative_tokens": 4}
     given = [f"{key}={shlex.quote(value)}" for key, value in environment(proposer, variable, table).items()]
     vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
-    return _PAGE.format(table=table, target=target, vllm=" ".join([*given, vllm]))
+    return _PAGE.format(table=Shown(table), target=Shown(target), vllm=" ".join([*given, vllm]))
 
 
 def environment(proposer: type, variable: str, table: Path) -> dict[str, str]:
@@ -29,7 +31,7 @@ _PAGE = """# An n-gram table drafts for {target}
 Outrider:
 
 ```
-evaluate-checkpoint target={target} table={table} method=ngrams
+evaluate-checkpoint target={target:option} table={table:option} method=ngrams
 ```
 
 vLLM:

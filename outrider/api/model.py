@@ -250,7 +250,7 @@ class Model:
             config = replace(self.config, out_dir=folder, **options)
             with suppress(SystemExit):  # not lossless: the report says so
                 evaluate_checkpoint(config, asked)
-            report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text())
+            report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text("utf-8"))
         return report
 
     @property

@@ -252,7 +252,7 @@ BAD_OVERRIDES = [  # of any command, as one function reads them; every command h
         ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
         ("--seq-len=7", "--seq-len=7: options are written without dashes, as seq_len=7"),
         ("-target=m", "-target=m: options are written without dashes, as target=m"),
-        ("out_dir=~/runs", "out_dir=~/runs: not an option; give key=VALUE, a value with ~"),
+        ("out_dir=~/runs", "out_dir=~/runs: not an option; give it, if ~/runs is one text, as \"out_dir='~/runs'"),
     )),
     *((command, *OF_A_TYPE) for command in COMMANDS),
 ]  # fmt: skip

@@ -176,7 +176,7 @@ class Mission:
         self.script.write_text(STAND_IN)
         before: tuple[str, ...] = ()
         for name in self.names:
-            links = (f"calls={self.calls}", f"fails={folder}/{name}.fails", f"reads={HERE}/{before}")
+            links = (f"calls={self.calls}", f"fails={folder}/{name}.fails", f"reads={HERE}/{''.join(before)}")
             monkeypatch.setitem(STEPS, name, PipelineStep(str(self.script), f"{name}/product", before, links))
             before = (name,)
 
@@ -197,7 +197,7 @@ def test_steps_run_in_order_and_once(mission, capsys):
     assert mission.run(resume=False) == list(mission.names)
     said = capsys.readouterr().out
     assert f"words calls={mission.calls}" in said
-    assert f"reads={mission.out_dir}/('responses',) o=1 out_dir={mission.out_dir}/eesd resume=true" in said
+    assert f"reads={mission.out_dir}/responses o=1 out_dir={mission.out_dir}/eesd resume=true" in said
     assert mission.run() == []
     with pytest.raises(UserError, match="holds an earlier run; resume=true continues it"):
         mission.run(resume=False)

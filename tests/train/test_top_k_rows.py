@@ -118,7 +118,7 @@ def test_a_distribution_is_at_the_token_before_its_own_and_in_its_document(tmp_p
 def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus: DataConfig) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
-    Shard([Response({"id": "a", "text": TEXT, "prompt_tokens": 3}, None)]).save(plain, 0)
+    Shard([Response({"id": "a", "text": f"{TEXT}.", "prompt_tokens": 3}, None)]).save(plain, 0)
     data = replace(corpus, path=str(plain / "responses-00000.jsonl"))
     with pytest.raises(UserError, match=r"no response with the target's top-k .*without_top_k=1.*top_k_logits=K"):
         load_top_k_rows(data, byte_tokenizer(), 64)

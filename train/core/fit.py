@@ -17,6 +17,7 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import nn
 
+from data_prep.text.records import HELDOUT_BY
 from draft_models.targets.open_target import fast_dtype
 from inference.core.stopwatch import Clock
 from inference.measure.time_limit import TimeLimit
@@ -113,7 +114,7 @@ def fit(
     state = join_processes()
     most = config.total_steps(len(rows))
     config.micro_rows(state.num_processes)  # raises before anything is written
-    run = {"steps": most, "rows": len(rows), "fit": config.deciding(), **(identity or {})}
+    run = {"steps": most, "rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **(identity or {})}
     start = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = run_dir.code_of(start)
     staging = from_main(state, lambda: run_dir.own_staging(out_dir))  # the main process's, for all

@@ -96,7 +96,7 @@ class Report:
         values = {key: float(value) for key, value in values.items()}
         shown = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items())
         print(f"step={done}/{self.steps.stop} {shown}{more}", flush=True)
-        with (self.out_dir / LOG_FILE).open("a") as log:
+        with (self.out_dir / LOG_FILE).open("a", encoding="utf-8") as log:
             log.write(json.dumps({"step": done, **values}) + "\n")
         self.accelerator.log(values, step=done)
 
@@ -140,4 +140,4 @@ def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, ru
     options = config.init_options(out_dir)
     accelerator.init_trackers(config.project, config=dict(run), init_kwargs={"wandb": options})
     if accelerator.is_main_process:
-        (out_dir / ID_FILE).write_text(accelerator.get_tracker("wandb", unwrap=True).id)
+        (out_dir / ID_FILE).write_text(accelerator.get_tracker("wandb", unwrap=True).id, "utf-8")

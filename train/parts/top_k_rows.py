@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.responses.answers import TopK
 from data_prep.responses.directory import Response, read_shard, top_k_document
 from data_prep.text.chat import Document
-from data_prep.text.records import Record, SkipRecordError, find_layout, to_record
+from data_prep.text.records import Record, SkipRecordError, find_layout, split_key, to_record
 from data_prep.text.rows import PackedRows, load_rows, pack
 from data_prep.text.settings import DataConfig
-from data_prep.text.sources import Split, content_key, is_heldout, resolve_paths
+from data_prep.text.sources import Split, is_heldout, resolve_paths
 from draft_models.losses import IGNORE
 from outrider.errors import UserError
 from outrider.processes import join_processes
@@ -135,7 +135,7 @@ def _examples(
     read = ((response, file) for file in files for response in read_shard(file))
     for response, file in islice(read, config.max_records):
         record = _record(response, file)
-        if record is None or is_heldout(content_key(record), config.heldout_fraction) != (split == "heldout"):
+        if record is None or is_heldout(split_key(record), config.heldout_fraction) != (split == "heldout"):
             continue
         counts["responses"] += 1
         if response.top is None:

@@ -156,8 +156,10 @@ def test_the_counts_are_printed_on_one_line(data, tokenizer, capsys, monkeypatch
     ]
     records.append({"messages": [{"role": "tool", "content": "x"}]})
     rows = load_rows(data(records), tokenizer, 40, "train")
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if " records=" in line]
-    expected = {"records": 6, "clipped": 2, "empty": 2, "unsupervised": 2, "malformed": 1, "dropped_rows": 0}
+    said = capsys.readouterr()
+    (line,) = [line for line in said.out.splitlines() if " records=" in line]
+    assert ".jsonl:4: no answer of the assistant" in said.err
+    expected = {"records": 6, "clipped": 2, "empty": 1, "unsupervised": 2, "malformed": 2, "dropped_rows": 0}
     assert expected.items() <= rows.counts.items()
     assert line == "data source=local split=train " + " ".join(f"{name}={rows.counts[name]}" for name in COUNTS)
     monkeypatch.setenv("RANK", "1")

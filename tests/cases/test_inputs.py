@@ -1,0 +1,448 @@
+"""What people give as inputs: paths of any characters, data of any packing and layout, prompts that share a turn."""
+
+import ast
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from conf import config_for
+from data_prep.python_docs.prompt_files import write_prompts
+from data_prep.python_docs.settings import PromptsConfig
+from data_prep.responses.generate import run_identity
+from data_prep.text.given import read_some
+from data_prep.text.prompts import read_prompts
+from data_prep.text.records import turn_key
+from data_prep.text.rows import PackedRows, load_rows
+from data_prep.text.settings import DataConfig
+from data_prep.text.sources import read_records, resolve_paths
+from draft_models.card import serving, write_card
+from draft_models.early_exit.model import USE
+from draft_models.targets.open_target import open_target
+from inference.evaluate_checkpoint import with_methods
+from outrider.cli import print_anything, say
+from outrider.errors import UserError
+from outrider.run_dirs import check_identity
+from outrider.words import option
+from tests.conf.test_configs import COMMANDS, compose_and_build
+from tests.tiers import as_many
+from tests.tiny import byte_tokenizer, save_target
+from train.auto_plan import Choice, Look, pipeline_of
+from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
+from train.settings.auto import TRAINED, AutoConfig
+
+ODD = "=,()[]{}$'\"#%~\\ \n\té-*?:&;|@!`<>+.01ae"
+TEXTS = st.text(st.sampled_from(ODD), min_size=1, max_size=12) | st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12
+)
+VALUES = TEXTS.filter(lambda text: text != "???" and not text.startswith("~/"))  # no value, and a home directory
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+@settings(max_examples=as_many(45), deadline=None)
+@given(VALUES, VALUES)
+@example("null", "true")
+@example("1e5", "007")
+@example("${oc.env:HOME}", "\\${a}\\")
+@example(".", "nan")
+def test_any_text_is_a_value_of_a_command(one: str, other: str) -> None:
+    """Through Hydra's grammar and OmegaConf's interpolations, alone and in a list, and through a shell."""
+    words = [option("target", one), option("out_dir", other), f"data.path=[{option('', other)[1:]},b]", "data=local"]
+    config = config_for("train/eesd.py", shlex.split(shlex.join(words)))
+    assert (config.target, config.out_dir, config.data.path) == (one, other, (other, "b"))
+
+
+@settings(max_examples=as_many(3), deadline=None)
+@given(VALUES, VALUES, VALUES)
+@example("a=b,(c)", "p [1].jsonl", "out{x}${y}")
+def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: str) -> None:
+    config = AutoConfig(target=target, prompts=prompts, out_dir=out_dir)
+    base = config_for("train/pipeline.py", ["experiment=auto"])
+    pipeline = pipeline_of(config, base, Choice(TRAINED, {}, {}), Look("cpu", 4))
+    built = {name: config_for(STEPS[name].script, pipeline.placed(pipeline.options(name))) for name in pipeline.to_do}
+    assert built["prompts"].file == prompts
+    assert {built[name].target for name in ("responses", "eesd", "eagle3", "small_lm", "report")} == {target}
+    assert built["trigrams"].tokenizer == target
+    assert built["report"].small_lm == f"{out_dir}/small_lm"
+    assert built["responses"].data.path == (f"{out_dir}/prompts/train.jsonl",)
+    assert built["eesd"].data.path == (f"{out_dir}/responses/responses-*.jsonl",)
+
+
+def test_a_place_in_a_list_or_in_quotes_is_one_text() -> None:
+    step = StepConfig(["a=[{out_dir}/x, '{target}/y', z]", 'b="{out_dir}"', "c={out_dir}/y z"])
+    config = PipelineConfig(steps={"trigrams": step}, target="t,1", out_dir="o'(")
+    options = config.placed(config.options("trigrams"))
+    assert options[1:] == [r"a=['o\'(/x', 't,1/y', z]", r"b='o\'('", r"c='o\'(/y z'"]
+
+
+def test_an_option_that_cannot_be_read_is_shown_as_it_can() -> None:
+    with pytest.raises(UserError) as refused:
+        config_for("train/eesd.py", ["target=a=b(c"])
+    (word,) = shlex.split(str(refused.value).rpartition(" as ")[2])
+    assert config_for("train/eesd.py", [word, "out_dir=o"]).target == "a=b(c"
+
+
+@pytest.mark.parametrize("name", ['it\'s (a) [b] {c} $d,e=f "g"', "plain"])
+def test_lines_of_a_card_can_be_copied(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    write_card(folder, f"{USE}\n\n{serving(3)}", name, {})
+    lines = (folder / "README.md").read_text("utf-8").splitlines()
+    (measured,) = [shlex.split(line) for line in lines if line.startswith("evaluate-checkpoint")]
+    built = config_for(COMMANDS["evaluate_checkpoint"][1], measured[1:])
+    assert (built.target, built.checkpoint) == (name, str(folder))
+    (served,) = [shlex.split(line) for line in lines if line.startswith("vllm")]
+    assert served[2] == name
+    assert json.loads(served[4])["model"] == str(folder)
+    (loaded,) = [line for line in lines if line.startswith("drafter = ")]
+    assert eval(loaded.partition("(")[2].rstrip(")")) == str(folder)
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "b?", "d[x]/a.jsonl", "-a", "~a", "$HOME", "a b{c}.json"])
+def test_a_file_that_is_there_is_no_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also below a directory whose name could be one."""
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(name), Path("o[1]*"), Path("o[1]*/r-1.txt"), Path("o1x/r-2.txt")):
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if path.name == "o[1]*" else path.write_text("text")
+    assert resolve_paths([name]) == [Path(name)]
+    assert resolve_paths([str(tmp_path / name)]) == [tmp_path / name]
+    assert resolve_paths(["o[1]*/r-*.txt", "o?x/*"]) == [Path("o[1]*/r-1.txt"), Path("o1x/r-2.txt")]
+    DataConfig(source="local", path=["o[1]*/r-*.txt", name]).require_places(lambda _: True, "data")
+
+
+# ------------------------------------------------------------------------------------------------- data
+
+TALKS = [
+    {"messages": [{"role": "user", "content": f"Größe {i}?"}, {"role": "assistant", "content": f"é {i}"}]}
+    for i in range(6)
+]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.town }}){% endfor %}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def jsonl(records: Sequence[object]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def data_of(path: Path, **values: Any) -> DataConfig:
+    return DataConfig(source="local", path=str(path), heldout_fraction=0.0, **values)
+
+
+def read(path: Path, **values: Any) -> list[Any]:
+    return [*read_records(data_of(path, **values), "train")]
+
+
+def rows_of(path: Path, template: str = TEMPLATE) -> PackedRows:
+    data = data_of(path, cache_dir=str(path.parent / f"{path.name}.cache"))
+    return load_rows(data, byte_tokenizer(template), 512, "train")
+
+
+def zst(content: bytes) -> bytes:
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as file:
+        file.write(content)
+    return packed.getvalue().to_pybytes()
+
+
+def csv_file(path: Path) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerows(
+            [("n", "messages"), *((i, json.dumps(one["messages"], indent=1)) for i, one in enumerate(TALKS))]
+        )
+
+
+def arrow_file(path: Path) -> None:
+    table = pyarrow.Table.from_pylist(TALKS)
+    with pyarrow.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table)
+
+
+CONTENT = jsonl(TALKS)
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(CONTENT.encode())),
+    "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(CONTENT.encode())),
+    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(CONTENT.encode())),
+    "a.json.zst": lambda path: path.write_bytes(zst(json.dumps(TALKS).encode()) + zst(b"\n")),
+    "a.jsonl": lambda path: path.write_bytes(CONTENT.encode("utf-16")),
+    "b.jsonl": lambda path: path.write_bytes(CONTENT.encode("utf-8-sig")),
+    "c.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(TALKS).encode("utf-16"))),
+    "a.arrow": arrow_file,
+    "a.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TALKS), path),
+    "saved": lambda path: Dataset.from_list(TALKS).save_to_disk(path),
+    "strings.jsonl": lambda path: path.write_text(jsonl([{"messages": json.dumps(one["messages"])} for one in TALKS])),
+    "strings.csv": csv_file,
+    "lists.jsonl": lambda path: path.write_text(
+        jsonl(
+            [
+                {"messages": {key: [one[key] for one in talk["messages"]] for key in ("role", "content")}}
+                for talk in TALKS
+            ]
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_data_is_read_in_the_form_it_has(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name)
+    assert [record["messages"] for record in read(tmp_path / name)] == [one["messages"] for one in TALKS]
+
+
+def test_packed_text_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress("é\r\nb".encode("utf-16")))
+    (tmp_path / "a.tsv").write_text('text\tn\n"a\nb"\t1\nc\t2\n')
+    assert [record["text"] for record in read(tmp_path)] == ["a\nb", "c", "é\r\nb"]
+
+
+def test_what_describes_a_folder_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clone = tmp_path / "clone"
+    (clone / "data").mkdir(parents=True)
+    for name in ("README.md", "LICENSE", "LICENSE-MIT.txt", ".gitattributes", "dataset_infos.json"):
+        (clone / name).write_text("{}")
+    WRITERS["a.parquet"](clone / "data/train-0.parquet")
+    (clone / "data/readme.jsonl").write_text(CONTENT)
+    assert [path.name for path in resolve_paths([str(clone)])] == ["readme.jsonl", "train-0.parquet"]
+    said = capsys.readouterr().out
+    assert all(name in said for name in (str(clone), "README.md", "LICENSE-MIT.txt", "dataset_infos.json"))
+    assert [path.name for path in resolve_paths([str(clone / "*.md")])] == ["README.md"]
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only/README.md").write_text("text")
+    assert len(resolve_paths([str(tmp_path / "only")])) == 1
+
+
+BAD = {  # a line, and what its refusal names
+    "latin": (b'{"text": "caf\xe9"}', r":2: byte 14 is 0xe9.*iconv"),
+    "utf-16 without a mark": (CONTENT.encode("utf-16-le"), r":2: .*UTF-16"),
+    "prompt": (b'{"turns": ["q"]}', ":2: no column 'text'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_broken_line_is_refused_with_its_place(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + BAD[name][0] + b"\n")
+    with pytest.raises(UserError, match=str(path) + BAD[name][1]):
+        read(path)
+
+
+@pytest.mark.parametrize("row", ["1,2,3", "1", '"1'])
+def test_a_row_that_does_not_fit_its_table_is_refused(tmp_path: Path, row: str) -> None:
+    (tmp_path / "a.csv").write_text(f"text,n\na,1\n{row}\n")
+    with pytest.raises(UserError, match=r"a\.csv:[23]: "):
+        read(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("raw", [{"turns": ["q"]}, {"prompt": "q"}, {"question": "q"}])
+def test_prompts_alone_are_no_training_text(tmp_path: Path, raw: object) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl([raw] * 3))
+    with pytest.raises(UserError, match=r"a\.jsonl:1: prompts have no answers to learn from"):
+        read(tmp_path / "a.jsonl")
+
+
+UNUSABLE = {
+    "empty": {"messages": []},
+    "blank": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}]},
+    "two questions": {"messages": [{"role": "user", "content": "q"}] * 2},
+    "role": {"messages": [{"role": "user", "content": "q"}, {"role": "narrator", "content": "x"}]},
+    "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]},
+    "cut": {"messages": '[{"role": "user", "content": "q"'},
+    "python": {"messages": "[{'role': 'user', 'content': 'q'}]"},
+    "null": {"messages": None},
+    "no answer": {"messages": [{"role": "user", "content": "q"}]},
+    "call": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_what_cannot_be_used_is_told_with_its_place(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warning where there is more, also where the rows are kept; else the reason of the error."""
+    mixed, alone = tmp_path / "mixed.jsonl", tmp_path / "alone.jsonl"
+    mixed.write_text(jsonl([*TALKS, UNUSABLE[kind], UNUSABLE[kind]]))
+    alone.write_text(jsonl([UNUSABLE[kind]]))
+    for _ in range(2):
+        rows_of(mixed)
+        (said,) = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+        assert f"{mixed}:7: " in said
+        assert "=2" in said
+    with pytest.raises(UserError, match=f"{alone}:1: "):
+        rows_of(alone)
+    if kind != "no answer":
+        with pytest.raises(UserError, match=f"{alone}:1: "):
+            read_some(type("Settings", (), {"data": data_of(alone)}), lambda _: True)
+
+
+def test_a_text_of_another_encoding_is_told_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("text " * 20)
+    (tmp_path / "in/b.txt").write_bytes(b"a\ncaf\xe9")
+    rows_of(tmp_path / "in")
+    assert f"{tmp_path}/in/b.txt:2: byte 4 is 0xe9" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"b\.txt:2: byte 4 is 0xe9.*iconv"):
+        read_prompts(str(tmp_path / "in/b.txt"))
+
+
+def tool_talk(i: int, arguments: object = '{"town": "Ulm"}') -> dict[str, object]:
+    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    return {
+        "messages": [
+            {"role": "user", "content": f"Weather {i}?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": '{"degrees": 11}'},
+            {"role": "assistant", "content": "11 degrees."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}],
+    }
+
+
+@pytest.mark.parametrize("arguments", ['{"town": "Ulm"}', {"town": "Ulm"}])
+def test_calls_of_tools_are_rendered_by_a_template_that_has_them(tmp_path: Path, arguments: object) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl([tool_talk(0, arguments)]))
+    (row,) = rows_of(tmp_path / "a.jsonl", TOOLS)
+    text = byte_tokenizer().decode(row["input_ids"][row["positions"] < 512])
+    assert "get_weather(Ulm)" in text
+    assert text.startswith('[{"type": "function"')
+    supervised = byte_tokenizer().decode(row["labels"][row["labels"] >= 0])
+    assert supervised == "get_weather(Ulm)</s>11 degrees.</s>"
+
+
+def test_calls_of_tools_that_a_template_leaves_out_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixed, alone = tmp_path / "mixed.jsonl", tmp_path / "alone.jsonl"
+    mixed.write_text(jsonl([tool_talk(0), *TALKS]))
+    alone.write_text(jsonl([tool_talk(0, "no JSON"), tool_talk(1)]))
+    assert rows_of(mixed).counts["records"] == len(TALKS)
+    assert "mixed.jsonl:1: it calls tools" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"malformed=2.*alone\.jsonl:1: turn 2"):
+        rows_of(alone)
+
+
+# -------------------------------------------------------------------------------------------- held out
+
+
+def test_held_out_prompts_share_no_first_turn_with_the_others(tmp_path: Path) -> None:
+    """Of a user's file, and of answers to it."""
+    prompts = [
+        turns for i in range(40) for turns in ([f"Q {i}?"], [f"Q {i}?", "More."], [f" q  {i}? "], [f"Q {i}?", "Why?"])
+    ]
+    (tmp_path / "p.jsonl").write_text(jsonl([{"turns": turns} for turns in prompts]))
+    write_prompts(PromptsConfig(file=str(tmp_path / "p.jsonl"), out_dir=str(tmp_path / "out")))
+    files = [read_prompts(str(tmp_path / f"out/{name}.jsonl")) for name in ("train", "heldout")]
+    train, heldout = ({turn_key(prompt.turns[0]) for prompt in some} for some in files)
+    assert len(train) + len(heldout) == 40
+    assert len(heldout) == 12
+    assert sum(map(len, files)) == len(prompts)
+    talks = [
+        {"messages": [{"role": "user", "content": turns[0]}, {"role": "assistant", "content": str(i)}]}
+        for i, turns in enumerate(prompts)
+    ]
+    (tmp_path / "a.jsonl").write_text(jsonl(talks))
+    data = replace(data_of(tmp_path / "a.jsonl"), heldout_fraction=0.3)
+    sides = [{turn_key(r["messages"][0]["content"]) for r in read_records(data, side)} for side in ("train", "heldout")]
+    assert sides[0].isdisjoint(sides[1])
+    assert len(sides[0] | sides[1]) == 40
+    assert min(map(len, sides)) > 2
+
+
+def test_a_run_whose_prompts_were_held_out_otherwise_is_refused(tmp_path: Path) -> None:
+    target = open_target(str(save_target(tmp_path / "target")), by_layers=False)
+    words = ["target=t", "data=local", "data.path=p", f"out_dir={tmp_path}"]
+    made, whole = (
+        run_identity(
+            compose_and_build("generate_responses", [*words, f"data.heldout_fraction={share}"]), target, "float32"
+        )
+        for share in (0.1, 0)
+    )
+    earlier = {key: value for key, value in made.items() if key != "heldout_by"}
+    with pytest.raises(UserError, match='heldout_by="first turn"'):
+        check_identity(json.loads(json.dumps(earlier)), made, tmp_path)
+    assert "heldout_by" not in whole
+
+
+# ------------------------------------------------------------------------------------------------ a terminal
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_of_any_encoding_prints_anything(encoding: str) -> None:
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
+    with (
+        patch("sys.stdout", out),
+        patch("sys.stderr", err),
+        patch("sys.stdin", io.TextIOWrapper(io.BytesIO("é".encode()), "ascii")),
+    ):
+        print_anything()
+        say("τ = 4.1 × \udce9")
+        print("warning: α …", file=sys.stderr, flush=True)
+        assert sys.stdin.read() == "é"
+    for stream, whole in ((out, "τ = 4.1 × ?"), (err, "warning: α …")):
+        printed = stream.buffer.getvalue().decode(encoding).strip()
+        assert len(printed) == len(whole)
+        assert printed == whole or encoding != "utf-8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["evaluate-checkpoint", "--help"], ["evaluate-checkpoint", "target=é"]])
+def test_commands_run_in_a_terminal_of_ascii(words: list[str]) -> None:
+    environment = {"LC_ALL": "POSIX", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "outrider.cli", *words]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, check=False, timeout=100)
+    assert b"Traceback" not in done.stderr
+    assert done.returncode == (2 if "target=é" in words else 0)
+    assert done.stdout.isascii()
+
+
+def test_a_drafter_in_an_odd_place_chooses_its_method(tmp_path: Path) -> None:
+    """Before Hydra reads the words."""
+    folder = tmp_path / "it's ${a}=\\"
+    folder.mkdir()
+    (folder / "table.json").write_text("{}")
+    words = with_methods(["target=t", option("checkpoint", folder)])
+    assert words[-1] == "method=[ngrams]"
+    assert with_methods(["target=t", "checkpoint=null"])[-1] == "method=[prompt_lookup]"
+
+
+@pytest.mark.parametrize("name", ["~nobody-here/a.jsonl", "~nobody-here.jsonl"])
+def test_a_home_that_nobody_has_is_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text(jsonl([{"turns": ["q"]}]))
+    assert len(read_prompts(name)) == 1
+    assert resolve_paths([name]) == [Path(name)]
+
+
+def test_files_are_read_and_written_as_utf_8() -> None:
+    """Whatever the locale: every text that is opened has its encoding named."""
+    root = Path(__file__).parents[2]
+    for path in (path for folder in ("outrider", "train", "data_prep", "inference", "draft_models", "conf")
+                 for path in (root / folder).rglob("*.py")):  # fmt: skip
+        for call in (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            said = ast.unparse(call)
+            if name in ("read_text", "write_text") or (name == "open" and re.search(r"""['"][rwax]\+?['"]""", said)):
+                assert "utf-8" in said, f"{path}:{call.lineno}"
