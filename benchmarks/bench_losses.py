@@ -79,7 +79,7 @@ def main() -> None:
     heads = []
     for width, tokens in HEADS:
         seconds = measure(given.rows, width, tokens, given.repeats)
-        chosen = rows_at_once(torch.empty(tokens, 0))
+        chosen = rows_at_once(tokens, torch.device("cpu"))
         heads.append({"width": width, "tokens": tokens, "chosen": chosen, "seconds": seconds})
         print(f"\n{width} → {tokens}, {given.rows} rows: ms by rows at once\n| loss | {' | '.join(map(str, CHUNKS))} |")
         print("|---" * (1 + len(CHUNKS)) + "|")

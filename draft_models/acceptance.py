@@ -6,11 +6,19 @@ import torch
 from torch import Tensor
 
 HALF_PRECISION_ZERO = 2.0**-25  # float16 rounds smaller numbers to 0, which has no logarithm
-AT_ONCE = 1024  # positions whose logits exist at a time
+FLOAT32_BYTES = 4
+# Bytes of a block of logits, of which several exist at a time. On a CPU: the largest that the C heap reuses; a larger
+# one is mapped again each time, and all its pages are cleared.
+BLOCKS = {"cpu": 2**25, "cuda": 2**27}
 
 Logits = Callable[[Tensor], Tensor]  # hidden states [n, d] → logits [n, V]
 # (a drafter's logits [n, V], which rows of a fixed set of positions) → the acceptance [n] under the target's p there.
 AcceptanceOf = Callable[[Tensor, slice], Tensor]
+
+
+def logits_at_once(columns: int, device: torch.device) -> int:
+    """The number of positions whose logits over `columns` tokens are one block (see `BLOCKS`)."""
+    return max(1, (BLOCKS.get(device.type, BLOCKS["cuda"]) - 1) // (FLOAT32_BYTES * columns))
 
 
 def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -60,14 +68,19 @@ def top_k_logs(top_logprobs: Tensor, tail: Tensor) -> Tensor:
 def judge(logits: Logits, hidden: Tensor, accept: AcceptanceOf | None) -> tuple[Tensor, Tensor | None]:
     """A drafter's argmax [n] at its hidden states [n, d], and with `accept` its acceptance [n], in float32 or
     better."""
-    choices, accepted = [], []
-    for start in range(0, max(1, len(hidden)), AT_ONCE):
-        rows = slice(start, start + AT_ONCE)
+    choices = torch.empty(len(hidden), dtype=torch.long, device=hidden.device)
+    accepted = None  # both are made once: small blocks kept between large ones would break up the C heap
+    start, size = 0, 1  # the first position tells the size of the vocabulary
+    while start < max(1, len(hidden)):
+        rows = slice(start, start + size)
         drafted = logits(hidden[rows])
-        choices.append(drafted.argmax(-1))
+        start, size = start + size, logits_at_once(drafted.shape[-1], drafted.device)
+        choices[rows] = drafted.argmax(-1)
         if accept is not None:
-            accepted.append(accept(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), rows))
-    return torch.cat(choices), torch.cat(accepted) if accepted else None
+            found = accept(drafted.to(torch.promote_types(drafted.dtype, torch.float32)), rows)
+            accepted = found.new_empty(len(hidden)) if accepted is None else accepted
+            accepted[rows] = found
+    return choices, accepted
 
 
 def placed(values: Tensor, keep: Tensor, other: float) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_models.acceptance import acceptance, top_k_logs
+from draft_models.acceptance import FLOAT32_BYTES, acceptance, logits_at_once, top_k_logs
 from draft_models.targets.model_spec import LogitRule
 from draft_models.targets.settings import Divergence
 
@@ -18,19 +18,24 @@ IGNORE = -100  # label of a position that is not supervised
 DIVERGENCES = get_args(Divergence)
 OVERLAPS = ("total_variation", "acceptance", "kl_tv")  # functions of α = Σ min(p, q)
 KL_FADES = 3.0  # kl_tv: the rate η at which KL gives way to total variation
-KEPT, FLOAT32_BYTES = 2**25, 4  # bytes of the largest block that the C heap reuses
+COPIES = 12  # of its logits that an objective makes on the way, at most
 
 
-def rows_at_once(weight: Tensor) -> int:
-    """Rows per chunk of logits, for a head's weight [V, d].
+def rows_at_once(tokens: int, device: torch.device) -> int:
+    """Rows per chunk of logits over a head's `tokens`.
 
-    Few on a CPU: the C library maps a block larger than `KEPT` again each time, and it does not fit into caches. Twice
-    as many if V is so large that even few rows exceed it, since the weight's gradient is accumulated once per chunk
-    (`benchmarks/bench_losses.py`).
+    Enough to keep a GPU busy. Few on a CPU, so that a chunk fits into caches; twice as many if even few rows do not,
+    since the weight's gradient is accumulated once per chunk (`benchmarks/bench_losses.py`).
     """
-    if weight.device.type != "cpu":
-        return 1024
-    return 256 if 256 * weight.shape[0] * FLOAT32_BYTES <= KEPT else 512
+    if device.type != "cpu":
+        return max(1024, logits_at_once(tokens, device))
+    return 256 if logits_at_once(tokens, device) >= 256 else 512
+
+
+def loss_bytes(tokens: int, columns: int, device: torch.device) -> int:
+    """The bytes that a loss of a head over `tokens` takes at a time, at most. columns: of the target's logits."""
+    chunk = rows_at_once(tokens, device)
+    return FLOAT32_BYTES * (chunk * tokens + COPIES * min(chunk, logits_at_once(columns, device)) * columns)
 
 
 # (logits of some rows, which rows, whether a gradient is wanted) → (each row's loss, its gradient w.r.t. the logits)
@@ -38,11 +43,15 @@ _Objective = Callable[[Tensor, slice, bool], tuple[Tensor, Tensor | None]]
 
 
 class _LinearLoss(torch.autograd.Function):
-    """A loss of hidden · weightᵀ. Its forward computes the gradients chunk by chunk, so no logits are kept."""
+    """A loss of hidden · weightᵀ. Its forward computes the gradients chunk by chunk, so no logits are kept.
+
+    The products are of `chunk` rows. The objective makes several copies of its logits, so it sees `piece` rows of them
+    at a time. Their gradient then takes the place of the logits.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, objective: _Objective, chunk: int, shares: Tensor | None
+        ctx: Any, hidden: Tensor, weight: Tensor, objective: _Objective, chunk: int, piece: int, shares: Tensor | None
     ) -> Tensor:
         compute = hidden.dtype
         matrix = weight.to(compute)
@@ -51,17 +60,20 @@ class _LinearLoss(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=exact) if need_weight else None
+        block = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            value, grad = objective((hidden[rows] @ matrix.T).to(exact), rows, need_hidden or need_weight)
-            loss += value.sum() if shares is None else (value * shares[rows]).sum()
-            if grad is None:
-                continue
-            grad = (grad if shares is None else grad * shares[rows, None]).to(compute)
+            logits = torch.mm(hidden[rows], matrix.T, out=block[: hidden.shape[0] - start])
+            for place, some in zip(range(start, start + chunk, piece), logits.split(piece), strict=False):
+                part = slice(place, place + len(some))
+                value, grad = objective(some.to(exact), part, need_hidden or need_weight)
+                loss += value.sum() if shares is None else (value * shares[part]).sum()
+                if grad is not None:
+                    some.copy_(grad if shares is None else grad * shares[part, None])
             if grad_hidden is not None:
-                grad_hidden[rows] = grad @ matrix
+                grad_hidden[rows] = logits @ matrix
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[rows]
+                grad_weight += logits.T @ hidden[rows]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -72,6 +84,7 @@ class _LinearLoss(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype),
             None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype),
+            None,
             None,
             None,
             None,
@@ -190,7 +203,6 @@ def rows_divergence(
     target_matrix = target_weight.detach()[: shared if tokens is None else None]
     known, padding = target_hidden.detach(), weight.shape[0] - shared
     guesses = len(hidden) // len(known) if len(known) else 1
-    chunk = max(1, (chunk or rows_at_once(weight)) // guesses) * guesses
 
     def objective(logits: Tensor, rows: slice, need_grad: bool) -> tuple[Tensor, Tensor | None]:
         log_q = logits[:, :shared].log_softmax(-1)
@@ -204,7 +216,8 @@ def rows_divergence(
         grad = slope - log_q.exp_() * slope.sum(-1, keepdim=True)
         return value, F.pad(grad, (0, padding)) if padding else grad
 
-    return _apply(hidden, weight, objective, chunk, rule, shares)
+    columns = max(weight.shape[0], target_matrix.shape[0])
+    return _apply(hidden, weight, objective, chunk, rule, shares, columns=columns, group=guesses)
 
 
 def linear_topk_divergence(
@@ -355,12 +368,18 @@ def _apply(
     chunk: int | None,
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
+    *,
+    columns: int = 0,
+    group: int = 1,
 ) -> Tensor:
+    """columns: of the widest logits that the objective makes, if wider than its own. Chunks are of whole groups."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if not torch.is_grad_enabled():  # a Function sees which inputs require grad, not whether grad is enabled
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
-        chunk = chunk or rows_at_once(weight)
-        return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), chunk, shares)
+        chunk = chunk or rows_at_once(weight.shape[0], weight.device)
+        piece = min(chunk, logits_at_once(max(columns, weight.shape[0]), hidden.device))
+        sizes = (max(1, size // group) * group for size in (chunk, piece))
+        return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), *sizes, shares)

@@ -14,9 +14,11 @@ from data_prep.responses.plan import describe_plan as responses_plan
 from data_prep.responses.tasks import Task
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from draft_models.losses import loss_bytes
 from draft_models.targets.architectures import load_config
 from draft_models.targets.load_layers import load_layers
 from draft_models.targets.tensor_files import open_tensors
+from inference.loading.memory_plan import planned_device
 from outrider.errors import UserError
 from tests.conf.test_experiments import composed
 from tests.families import FAMILIES, TYPICAL, save_family
@@ -70,10 +72,12 @@ def test_the_memory_is_counted_part_by_part() -> None:
     layer = 2 * width * width + 2 * width * keys + 3 * width * middle + 2 * width
     head = vocabulary * width
     plan = make_plan(CONFIG, llama_2(70), 5)
-    frozen, trained, hidden = plan.device_bytes.values()
+    frozen, trained, hidden, loss, gradient, *_ = plan.device_bytes.values()
     assert frozen == 2 * (head + 5 * layer)
     assert trained == 4 * (1 + 1 + 2) * (layer + width + head)
     assert hidden == 4 * CONFIG.fit.batch_rows * CONFIG.seq_len * width
+    assert loss == loss_bytes(vocabulary, vocabulary, planned_device())
+    assert gradient == 4 * head
     alone = make_plan(replace(CONFIG, train_layer=False, train_head=False), llama_2(70), 5)
     assert alone.trained == width
     responses = DataConfig(source="local", path="responses-*.jsonl")
@@ -103,6 +107,20 @@ def test_experiments_of_13_billion_fit_a_gpu_of_80_gb(
     assert sum(plan.device_bytes.values()) < 60e9  # the exit's own activations come beside this
 
 
+@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+def test_the_loss_of_a_large_vocabulary_is_in_the_plan(objective: str) -> None:
+    """A chunk of logits over 262,144 tokens is half a gigabyte; the loss and the program are no more than 2."""
+    target = llama_2(13)
+    target.vocab_size, target.tie_word_embeddings, target.num_hidden_layers, target.hidden_size = 262_144, True, 2, 640
+    config = replace(CONFIG, objective=objective, train_head=False)
+    held = make_plan(config, target, 1).device_bytes
+    loss = held["logits and the loss, some rows at a time"]
+    assert 512 * 262_144 * 4 < loss < 1.2e9
+    more = make_plan(replace(config, train_head=True), target, 1).device_bytes
+    assert more["the head's gradient in the loss"] == 4 * 262_144 * 640
+    assert more["logits and the loss, some rows at a time"] == loss
+
+
 def require_allocated(path: Path, config: EesdConfig) -> None:
     """The plan of `config` for the target in `path` is what is read, trained and held after a step of training."""
     target, files = load_config(str(path)), open_tensors(str(path))
@@ -129,7 +147,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     moments = [m for state in optimizer.state.values() for m in state.values() if torch.is_tensor(m) and m.ndim]
     assert plan.trained == sum(p.numel() for p in trained)
     assert sum(p.parameters for p in plan.parts) == sum(p.numel() for p in parameters)
-    held_frozen, held_trained, _ = plan.device_bytes.values()
+    held_frozen, held_trained, *_ = plan.device_bytes.values()
     assert held_frozen == sum(p.nbytes for p in frozen)
     unused = sum(p.numel() for p in trained if p.grad is None)  # biases of routers, which choose but do not weigh
     assert unused < 1e-3 * plan.trained

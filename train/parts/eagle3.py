@@ -19,7 +19,7 @@ from draft_models.eagle3.model import Eagle3, Mask
 from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.eagle3.reading import Reading, require_target
 from draft_models.eagle3.step_attention import Steps
-from draft_models.losses import IGNORE, OVERLAPS, head_product, rows_cross_entropy, rows_divergence
+from draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
 from draft_models.targets.attention import packed_mask
 from draft_models.targets.band import Band
 from draft_models.targets.open_target import OpenTarget
@@ -31,8 +31,6 @@ from train.core.training import Batch, Metrics
 from train.parts.drafter import frozen_dtype, parameters_of, require_context
 from train.parts.heldout import WATCHED_DRAFT
 from train.settings.eagle3 import Eagle3Config
-
-LOGITS_AT_ONCE = 2**25  # 134 MB in float32
 
 
 class Judged(NamedTuple):
@@ -153,16 +151,15 @@ class Eagle3Student(nn.Module):
         """
         head, steps = self.head, guesses.shape[1]
         rows, weight = head.normed(guesses).flatten(0, 1), head.lm_head.weight
-        chunk = rows_at_once(head.reading, self.objective)
         if self.objective == "cross_entropy":
             if head.draft_tokens is not None:
                 labels = places(labels, head.draft_tokens, head.reading.vocabulary)
             counted = (shares * (labels != IGNORE)[:, None]).flatten()
             wanted = labels.clamp(min=0).repeat_interleave(steps)
-            return rows_cross_entropy(rows, weight, wanted, chunk, shares=counted)
+            return rows_cross_entropy(rows, weight, wanted, shares=counted)
         states, matrix = head_product(self.stack.head, target)
         return rows_divergence(
-            rows, weight, states, matrix, self.objective, chunk, target_rule=self.stack.spec.logits,
+            rows, weight, states, matrix, self.objective, target_rule=self.stack.spec.logits,
             tokens=head.draft_tokens, shares=shares.flatten(),
         )  # fmt: skip
 
@@ -215,12 +212,6 @@ def drafts_of(accepted: Tensor) -> Tensor:
     count = max(0, accepted.shape[1] - WATCHED_DRAFT)
     by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
     return torch.stack(by_step, -1)
-
-
-def rows_at_once(reading: Reading, objective: str) -> int:
-    """The number of predictions whose logits exist at a time, large enough to keep a GPU busy."""
-    columns = reading.vocabulary if objective in OVERLAPS else reading.draft_vocabulary
-    return max(1024, LOGITS_AT_ONCE // columns)
 
 
 def _supervised(labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from draft_models.eagle3.checkpoint import head_shapes
 from draft_models.eagle3.reading import Reading
 from draft_models.early_exit.model import EarlyExitStudent, exit_layers
-from draft_models.losses import OVERLAPS
+from draft_models.losses import OVERLAPS, loss_bytes
 from draft_models.targets.empty_models import empty_layers, empty_model
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import pick_dtype
@@ -22,7 +22,6 @@ from inference.engines.footprint import Place, cache_bytes, weight_bytes
 from inference.loading.memory_plan import GB, planned_device
 from train.core.optimizers import layer_matrices
 from train.parts.drafter import frozen_dtype
-from train.parts.eagle3 import rows_at_once
 from train.parts.early_exit import student_on
 from train.settings.drafters import EesdConfig
 from train.settings.eagle3 import Eagle3Config
@@ -30,6 +29,7 @@ from train.settings.eagle3 import Eagle3Config
 # Bytes per trained parameter: float32 master, gradient, and AdamW's two moments; Muon has one moment per matrix.
 BYTES_PER_MOMENT = 4
 BYTES_PER_TRAINED = 4 + 4 + 2 * BYTES_PER_MOMENT
+PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory of a CPU
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def make_plan(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> 
         "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained - BYTES_PER_MOMENT * one_moment,
         # between the frozen layers and the exit layer, in float32; the exit's own activations are extra, see the log
         f"hidden states of {rows} rows × {config.seq_len} tokens": 4 * rows * config.seq_len * target.hidden_size,
+        **_loss_memory(student.drafter.output_head, target.vocab_size, config.online, device),
     }
     if config.decode_prompts:  # in addition to the student, in the dtype for serving
         dtype = pick_dtype("auto", target, device)
@@ -143,14 +144,14 @@ def describe_eagle3_plan(config: Eagle3Config, reading: Reading, target: PreTrai
     trained = every - own - (0 if config.train_head else matrix)
     rows = config.fit.micro_batch_rows or config.fit.batch_rows
     tokens = rows * config.seq_len
-    columns = reading.vocabulary if config.objective in OVERLAPS else reading.draft_vocabulary
-    logits = 4 * rows_at_once(reading, config.objective) * columns
+    head = nn.Linear(reading.hidden, reading.draft_vocabulary, bias=False, device="meta")
+    head.requires_grad_(config.train_head)
     memory = {
         "the target's weights": width * whole,
         "trained: masters, gradients, moments": BYTES_PER_TRAINED * trained + 4 * (every - trained),
         f"activations of {rows} rows × {config.seq_len} tokens × {config.draft_steps} steps": tokens
         * kept_bytes(config, reading),
-        "logits, a chunk at a time": CHUNK_COPIES * logits,
+        **_loss_memory(head, reading.vocabulary, config.objective in OVERLAPS, device),
     }
     lines = [
         f"plan taps={','.join(map(str, reading.taps))} draft_steps={config.draft_steps} trained_parameters={trained} "
@@ -171,6 +172,15 @@ def kept_bytes(config: Eagle3Config, reading: Reading) -> int:
     return 2 * taps + config.draft_steps * (handed_on + inside)
 
 
+def _loss_memory(head: nn.Linear, vocabulary: int, whole: bool, device: torch.device) -> dict[str, int]:
+    """What the loss of `head` takes, and on a CPU the program. whole: it sees the target's p over `vocabulary` too."""
+    tokens, size = head.weight.shape[0], 4 * head.weight.numel()
+    memory = {"logits and the loss, some rows at a time": loss_bytes(tokens, vocabulary if whole else tokens, device)}
+    if head.weight.requires_grad:  # its gradient's sum, and the part of a chunk that is added
+        memory["the head's gradient in the loss"] = size
+    return memory | ({"the program": PROGRAM_BYTES} if device.type == "cpu" else {})
+
+
 def _count(parameters: Iterable[Tensor]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
@@ -178,6 +188,3 @@ def _count(parameters: Iterable[Tensor]) -> int:
 def _stored_bytes(target: PreTrainedConfig) -> int:
     """Bytes of a parameter in the checkpoint; 2 if the config has no dtype."""
     return torch.finfo(target.dtype).bits // 8 if isinstance(target.dtype, torch.dtype) else 2
-
-
-CHUNK_COPIES = 6  # temporary copies of a chunk's logits that a loss makes
