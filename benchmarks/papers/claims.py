@@ -110,7 +110,7 @@ class Quantity:
 
 
 QUANTITIES = {
-    "tau": Quantity("τ", _share("tokens", "rounds")),
+    "tau": Quantity("τ", _share("tokens", "rounds"), ("rounds",)),
     "alpha": Quantity("α", _share("accepted", "tried"), ("tried",), 3),
     "acceptance": Quantity("v_d", _share("accepted", "drafted")),
     "draft_share": Quantity("draft share", _share("accepted", "output"), digits=3),
