@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from outrider.errors import warn
 from outrider.files import is_local, write_atomically
 from outrider.words import Shown
 
@@ -16,16 +17,19 @@ def write_card(path: Path, use: str, target: str, facts: Mapping[str, object]) -
     """Write the model card of the drafter in directory `path`, replacing an earlier card and its report.
 
     use: instructions for a drafter of its kind, with {path} and {target} to fill in; target: the target's name or
-    directory; facts: one line each; a "tau" below `LEAST_TAU` makes a warning. Paths are as the command had them, so
-    that the lines work where it was run.
+    directory; facts: one line each; a "tau", or without one a "tau_analytic", below `LEAST_TAU` makes a warning, in the
+    log too. Paths are as the command had them, so that the lines work where it was run.
     """
     listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     base = "" if is_local(target) else f"base_model: {target}\n"  # a path means nothing on the Hub
-    tau, filled = facts.get("tau"), {"path": Shown(path), "target": Shown(target)}
+    tau, filled = facts.get("tau", facts.get("tau_analytic")), {"path": Shown(path), "target": Shown(target)}
+    useless = isinstance(tau, float) and tau < LEAST_TAU
+    if useless:
+        warn(f"{path}: of no use: τ = {tau:.2f}, below {LEAST_TAU}; train it longer, or on the target's own answers")
     sections = [
         f"---\nlibrary_name: outrider\n{base}tags: [speculative-decoding, draft-model]\n---",
         f"{TITLE}{target}",
-        *([_USELESS.format(tau=tau)] if isinstance(tau, float) and tau < LEAST_TAU else []),
+        *([_USELESS.format(tau=tau)] if useless else []),
         use.format(**filled),
         f"## How it was made\n\n{listed}",
         _UPLOAD.format(**filled),

@@ -85,11 +85,26 @@ def test_a_card_for_other_machines_names_no_path_of_this_one(tmp_path: Path, use
     assert "hf upload USER/NAME mine " in text
 
 
-@pytest.mark.parametrize(("tau", "warned"), [(1.0, True), (1.09, True), (1.1, False), (2.5, False), (None, False)])
-def test_a_card_says_that_its_drafter_is_of_no_use(tmp_path: Path, tau: float | None, warned: bool) -> None:
-    write_card(tmp_path, early_exit.USE, "org/target", {} if tau is None else {"tau": tau})
-    text = (tmp_path / "README.md").read_text()
-    assert f"**Of no use**: it reached τ = {tau:.2f} tokens" in text if warned else "**Of no use**" not in text
+@pytest.mark.parametrize(
+    ("taus", "said"),
+    [
+        ({"tau": 1.0}, 1.0),
+        ({"tau": 1.09}, 1.09),
+        ({"tau": 1.1}, None),
+        ({"tau": 2.5, "tau_analytic": 1.05}, None),  # what was decoded decides
+        ({"tau": 1.02, "tau_analytic": 1.3}, 1.02),
+        ({"tau_analytic": 1.0871}, 1.09),
+        ({"tau_analytic": 1.2}, None),
+        ({}, None),
+    ],
+)
+def test_a_card_and_the_log_say_that_a_drafter_is_of_no_use(
+    tmp_path: Path, taus: dict[str, float], said: float | None, capsys: pytest.CaptureFixture
+) -> None:
+    write_card(tmp_path, early_exit.USE, "org/target", taus)
+    text, log = (tmp_path / "README.md").read_text(), capsys.readouterr().err
+    assert f"**Of no use**: it reached τ = {said:.2f} tokens" in text if said else "**Of no use**" not in text
+    assert ("of no use" in log) == (said is not None)
 
 
 @pytest.mark.parametrize("carded", [True, False])

@@ -137,7 +137,8 @@ def fit(
         engine = Engine(model, config)
         if start is not None:
             engine.load(start)
-        start_wandb(engine.accelerator, config.wandb, out_dir, run)
+        where = {"out_dir": str(out_dir), "processes": state.num_processes}
+        start_wandb(engine.accelerator, config.wandb, out_dir, run | where)
         steps = range(done, budget.total(done))
         report = Report(engine.accelerator, out_dir, steps, evaluate is not None)
 

@@ -128,6 +128,8 @@ class Recipe:
         facts |= {"data": config.data.source, "steps": trained.result.steps}
         if config.decode_prompts:
             facts |= {"chosen step": trained.step, "tau": round(trained.metrics["tau"], 3)}
+        elif "tau_analytic" in trained.metrics:
+            facts |= {"tau_analytic": round(trained.metrics["tau_analytic"], 3)}
         write_card(Path(config.out_dir), USE, config.target, facts)
         layers_of_all = f"{self.exit_layer} of {target.num_hidden_layers}"
         say(f"saved drafter={Path(config.out_dir)} exit_layer={layers_of_all} step={trained.step}")
