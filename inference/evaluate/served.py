@@ -255,12 +255,12 @@ def serve_methods(
         for count in config.concurrency:
             some = [block for block in blocks if (block.key.method, block.key.concurrency) == (name, count)]
             results = [result for block in some for result in block.results]
-            here = [ours[int(result.unit)].generations[name] for result in results]
+            here = [ours[int(str(result.conversation))].generations[name] for result in results]
             if kind.served == "custom_class":  # here it drafts trees
                 table = open_table(str(config.where(kind)), *vocabulary)
                 here = [_by_the_table(table, draft_length(method), result) for result in results]
             totals = {arm: sum(block.seconds[arm] for block in some) for arm in some[0].seconds}
-            references = None if drawn else [texts[int(result.unit)] for result in results]
+            references = None if drawn else [texts[int(str(result.conversation))] for result in results]
             load = machine_load((), (block.load for block in some), os.cpu_count() or 1)
             row = served_row(
                 name, draft_length(method), results, here, references, totals, load, streams.within(name, count),
@@ -283,7 +283,7 @@ def _judged(
     for method, result in ((block.key.method, result) for block in blocks for result in block.results):
         for generated, generation in result.generations.items():
             prompt, text, arm = result.prompt, generation.tokens, DRAFTED if generated == method else PLAIN
-            if text != known.get(int(result.unit)) and UNREAD not in generation.totals:
+            if text != known.get(int(str(result.conversation))) and UNREAD not in generation.totals:
                 again = "retokenised" in generation.totals
                 row = {"prompt_ids": [*prompt], "output_ids": [*text], "retokenised": again}
                 said.setdefault((method, arm), {})[prompt, text] = row

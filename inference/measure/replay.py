@@ -40,7 +40,8 @@ from inference.core.tree import DraftTree, depths
 from inference.core.verify import verify_greedy
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.targets import load_drafters
-from inference.measure.statistics import acceptance_by_position, decode_statistics, structure_statistics
+from inference.measure.loops import looped, loops_text, share_of_loops
+from inference.measure.statistics import acceptance_by_position, decode_statistics, structure_statistics, tau_text
 from inference.measure.threads import use_threads
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
@@ -328,10 +329,15 @@ def replay_report(turns: Sequence[RecordedTurn], generations: Sequence[Generatio
         "turns": len(turns),
         "tokens": sum(len(g.tokens) for g in generations),
         **decode_statistics(generations),
+        "loops": share_of_loops([generation.tokens for generation in generations]),
         "structure": structure_statistics(generations),
         "draft_us": 1e6 * statistics.median(seconds) if seconds else None,
         "acceptance_by_position": acceptance_by_position(generations),
-        "by_category": {name: decode_statistics(group) for name, group in groups.items()},
+        "tau_without_loops": decode_statistics(g for g in generations if not looped(g.tokens))["tau"],
+        "by_category": {
+            name: {**decode_statistics(group), "loops": share_of_loops([generation.tokens for generation in group])}
+            for name, group in groups.items()
+        },
     }
 
 
@@ -341,9 +347,10 @@ def replay_markdown(reports: Sequence[Mapping[str, Any]], transcripts: str) -> s
     rows = []
     for report in reports:
         drafting = "–" if report["draft_us"] is None else f"{report['draft_us']:.0f}"
-        by_category = (f"{report['by_category'][name]['tau']:.2f}" for name in categories)
+        by_category = (tau_text(report["by_category"][name]["tau"]) for name in categories)
         drafted = f"{report['drafted_tokens_per_round']:.1f}"
-        rows.append((report["method"], f"{report['tau']:.3f}", drafted, drafting, *by_category))
-    columns = dict.fromkeys(("method", "τ", "drafted/round", "draft µs", *categories), "")
-    said = f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy."
+        taus = (tau_text(report[key], 3) for key in ("tau", "tau_without_loops"))
+        rows.append((report["method"], *taus, drafted, drafting, *by_category))
+    columns = dict.fromkeys(("method", "τ", "τ without loops", "drafted/round", "draft µs", *categories), "")
+    said = f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy; {loops_text(reports[0]['loops'])}."
     return "\n".join([f"# Replay of {Path(transcripts).name}", "", said, "", *Table(columns, rows).markdown(), ""])

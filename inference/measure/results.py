@@ -83,8 +83,12 @@ class PromptResult:
 
     @property
     def unit(self) -> str:
-        """The unit of resampling: the conversation, as its turns are correlated."""
-        return self.prompt_id if self.conversation is None else self.conversation
+        """The unit of resampling: the conversation, as its turns are correlated.
+
+        Results of several runs may have the same ids for different prompts, which are then different units.
+        """
+        own = f"{self.prompt_id} {self.prompt}" if self.conversation is None else self.conversation
+        return f"{self.category}/{own}"
 
     def identical(self, arm: str) -> bool:
         """Whether `arm` emitted exactly the reference arm's tokens."""

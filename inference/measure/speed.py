@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict
 
 from inference.core.generation import Generation
+from inference.measure.loops import looped
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.statistics import bootstrap_median
 from outrider.streams import Streams
@@ -35,6 +36,11 @@ def end_to_end(generation: Generation) -> float:
 def timed(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
     """Results in which every given arm decoded at least one token after the prefill."""
     return [r for r in results if all(len(r.generations[arm].tokens) > 1 for arm in arms)]
+
+
+def without_loops(results: Sequence[PromptResult], *arms: str) -> list[PromptResult]:
+    """The results in which the text of none of the arms loops."""
+    return [r for r in results if not any(looped(r.generations[arm].tokens) for arm in arms)]
 
 
 def speedups(results: Sequence[PromptResult], arm: str, baseline: str) -> dict[str, float]:

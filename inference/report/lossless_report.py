@@ -34,15 +34,19 @@ def lossless_section(
     """
     checked = [] if sampled else results
     judgements = {arm: judge_arm(results, arm) for arm in (method, AUTOREGRESSIVE)}
-    mine = judgements[method]
-    judged_right = mine is not None and not mine.faults and not exact
-    ties = sum(not r.identical(method) and method in r.deviations for r in checked) if judged_right else 0
+
+    def ties(arm: str) -> int:
+        found = judgements[arm]
+        judged_right = found is not None and not found.faults and not exact
+        return sum(not r.identical(arm) and arm in r.deviations for r in checked) if judged_right else 0
+
     return {
         "reference": None if sampled else results[0].reference,
         "checked": len(checked),
         "identical": sum(r.identical(method) for r in checked),
-        "excused_ties": ties,
+        "excused_ties": ties(method),
         "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in checked),
+        "autoregressive_excused_ties": ties(AUTOREGRESSIVE),
         "judged": {arm: found and asdict(found) for arm, found in judgements.items()},
     }
 
@@ -72,7 +76,7 @@ def judgements(reports: Sequence[Report]) -> Table | None:
         f"worst row (at most {BULK})": "the keys, values or logits that are furthest off on average",
         f"worst position (at most {PEAK:.0f})": "the same at one place of one text",
         f"largest gap (at most {GAP:.0f})": "how much likelier the best token was than one chosen in its place",
-        "other choices": "positions at which another token would have been chosen; in brackets transformers' own",
+        "other choices": "positions at which another token would have been chosen; transformers' own pass has some too",
         "faults": "what is beyond its limit",
     }
     rows = [
@@ -81,7 +85,7 @@ def judgements(reports: Sequence[Report]) -> Table | None:
             f"{one['bulk']:.2f}: {one['bulk_at']}",
             f"{one['peak']:.1f}: {one['peak_at']}",
             f"{one['largest_gap']:.1f}",
-            f"{one['ties']} of {one['positions']} ({one['own_ties']})",
+            f"{one['ties']} of {one['positions']} (transformers: {one['own_ties']})",
             f"NOT LOSSLESS: {'; '.join(one['faults'])}" if one["faults"] else "none above rounding",
         )
         for arm, one in judged.items()

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draft_models.early_exit.checkpoint import provenance
+from inference.measure.loops import share_of_loops
 from inference.measure.prompt_results import REPORT_FILE
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.speed import (
@@ -25,6 +26,7 @@ from inference.measure.speed import (
     speedups_over_baselines,
     time_of_a_plain_token,
     tokens_per_second,
+    without_loops,
 )
 from inference.measure.statistics import (
     acceptance_by_candidates,
@@ -97,6 +99,7 @@ def build_report(
         "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
         "speedup": speedups_over_baselines(results, method, streams),
         "end_to_end": speedups_over_baselines(results, method, streams, end_to_end),
+        **_loops(results, method, streams),
         "autoregressive": time_of_a_plain_token(results),
         "break_even_acceptance": break_even(results, method),
         "seconds": parts_of_time(results, method),
@@ -132,6 +135,16 @@ def _part(results: Sequence[PromptResult], method: str, streams: Streams) -> dic
         **decode_statistics(mine),
         **request_statistics(mine),
         "speedup": speedup(results, method, AUTOREGRESSIVE, streams),
+        **_loops(results, method, streams),
+    }
+
+
+def _loops(results: Sequence[PromptResult], method: str, streams: Streams) -> Report:
+    """How much of a method's texts repeats itself, and its speed-up without such texts."""
+    others = without_loops(results, method, AUTOREGRESSIVE)
+    return {
+        "loops": share_of_loops([r.generations[method].tokens for r in results]),
+        "speedup_without_loops": speedup(others, method, AUTOREGRESSIVE, streams),
     }
 
 
@@ -250,7 +263,7 @@ def plot_acceptance(reports: Sequence[Report]) -> Figure:
 def _verdict(report: Report) -> str:
     if not is_lossless(report):
         return "not lossless"
-    return verdict(report["speedup"], (report.get("load") or {}).get("busy"))
+    return verdict(report["speedup_without_loops"], (report.get("load") or {}).get("busy"))
 
 
 def _save(figure: Figure, path: Path) -> None:

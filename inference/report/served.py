@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.core.generation import Generation
+from inference.measure.loops import share_of_loops
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
-from inference.measure.speed import speedup
+from inference.measure.speed import speedup, without_loops
 from inference.measure.statistics import decode_statistics
 from inference.measure.verdict import MIN_PROMPTS, verdict
-from inference.report.wording import Report, busy_sentences, interval_text, number_text
+from inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
 from inference.settings.kinds import KINDS
 from outrider.streams import Streams
 from outrider.tables import Table
@@ -42,6 +43,7 @@ SERVED = {
     "tokens/s": "of all requests together, without a drafter and with it",
     "ms/token": "of a request after its first step, without a drafter and with it",
     "speed-up [95 %]": "of a request's decoding: the median over prompts",
+    "without loops [95 %]": "the same of the texts that do not repeat themselves; the verdict comes from it",
     "verdict": "as above",
 }
 
@@ -66,7 +68,8 @@ def served_row(
     arms = {arm: name for arm, name in ((PLAIN, AUTOREGRESSIVE), (DRAFTED, method)) if arm in totals}
     made = {arm: [r.generations[name] for r in results] for arm, name in arms.items()}
     both = [r for r in results if PLAIN in arms and all(g.rounds for g in r.generations.values())]
-    gained = speedup(both, method, AUTOREGRESSIVE, streams, after_first_step)
+    gained, judged = (speedup(some, method, AUTOREGRESSIVE, streams, after_first_step)
+                      for some in (both, without_loops(both, method, AUTOREGRESSIVE)))  # fmt: skip
     same = {arm: references and sum(g.tokens == tuple(text) for g, text in zip(some, references, strict=True))
             for arm, some in made.items()}  # fmt: skip
     flags = [name for some in made.values() for g in some for name in g.totals]
@@ -82,9 +85,11 @@ def served_row(
         "tokens_per_second": {arm: sum(len(g.tokens) for g in some) / totals[arm] for arm, some in made.items()},
         "seconds_per_token": {arm: sum(g.decode_seconds for g in some) / max(1, sum(
             len(r.tokens) for g in some for r in g.rounds)) for arm, some in made.items()},
+        "loops": {arm: share_of_loops([g.tokens for g in some]) for arm, some in made.items()},
         "speedup": gained,
+        "speedup_without_loops": judged,
         "load": load,
-        "verdict": verdict(gained, load["busy"]),
+        "verdict": verdict(judged, load["busy"]),
     }  # fmt: skip
 
 
@@ -178,6 +183,7 @@ def _cells(method: str, row: Row) -> tuple[str, ...]:
         " → ".join(map(number_text, speeds)),
         " → ".join(number_text(1000 * seconds) for seconds in spent),
         interval_text(row["speedup"]),
+        interval_text(judged_speed(row)),
         row["verdict"],
     )
 
@@ -219,11 +225,11 @@ def schedule_lines(served: Sequence[Report]) -> list[str]:
     lines: list[str] = []
     for source in dict.fromkeys(report["settings"]["source"] for report in served):
         rows = [row for report in served if report["settings"]["source"] == source for row in report["served"]]
-        if any(busy_sentences(row) or row["speedup"]["prompts"] < MIN_PROMPTS for row in rows):
+        if any(busy_sentences(row) or judged_speed(row)["prompts"] < MIN_PROMPTS for row in rows):
             continue  # then nothing can be faster
         steps, lengths = schedule(rows), sorted({row["draft_tokens"] for row in rows})
         usual = _USUAL if _USUAL in lengths else lengths[len(lengths) // 2]
-        medians = {(row["concurrency"], row["draft_tokens"]): row["speedup"]["median"] for row in rows}
+        medians = {(row["concurrency"], row["draft_tokens"]): judged_speed(row)["median"] for row in rows}
         said = [f"{count if first == count else f'{first}–{count}'}: K = {k}" for first, count, k in steps]
         gains = [f"{medians.get((count, k), 1) / medians[count, usual]:.2f}× at {count}" for _, count, k in steps]
         lines += ["", f"Draft lengths that pay for {source} by requests at a time: {', '.join(said)}. Over K = {usual} "
@@ -273,7 +279,7 @@ def schedule(rows: Sequence[Row]) -> list[tuple[int, int, int]]:
     steps, first = [], 1
     for count in sorted({row["concurrency"] for row in rows}):
         faster = [row for row in rows if row["concurrency"] == count and row["verdict"] == "faster"]
-        best = max(faster, key=lambda row: row["speedup"]["median"], default={"draft_tokens": 0})
+        best = max(faster, key=lambda row: judged_speed(row)["median"], default={"draft_tokens": 0})
         steps.append((first, count, int(best["draft_tokens"])))
         first = count + 1
     return steps

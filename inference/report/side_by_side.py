@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from inference.measure.loops import looped, loops_text, share_of_loops
 from inference.measure.prompt_results import REPORT_FILE, read_results
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import decoding, timed
@@ -132,12 +133,15 @@ def compare_methods(
     """`other` of the second run over `one` of the first: medians over prompts of ratios, each with its interval.
 
     gain: ratio of the speed-ups over plain decoding, each in its own run. seconds: ratio of the tokens per second.
-    tau: ratio of τ. same_text: the number of prompts on which both texts are equal.
+    tau: ratio of τ. same_text: the number of prompts on which both texts are equal. loops: of the texts of both.
+    gain_without_loops: the gain on prompts where neither text loops; the verdict comes from it.
     """
     arms = ((before, one), (after, other))
     fair = [name for name in shared if all(timed([run.results[name]], arm, AUTOREGRESSIVE) for run, arm in arms)]
 
-    def ratio(value: Value) -> dict[str, Any]:
+    texts = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
+
+    def ratio(value: Value, fair: Sequence[str] = fair) -> dict[str, Any]:
         values = [value(after.results[name], other) / value(before.results[name], one) for name in fair]
         if not values:
             return {"median": None, "ci95": None, "prompts": 0}
@@ -145,15 +149,14 @@ def compare_methods(
         median, interval = bootstrap_median(values, streams.arrays(value.__name__), units=units)
         return {"median": median, "ci95": interval, "prompts": len(set(units))}
 
-    gain = ratio(_speedup)
+    gain = ratio(_speedup, [name for name in fair if not any(map(looped, texts[name]))])
     return {
-        "gain": gain,
+        "gain": ratio(_speedup),
+        "gain_without_loops": gain,
+        "loops": share_of_loops([text for pair in texts.values() for text in pair]),
         "seconds": ratio(_speed),
         "tau": ratio(_tau),
-        "same_text": sum(
-            before.results[name].generations[one].tokens == after.results[name].generations[other].tokens
-            for name in shared
-        ),
+        "same_text": sum(first == second for first, second in texts.values()),
         "verdict": verdict(gain, next(filter(None, (run.busy for run in (before, after))), None)),
     }
 
@@ -174,7 +177,12 @@ def _tau(result: PromptResult, method: str) -> float:
 def comparison_table(found: Mapping[str, Any]) -> str:
     """The comparison as Markdown."""
     (first, second), (one, other, shared) = found["compare"], found["prompts"]
-    ratios = {"gain": "over plain decoding [95 %]", "seconds": "tokens/s as they were [95 %]", "tau": "τ [95 %]"}
+    ratios = {
+        "gain": "over plain decoding [95 %]",
+        "gain_without_loops": "without loops [95 %]",
+        "seconds": "tokens/s as they were [95 %]",
+        "tau": "τ [95 %]",
+    }
     columns = dict.fromkeys(("first", "second", *ratios.values(), "same text", ""), "")
     rows = [
         (*row["pair"], *(_ratio(row[key]) for key in ratios), f"{row['same_text']}/{shared}", row["verdict"])
@@ -183,7 +191,8 @@ def comparison_table(found: Mapping[str, Any]) -> str:
     lines = [
         f"# {second} over {first}",
         "",
-        f"{shared} shared turns, of {one} and {other}. A ratio above 1 is in favour of {second}.",
+        f"{shared} shared turns, of {one} and {other}. A ratio above 1 is in favour of {second}. "
+        f"{loops_text(max((row['loops'] for row in found['methods']), key=lambda loops: loops['looping']))}.",
         "",
         *Table(columns, rows).markdown(),
     ]

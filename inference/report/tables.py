@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from inference.measure.results import TRANSFORMERS
+from inference.measure.statistics import tau_text
 from inference.measure.verdict import MARGIN, MIN_PROMPTS
 from inference.report.wording import (
     Report,
-    identical_text,
     identical_with_ties,
     interval_text,
     milliseconds_text,
@@ -21,13 +21,15 @@ METHODS = {
     f"than {MIN_PROMPTS} prompts always undecided",
     "speed-up [95 %]": "how many times as fast as plain decoding: the median over prompts, and where the median of "
     "other such prompts lies with 95 % confidence",
+    "without loops [95 %]": "the same of the texts that do not repeat themselves; the verdict comes from it",
     "vs transformers": "the same over transformers' own generate",
     "tokens/s": "decoded tokens a second, the prefill left out",
     "tokens a pass": "τ: tokens that one pass of the target yields on average, its own included; 1 without a drafter",
     "accepted": "v_d: share of the drafted tokens that the target accepted",
     "from drafter": "r_d: share of the text that was drafted",
     "drafted a pass": "tokens drafted before each pass of the target",
-    "identical": "texts that equal, token for token, what transformers' generate says, of those compared",
+    "identical": "texts that equal, token for token, what transformers' generate says, of those compared; ties: texts "
+    "that part from it where rounding decides",
 }
 WHOLE = {
     "from the prompt on": "how drafts were made",
@@ -43,11 +45,11 @@ def methods_table(reports: Sequence[Report]) -> Table:
     """The verdict, speed-ups, τ and acceptance of each method."""
     first, nothing_drafted = reports[0], ("1.00", "", "", "")
     speeds = {name: number_text(speed) for name, speed in first["tokens_per_second"].items()}
-    identical = identical_text(first, "autoregressive_identical")
-    rows: list[tuple[str, ...]] = [(PLAIN, "", "1.00", "", speeds["autoregressive"], *nothing_drafted, identical)]
+    identical = identical_with_ties(first, "autoregressive_")
+    rows: list[tuple[str, ...]] = [(PLAIN, "", "1.00", "", "", speeds["autoregressive"], *nothing_drafted, identical)]
     if first["tokens_per_second"][TRANSFORMERS] is not None:
         role, faster = "sampled" if first["temperature"] else "reference", interval_text(first[TRANSFORMERS]["speedup"])
-        rows.append(("transformers generate", "", faster, "1.00", speeds[TRANSFORMERS], *nothing_drafted, role))
+        rows.append(("transformers generate", "", faster, "", "1.00", speeds[TRANSFORMERS], *nothing_drafted, role))
     return Table(METHODS, [*rows, *map(_gained, reports)])
 
 
@@ -73,8 +75,10 @@ def _gained(report: Report) -> tuple[str, ...]:
         report["method"],
         report["verdict"],
         interval_text(speedup),
+        interval_text(report["speedup_without_loops"]),
         interval_text(speedup.get("vs_transformers_generate")),
         number_text(report["tokens_per_second"]["speculative"]),
-        *(f"{report[key]:.2f}" for key in ("tau", "acceptance_rate", "draft_share", "drafted_tokens_per_round")),
+        tau_text(report["tau"]),
+        *(f"{report[key]:.2f}" for key in ("acceptance_rate", "draft_share", "drafted_tokens_per_round")),
         identical_with_ties(report),
     )

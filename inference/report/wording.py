@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inference.measure.loops import loops_text
 from inference.measure.verdict import MARGIN, MIN_PROMPTS
 from inference.settings.sampling import SamplingConfig
 from outrider.words import in_shell, option
 
 Report = Mapping[str, Any]
+_LOOPS = ", where drafts are nearly always right; verdicts and the recommendation come from the others"
+_LOOPS_CAUSE = "as those of a base model do under a chat template (give template=none or longer prompts)"
 INT8 = (
     "The target is the int8 model in all arms: the weight of every linear layer, the head too, in whole numbers to "
     "±127 with one scale a row, rounded once when it was loaded. It is another target than the one its drafters were "
@@ -39,7 +42,14 @@ def recommendation(reports: Sequence[Report]) -> str:
     wrong = [f"`{one['method']}`" for one in reports if one["verdict"] == "not lossless"]
     warning = f"; do not use {' or '.join(wrong)}: not lossless" if wrong else ""
     right = [one for one in reports if one["verdict"] != "not lossless" and one["speedup"]["median"] is not None]
-    return f"{_recommended(sorted(right, key=lambda one: -one['speedup']['median']))}{warning}."
+    ranked = sorted(right, key=lambda one: -(judged_speed(one)["median"] or 0))
+    return f"{_recommended(ranked)}{warning}.{_slower_plain(reports[0])}"
+
+
+def judged_speed(report: Report) -> Report:
+    """The speed-up that a verdict comes from: of the texts that do not loop (see `inference.measure.loops`)."""
+    found: Report = report.get("speedup_without_loops", report["speedup"])
+    return found
 
 
 def _recommended(ranked: Sequence[Report]) -> str:
@@ -50,8 +60,11 @@ def _recommended(ranked: Sequence[Report]) -> str:
         return "undecided: the machine was busy; measure again when nothing else runs on it"
     if (prompts := ranked[0]["speedup"]["prompts"]) < MIN_PROMPTS:
         return f"undecided: a verdict needs {MIN_PROMPTS} timed prompts, here: {prompts}"
+    if (prompts := max(judged_speed(one)["prompts"] for one in ranked)) < MIN_PROMPTS:
+        loops = f"{loops_text(ranked[0]['loops'])}, {_LOOPS_CAUSE}"
+        return f"undecided: {loops}; a verdict needs {MIN_PROMPTS} prompts that do not, here: {prompts}"
     best = next(one for kind in ("faster", "undecided", "slower") for one in ranked if one["verdict"] == kind)
-    found = interval_text(best["speedup"]).replace(" ", " plain decoding ", 1)
+    found = interval_text(judged_speed(best)).replace(" ", " plain decoding ", 1)
     if best["verdict"] == "faster":
         return f"`{best['method']}` is the fastest: {found}{_rivals(best, ranked)}"
     if best["verdict"] == "slower":
@@ -62,10 +75,23 @@ def _recommended(ranked: Sequence[Report]) -> str:
 
 def _rivals(best: Report, ranked: Sequence[Report]) -> str:
     """The methods whose intervals overlap with the best one's."""
-    low = best["speedup"]["ci95"][0]
-    names = [f"`{one['method']}`" for one in ranked if one is not best and one["speedup"]["ci95"][1] >= low]
+    low = judged_speed(best)["ci95"][0]
+    others = [one for one in ranked if one is not best and (judged_speed(one)["ci95"] or [0, 0])[1] >= low]
+    names = [f"`{one['method']}`" for one in others]
     said = " and ".join(names) if len(names) < 3 else f"{len(names)} others"
     return f"; {said} may be as fast, as the intervals overlap" if names else ""
+
+
+def _slower_plain(report: Report) -> str:
+    """Says it where transformers' `generate` is faster than plain decoding, by more than the margin of a verdict."""
+    faster = report.get("transformers_generate", {}).get("speedup")
+    if faster is None or faster["ci95"] is None or faster["ci95"][0] <= 1 + MARGIN:
+        return ""
+    return (
+        f" Plain decoding is slower here than transformers' generate, which has {interval_text(faster)} of its speed: "
+        f"compare with generate. threads=1 helps on a machine that others use (here {_threads(report)}), "
+        f"dtype=bfloat16 on a processor that has it (here {report['dtype']})."
+    )
 
 
 def _needed(report: Report) -> str:
@@ -97,6 +123,8 @@ def conditions(reports: Sequence[Report]) -> str:
             sentences.append(f"{said}: {', '.join(f'{name} {_short(value)}' for name, value in fields.items())}.")
     if first.get("cudnn_attention") is False:
         sentences.append("cuDNN's attention is off in all arms, transformers' too.")
+    loops = max((report["loops"] for report in reports), key=lambda found: found["looping"])
+    sentences.append(f"{loops_text(loops)}{_LOOPS if loops['looping'] else ''}.")
     return " ".join(sentences)
 
 
@@ -172,10 +200,10 @@ def identical_text(report: Report, key: str) -> str:
     return "sampled" if report["temperature"] else f"{report['lossless'][key]}/{report['lossless']['checked']}"
 
 
-def identical_with_ties(report: Report) -> str:
-    """The number of identical texts, and of rounding ties."""
-    ties = report["lossless"]["excused_ties"]
-    return identical_text(report, "identical") + (f" (+{ties} ties)" if ties else "")
+def identical_with_ties(report: Report, of: str = "") -> str:
+    """The number of identical texts, and of rounding ties. of: "autoregressive_" for plain decoding's."""
+    ties = report["lossless"].get(f"{of}excused_ties")
+    return identical_text(report, f"{of}identical") + (f" (+{ties} ties)" if ties else "")
 
 
 def number_text(value: float | None) -> str:

@@ -1,9 +1,11 @@
 """report.html: one self-contained file with its styles and script, without external resources."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from inference.measure.loops import loops_text
 from inference.measure.results import PromptResult
+from inference.measure.statistics import tau_text
 from inference.report.drafter_facts import drafter_lines
 from inference.report.overlap import overlap_sentence
 from inference.report.page.markup import Markup, as_table, tag
@@ -33,7 +35,9 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
     Any text is safe: model output is escaped.
     """
     first = reports[0]
-    title = f"{first['drafter']} on {first['target']}"
+    names = [report["method"] for report in reports]
+    methods = f"{len(names)} methods" if len(names) > 3 else " and ".join(names)
+    title = f"Outrider: how fast {methods} decode {Path(first['target']).name}"
     head = (
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -108,15 +112,16 @@ def _counted(reports: Sequence[Report]) -> Markup:
 def _categories(reports: Sequence[Report]) -> list[Markup]:
     """One panel per category, the first one open."""
     panels: list[Markup] = []
-    names = ("method", "tokens a pass", "accepted", "drafted a pass", "speed-up [95 %]")
+    names = ("method", "tokens a pass", "accepted", "drafted a pass", "speed-up [95 %]", "without loops [95 %]")
     columns = {name: METHODS[name] for name in names}
     for name, mine in reports[0]["by_category"].items():
         rows = []
         for report in reports:
             own = report["by_category"][name]
-            cells = (f"{own[key]:.2f}" for key in ("tau", "acceptance_rate", "drafted_tokens_per_round"))
-            rows.append((report["method"], *cells, interval_text(own["speedup"])))
-        summary = tag("summary", f"{name}, {mine['prompts']} of the prompts")
+            cells = (tau_text(own["tau"]), f"{own['acceptance_rate']:.2f}", f"{own['drafted_tokens_per_round']:.2f}")
+            speeds = (interval_text(own[key]) for key in ("speedup", "speedup_without_loops"))
+            rows.append((report["method"], *cells, *speeds))
+        summary = tag("summary", f"{name}, {mine['prompts']} of the prompts: {loops_text(mine['loops'])}")
         panels.append(tag("details", summary, as_table(Table(columns, rows)), open=not panels or None))
     return panels
 
@@ -128,20 +133,26 @@ def _overlaps(report: Report) -> list[Markup]:
 
 
 def _facts(report: Report) -> Markup:
-    """Machine, versions, and digests of target and drafters."""
+    """Machine, versions, and digests of target and drafters; folded, the kernels."""
     made = report["made_with"]
     facts = {
+        "target": report["target"],
+        "drafter": report["drafter"],
         **{f"machine: {name}": value for name, value in report["machine"].items()},
         "dtype": report["dtype"],
         "computes in": report.get("computes_in", report["dtype"]),
         "device": report["device"],
         "runtime": report.get("runtime", ""),
-        **{f"kernel: {name}": value for name, value in report.get("kernels", {}).items()},
         **{f"made with: {name}": value for name, value in made.items()},
         **{f"digest: {name}": value for name, value in report.get("digests", {}).items()},
         "peak memory": _peak(report.get("peak_memory_bytes", 0)),
         "seed": report["seed"],
     }
+    folded = tag("details", tag("summary", "The kernels that were chosen"), _listed(report.get("kernels", {})))
+    return tag("div", _listed(facts), folded)
+
+
+def _listed(facts: Mapping[str, object]) -> Markup:
     return tag("dl", *(part for name, value in facts.items() for part in (tag("dt", name), tag("dd", value))))
 
 

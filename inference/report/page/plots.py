@@ -16,21 +16,25 @@ MARKS = (  # methods are told apart by their shapes, too
 def speedups(reports: Sequence[Report]) -> Markup:
     """Every method's median speed-up over plain decoding with its interval, on one axis."""
     timed = [(place, one) for place, one in enumerate(reports) if one["speedup"]["median"] is not None]
-    most = max([1.2, *(one["speedup"]["ci95"][1] for _, one in timed)])
+    highest = max((one["speedup"]["ci95"][1] for _, one in timed), default=0)
+    # an interval that is wider by far is cut, with an arrow
+    most = max(1.2, min(highest, 2.5 * max((one["speedup"]["median"] for _, one in timed), default=0)))
     bottom, step = ROW * max(1, len(timed)), 0.25
     while most / step > 6:
         step *= 2
     ticks = [step * count for count in range(int(most / step) + 1)]
     drawn = [part for tick in ticks for part in _tick(_across(tick / most, RIGHT), f"{tick:g}×", bottom)]
-    drawn.append(tag("line", x1=_across(1 / most, RIGHT), x2=_across(1 / most, RIGHT), y1=0, y2=bottom, class_="even"))
     for line, (place, report) in enumerate(timed):
         y, speedup = ROW * line + 30, report["speedup"]
-        low, high, middle = (_across(value / most, RIGHT) for value in (*speedup["ci95"], speedup["median"]))
+        ends = (*speedup["ci95"], speedup["median"], 1)
+        low, high, middle, even = (_across(min(1, value / most), RIGHT) for value in ends)
         drawn += [
+            tag("line", x1=even, x2=even, y1=y - 9, y2=y + 16, class_="even"),  # it ends below the names
             _text(report["method"], 2, y - 17),
             _text(interval_text(speedup), WIDTH - 2, y - 17, "end"),
             tag("line", x1=low, x2=high, y1=y, y2=y, class_=f"interval c{place % 8}"),
             _mark(place, middle, y),
+            *([tag("path", d=f"M{high + 8} {y}l-10-6v12z", class_=f"c{place % 8}")] if ends[1] > most else []),
         ]
     said = "Speed-up over plain decoding (dashed: 1×): the median over prompts with its 95 % interval"
     return _figure(drawn, bottom + 24, said)
