@@ -2,9 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import torch
-from tokenizers.decoders import ByteLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,6 +27,8 @@ _FREE = {
     "eos_token_id", "pad_token_id",
 }  # fmt: skip
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6  # types of tokens
+Step = dict[str, object]  # of a normalizer or a pre-tokenizer, as tokenizer.json has it
+_KEY, _BYTES = "tokenizer.ggml.", [f"<0x{byte:02X}>" for byte in range(256)]
 # A text that the known ways of cutting texts cut in different ways.
 _PROBE = "  Don't WE'LL  3.14159 1234567\n\n \t x+=[1]; nai\u0308ve façade\r\n   北京2026年 🚀 ▁_ I'm\n"
 
@@ -104,7 +106,8 @@ def _require_read_back(config: PreTrainedConfig, metadata: dict[str, Value]) -> 
 def _with_tokenizer(metadata: dict[str, Value], tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
     """`metadata` with the tokenizer's, for an embedding of `rows` rows. Raises `UserError` for one of another kind."""
     found = metadata | _tokens(tokenizer, rows)
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    backend = tokenizer.backend_tokenizer
+    model = json.loads(backend.to_str())["model"]
     if model.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
         found |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(place) for place in range(rows)]}
         ways: list[dict[str, Value]] = [{"tokenizer.ggml.add_space_prefix": prefixed} for prefixed in (True, False)]
@@ -114,19 +117,41 @@ def _with_tokenizer(metadata: dict[str, Value], tokenizer: PreTrainedTokenizerBa
             raise _unsaid("a tokenizer without merges")
         found |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
         ways = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
-    text = _PROBE + _PROBE.join(tokenizer.get_added_vocab())
+    text, own = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _rules(tokenizer)
     for way in ways:
-        if _probed(gguf_tokenizer(GgufFile(Path(GGUF_FILE), found | way, {})), text) == _probed(tokenizer, text):
-            return found | way
-    raise _unsaid(f"a tokenizer that cuts texts in another way than {', '.join(PATTERNS)} and SentencePiece")
+        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), found | way, {}))
+        if _rules(again) == own and _ids(again, [text]) == _ids(tokenizer, [text]):
+            words = backend.decode_batch([[place] for place in range(rows)], skip_special_tokens=False)
+            forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
+            if _ids(again, forms) == _ids(tokenizer, forms):
+                return found | way
+    raise _unsaid(f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece")
 
 
-def _probed(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[object, list[int]]:
-    """The pieces of `_PROBE` in which byte-level tokens are sought, and the ids of `text`."""
-    backend = tokenizer.backend_tokenizer
-    plain = _PROBE if backend.normalizer is None else backend.normalizer.normalize_str(_PROBE)
-    cuts = isinstance(backend.decoder, ByteLevel) and backend.pre_tokenizer.pre_tokenize_str(plain)
-    return cuts, backend.encode(text).ids
+def _rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
+    """The steps before merges, and all merges but of tokens that are found before: what decides the ids of any text."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, steps = state["model"], [*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])]
+    if model.get("byte_fallback"):  # every space is a ▁ before a text is cut
+        steps = [step for step in steps if step["type"] != "Split" or step["pattern"] != {"String": " "}]
+    found = {*tokenizer.get_added_vocab(), *_BYTES}
+    return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & found]]
+
+
+def _steps(part: Step | None) -> list[Step]:
+    """A normalizer or a pre-tokenizer, which may be a sequence, as a list of steps."""
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        inner = cast(list[Step], part.get("normalizers") or part.get("pretokenizers") or [])
+        return [step for one in inner for step in _steps(one)]
+    if part == {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}:
+        return [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    return [{key: value for key, value in part.items() if key != "trim_offsets"}]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return [found.ids for found in tokenizer.backend_tokenizer.encode_batch(texts)]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
@@ -134,22 +159,21 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
     pieces, added = {place: piece for piece, place in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
     if max(pieces) >= rows:
         raise _unsaid(f"{max(pieces) + 1} tokens of a model with vocab_size={rows}")
-    key = "tokenizer.ggml."
     found: dict[str, Value] = {
-        f"{key}tokens": [pieces.get(place, f"[PAD{place}]") for place in range(rows)],
-        f"{key}token_type": [
+        f"{_KEY}tokens": [pieces.get(place, f"[PAD{place}]") for place in range(rows)],
+        f"{_KEY}token_type": [
             _UNUSED if place not in pieces
             else (_CONTROL if added[place].special else _USER_DEFINED) if place in added
-            else _BYTE if pieces[place].startswith("<0x") and len(pieces[place]) == 6
+            else _BYTE if pieces[place] in _BYTES
             else _NORMAL
             for place in range(rows)
         ],
     }  # fmt: skip
     for name, word in SPECIAL.items():
         if (place := getattr(tokenizer, f"{name}_id")) is not None:
-            found[f"{key}{word}_token_id"] = place
+            found[f"{_KEY}{word}_token_id"] = place
     ids, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
-    found[f"{key}add_bos_token"], found[f"{key}add_eos_token"] = ids[:1] != plain[:1], ids[-1:] != plain[-1:]
+    found[f"{_KEY}add_bos_token"], found[f"{_KEY}add_eos_token"] = ids[:1] != plain[:1], ids[-1:] != plain[-1:]
     if isinstance(tokenizer.chat_template, str):
         found["tokenizer.chat_template"] = tokenizer.chat_template
     return found

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -97,6 +97,76 @@ def foreign(kind: str) -> PreTrainedTokenizerFast:
     return bpe_tokenizer(pre_tokenizers.Split(Regex(r"\p{L}"), "isolated"), size=400)
 
 
+PREPEND, REPLACE = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+
+
+def spaced(*steps: Any, order: tuple[int, ...] = (0, 1, 2, 3, 4), added: AddedToken | None = None) -> Any:
+    """A byte-fallback BPE. steps: of its normalizer, and a pre-tokenizer; order: of its merges, else that of ids."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c", "q"]
+    pieces += ["ab", "bc", "abc", "▁a"]
+    merges = [("a", "b"), ("b", "c"), ("a", "bc"), ("ab", "c"), ("▁", "a")]
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    bpe = models.BPE(
+        vocab=vocabulary,
+        merges=[merges[place] for place in order],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Tokenizer(bpe)
+    given = steps or (PREPEND, REPLACE)
+    backend.normalizer = normalizers.Sequence([one for one in given if isinstance(one, normalizers.Normalizer)])
+    for one in given:
+        if isinstance(one, pre_tokenizers.PreTokenizer):
+            backend.pre_tokenizer = one
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    if added is not None:
+        tokenizer.add_tokens([added])
+    return tokenizer
+
+
+def never_met(*steps: Any) -> Any:
+    """A byte-level tokenizer with steps of normalisation."""
+    tokenizer = bpe_tokenizer(size=400)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*steps])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "written"),
+    [
+        (spaced(), True),
+        (spaced(REPLACE), True),
+        (spaced(REPLACE, pre_tokenizers.Split(" ", "merged_with_previous")), True),
+        (spaced(pre_tokenizers.Metaspace("▁", "never", split=False)), True),
+        (spaced(added=AddedToken("qq", normalized=False)), True),
+        (never_met(), True),
+        (spaced(order=(1, 0, 2, 3, 4)), False),
+        (spaced(order=(0, 1, 3, 2, 4)), False),
+        (spaced(order=(0, 1, 2, 4)), False),
+        (spaced(PREPEND, REPLACE, normalizers.Replace("qq", "a")), False),
+        (spaced(normalizers.Replace(Regex("z{5,}"), ""), PREPEND, REPLACE), False),
+        (spaced(PREPEND, REPLACE, normalizers.Replace("unheard of", "b")), False),
+        (spaced(pre_tokenizers.Metaspace("▁", "first", split=False)), False),
+        (spaced(pre_tokenizers.Metaspace("▁", "never", split=True)), False),
+        (spaced(PREPEND, REPLACE, pre_tokenizers.Split("unheard of", "isolated")), False),
+        (spaced(added=AddedToken("qq", normalized=False, single_word=True)), False),
+        (never_met(normalizers.Replace("unheard of", "b")), False),
+        (never_met(normalizers.NFKC()), False),
+    ],
+)
+def test_rules_that_no_text_of_ours_meets_are_compared(tokenizer: Any, written: bool) -> None:
+    config = LlamaConfig(vocab_size=500, **SHAPE)
+    if written:
+        read = gguf_tokenizer(GgufFile(Path("m.gguf"), require_gguf(config, tokenizer), {}))
+        for text in (*TEXTS, "abc a bc abca qqabc"):
+            assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+    else:
+        with pytest.raises(UserError, match="GGUF: cannot be written here of a tokenizer"):
+            require_gguf(config, tokenizer)
+
+
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -115,7 +185,7 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_facto
         (Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0, **SHAPE), None, "layer_types"),
         (LlamaConfig(vocab_size=300, **SHAPE), bpe_tokenizer(), "320 tokens of a model with vocab_size=300"),
         (LlamaConfig(vocab_size=300, **SHAPE), foreign("words"), "a tokenizer without merges"),
-        (LlamaConfig(vocab_size=400, **SHAPE), foreign("letters"), "a tokenizer that cuts texts in another way"),
+        (LlamaConfig(vocab_size=400, **SHAPE), foreign("letters"), "a tokenizer that cuts"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )
