@@ -28,6 +28,8 @@ from typing import Any
 from papers.writing import markdown, measured
 from record_tables import by_dtype, interval, layouts, summary, tables
 
+from outrider.cli import crashing
+
 Report = Mapping[str, Any]
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
 TAU = re.compile(r"`(\w+)` τ \d+\.\d\d")
@@ -143,4 +145,5 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with crashing():  # status 1 says what was found
+        main(sys.argv[1:])

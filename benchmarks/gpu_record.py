@@ -34,6 +34,7 @@ import torch
 
 from conf import reported
 from draft_models.tiny.models import save_tiny_models
+from outrider.cli import crashing
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.machine import describe_machine
@@ -255,4 +256,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with crashing():  # status 1 says what was found
+        main()

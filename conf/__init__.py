@@ -29,11 +29,12 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from conf.methods import no_such_method, store_composed
 from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
-from outrider.cli import COMMANDS, print_anything, say, usage
+from outrider.cli import COMMANDS, crashing, print_anything, say, usage
 from outrider.errors import UserError
 from outrider.progress import command
 from outrider.run_dirs import made_for_something
 from outrider.settings import Named, Settings, construct, listed
+from outrider.shown import clean, shown
 from outrider.words import did_you_mean, in_shell, option
 
 Config = TypeVar("Config")
@@ -62,7 +63,7 @@ def entry(
     complete: adds the overrides that follow from those given. waits: it waits for user input, so no progress is shown.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
-    message on stderr and status 2, Ctrl-C with status 130. Everything else keeps its traceback.
+    message on stderr and status 2, Ctrl-C with status 130, everything else with its traceback and status 3.
     """
     register(name, schema)
     _ENTRIES[name] = (schema, complete)
@@ -78,6 +79,7 @@ def entry(
                     run(config)
 
         @functools.wraps(run)
+        @crashing()
         def main() -> None:
             print_anything()
             if {"--help", "-h"} & set(sys.argv[1:]):
@@ -187,7 +189,7 @@ def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
     script, *words = arguments
     start = ["python", script] if script.endswith(".py") else os.path.basename(script).split()
     words = [word for word in words if not word.startswith("resume=")]
-    return [f"go on with: {shlex.join([*start, *words, 'resume=true'])}"]
+    return [f"go on with: {clean(shlex.join([*start, *words, 'resume=true']))}"]
 
 
 def print_help(name: str, schema: type) -> None:
@@ -301,7 +303,7 @@ def _no_such_choice(missing: str) -> str:
 
 
 def _fail(message: str) -> typing.NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {shown(message)}", file=sys.stderr)
     sys.exit(USER_ERROR_STATUS)
 
 

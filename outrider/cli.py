@@ -3,15 +3,19 @@
 import io
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from outrider.errors import UserError
+from outrider.shown import clean
 from outrider.versions import package_version
 from outrider.words import did_you_mean
 
-USER_ERROR_STATUS = 2
+USER_ERROR_STATUS, CRASH_STATUS = 2, 3  # 1 is the verdict of a command that judges
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,18 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that Python's flush at exit is silent
 
 
+@contextmanager
+def crashing() -> Iterator[None]:
+    """Within it, an error that nobody expected ends the process with its traceback and `CRASH_STATUS`."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # no memory, no stderr
+            print(clean(traceback.format_exc()), file=sys.stderr, flush=True)
+        raise SystemExit(CRASH_STATUS) from error
+
+
+@crashing()
 def main() -> None:
     """Run the command named in sys.argv. Without one, or with --help, print the list of commands."""
     print_anything()
@@ -172,6 +188,7 @@ def main() -> None:
     import_module(command.module).main()
 
 
+@crashing()
 def evaluate_checkpoint() -> None:
     """Run evaluate-checkpoint, the command that also has its own console script."""
     import_module(COMMANDS["evaluate_checkpoint"].module).main()

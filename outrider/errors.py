@@ -2,20 +2,21 @@
 
 import os
 import sys
+from importlib import import_module
 
 
 class UserError(Exception):
-    """Bad input. The message says what was given, what was expected and what to do.
+    """Bad input: what was given, what was expected and what to do, kept as `shown` has it. Entry scripts print it in a
+    line on stderr and exit with status 2; anything else is a bug and keeps its traceback."""
 
-    Entry scripts print it as one line on stderr and exit with status 2; anything else is a bug and keeps
-    its traceback.
-    """
+    def __init__(self, message: str):
+        super().__init__(import_module("outrider.shown").shown(message))  # nothing that decodes needs it sooner
 
 
 def warn(message: str) -> None:
     """Print a warning as one line on stderr, only in the first of a launcher's processes."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"warning: {UserError(message)}", file=sys.stderr, flush=True)
 
 
 def require(condition: bool, key: str, given: object, expected: str) -> None:
@@ -31,5 +32,4 @@ def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
 
 def reason(error: BaseException) -> str:
     """The message of a third-party error on one line, or its type if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.errors import UserError
 
-_LARGEST = 2**28  # maximum bytes of a JSON file that is read as a whole; data is read line by line
+MOST_BYTES = 2**28  # of a JSON file or reply that is read as a whole; data is read line by line
 _DEEPEST = 64  # maximum nesting of containers: deeper ones would overflow the stack of recursive functions
 _SEAL = "sha256"
 
@@ -37,11 +37,11 @@ def read_json(path: Path | str, what: str, remedy: str) -> object:
     """The content of a JSON file. Raises `UserError` naming the file, `what` it should be, and the `remedy`."""
     try:
         with open(path, "rb") as handle:
-            content = handle.read(_LARGEST + 1)
+            content = handle.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"{path}: no readable {what} ({error.strerror}); {remedy}") from None
-    if len(content) > _LARGEST:
-        raise UserError(f"{path}: damaged {what} (more than {_LARGEST} bytes); {remedy}")
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path}: damaged {what} (more than {MOST_BYTES} bytes); {remedy}")
     try:
         value = parse_json(content)
         if not is_text(json.dumps(value, ensure_ascii=False)):

@@ -16,9 +16,10 @@ from filelock import FileLock, Timeout
 from outrider.errors import UserError
 from outrider.files import read_mapping, write_json
 from outrider.settings import ABSENT, Settings, default_at, differences, listed
+from outrider.shown import shown
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
-_SHOWN, _NAMED = 200, 12  # characters of another run's command, and differences, that an error shows
+_NAMED = 12  # differences that an error shows
 
 
 @contextmanager
@@ -96,23 +97,22 @@ def require_rehearsal(folder: Path, mark: str) -> None:
 
 
 def _this_process() -> dict[str, str | int | None]:
-    command = shlex.join(sys.argv)
     return {
         "process": os.getpid(),
         "host": socket.gethostname(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
-        "command": command if len(command) <= _SHOWN else command[:_SHOWN] + "…",
+        "command": shown(shlex.join(sys.argv)),
     }
 
 
 def _held_by(holder: Path) -> str:
     """The process that the holder's file names, in words."""
     try:
-        who = json.loads(holder.read_text("utf-8"))
+        who = read_mapping(holder, "record of a run", "remove it")
         job = f", Slurm job {who['slurm_job']}" if who["slurm_job"] else ""
         return f"process {who['process']} on {who['host']}{job}, since {who['started']} ({who['command']})"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UserError, KeyError):
         return f"a process that {holder.name} does not name"
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import operator
-import reprlib
+import re
 import sys
 import types
 import typing
@@ -41,10 +41,10 @@ _SIGNS: dict[type, str] = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A text that must not be empty. what: its description, for errors; starts: what it has to begin with one of."""
+    """A text that must not be empty. what: its description, for errors; form: a regular expression for it."""
 
     what: str
-    starts: tuple[str, ...] = ()
+    form: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ Count = Annotated[int, Ge(1)]
 Share = Annotated[float, Ge(0), Le(1)]
 Positive = Annotated[float, Gt(0)]
 Seed = Annotated[int, Ge(0), Lt(2**31)]
-Url = Annotated[str, Named("http://HOST:PORT or https://…", ("http://", "https://"))]
+Url = Annotated[str, Named("http://HOST:PORT or https://…, without password and query", r"https?://[^@?#\\\s]+")]
 
 
 def free(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
@@ -276,7 +276,7 @@ def _holds(kind: object, value: object) -> bool:
 def _is_within(limit: object, value: Any) -> bool:
     """Whether `value` satisfies the bound `limit`; if that is `Named`, whether it is such a text."""
     if isinstance(limit, Named):
-        return bool(value) and (not limit.starts or bool(value.startswith(limit.starts)))
+        return bool(value) and (not limit.form or re.fullmatch(limit.form, value) is not None)
     how = type(limit).__name__.lower()  # Ge(ge=1) → ge, also the operator's name
     return type(limit) not in _SIGNS or bool(getattr(operator, how)(value, getattr(limit, how)))
 
@@ -324,7 +324,7 @@ def _is_fixed(kind: object) -> bool:
 
 
 def _refuse(kinds: tuple[object, ...], value: object, path: str) -> typing.NoReturn:
-    found = f"{path}={reprlib.repr(value)}" if path else f"found {reprlib.repr(value)}"
+    found = f"{path}={value!r}" if path else f"found {value!r}"
     raise UserError(f"{found}: expected {_either(kinds)}{gone(value)}")
 
 

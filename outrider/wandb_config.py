@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from outrider.errors import UserError
 from outrider.settings import Named, Settings
+from outrider.shown import secret
 
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 ID_FILE = "wandb_run_id"
@@ -33,8 +34,10 @@ class WandbConfig(Settings):
         return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_wandb() else "offline"
 
     def is_on(self) -> bool:
-        """Whether anything is logged. Raises `UserError` if wandb is needed and not installed."""
+        """Whether anything is logged. Raises `UserError` if wandb is needed and not installed, or its key is none."""
         on = self.resolved_mode() != "disabled"
+        if on:
+            secret("WANDB_API_KEY")
         if on and find_spec("wandb") is None:
             raise UserError("wandb.mode: wandb is not installed; pip install wandb, or disabled")
         return on

@@ -24,6 +24,7 @@ from outrider.files import read_json, require_writable, write_json
 from outrider.progress import RELAY, Stage, relayed
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
+from outrider.shown import clean
 from outrider.tables import Table
 from outrider.words import in_words, option
 from train.pipeline_settings import HERE, ROOT, STEPS, TIME, PipelineConfig, key_of
@@ -225,7 +226,7 @@ def _tee(command: list[str], log: Path) -> int:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(IMPORTED), os.environ.get("PYTHONPATH")])),
     }
     with log.open("ab") as file:
-        file.write(f"$ {shlex.join(command)}\n".encode())
+        file.write(clean(f"$ {shlex.join(command)}\n").encode())
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` runs
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         assert process.stdout is not None

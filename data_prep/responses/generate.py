@@ -77,10 +77,10 @@ def _plan(config: GenerateConfig) -> str:
 def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Callable[[Task], bool]) -> Todo:
     """The prompts to answer. Raises `UserError` for data without any."""
     warn_of_template(config.data, target.tokenizer)
-    todo = Todo()
+    todo = Todo(context)
     for task in read_tasks(config, target.tokenizer, todo):
         if wanted(task):
-            todo.add(task, target.tokenizer, context)
+            todo.add(task, target.tokenizer)
     if not todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         why = todo.counts.first or "give more data"
@@ -94,7 +94,8 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     if config.device_map is not None and state.num_processes > 1:
         raise UserError(f"device_map={config.device_map}: one process has all GPUs then; start one, not several")
     context = context_length(target.config)
-    server = Server(config, target.tokenizer, end_tokens(target), context) if config.server else None
+    asked = (config, target.tokenizer, end_tokens(target), context, target.config.vocab_size)
+    server = Server(*asked) if config.server else None
     kernels = "a server's" if server else kernels_here(state.device, dtype)
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
     require_same_kernels(identity["kernels"], kernels)
@@ -199,7 +200,7 @@ class Responder:
         """Add the user's next turn; False if it cannot be answered, and the conversation then ends before it."""
         assert task.messages is not None
         task.messages.append({"role": "user", "content": task.upcoming.pop(0)})
-        render(task, self.tokenizer)
+        render(task, self.tokenizer, self.context)
         if task.problem or len(task.prompt) >= self.context:
             task.upcoming.insert(0, task.messages.pop()["content"])
             return False

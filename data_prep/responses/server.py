@@ -3,24 +3,24 @@
 Prompts are sent as token ids to /v1/completions. Tokens are returned as ids: in `token_ids`, as names "token_id:7"
 (vLLM), or in llama.cpp's `content`. Every reply is validated: it repeats the prompt's ids or their number, has a row of
 log-probabilities for each token, gives that token the same log-probability as in the top list, and a greedy token is
-the most likely one. If the server does not repeat prompt ids, an answer to another prompt of the same length is not
-detected. Log-probabilities shifted by a token are detected, except within repetitions of a token and, with llama.cpp,
-for a sampled token outside the top list.
+the most likely one. All ids are the target's. If the server does not repeat prompt ids, an answer to another prompt of
+the same length is not detected. Log-probabilities shifted by a token are detected, except within repetitions of a token
+and, with llama.cpp, for a sampled token outside the top list.
 """
 
 import http.client
 import json
 import math
-import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.settings import GenerateConfig
 from outrider.errors import UserError, reason
+from outrider.files import MOST_BYTES, parse_json
+from outrider.shown import secret
 
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
 RETOKENISED = "retokenised"  # that of a text without token ids, which is not tokenised so
@@ -61,9 +63,10 @@ class Row:
 class Server:
     """Continues prompts like `Generator`, with `concurrency` requests at a time to the server in `config.server`.
 
-    model: the target's name there. context: the smaller context length, in tokens, of server and target. checked: its
-    log-probabilities must be those of its tokens, and a greedy token the likeliest; off for what is to be audited.
-    option: what names the server, for errors. owner: the engine, as it calls itself.
+    model: the target's name there. context: the smaller context length, in tokens, of server and target. vocabulary:
+    the target's, whose ids are below it. checked: its log-probabilities must be those of its tokens, and a greedy token
+    the likeliest; off for what is to be audited. option: what names the server, for errors. owner: the engine, as it
+    calls itself.
 
     The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs; `answer` raises
     it when too many prompts have failed.
@@ -75,12 +78,13 @@ class Server:
         tokenizer: PreTrainedTokenizerBase,
         eos: Collection[int],
         context: int,
+        vocabulary: int,
         *,
         checked: bool = True,
         option: str = "server",
     ) -> None:
         assert config.server is not None
-        self.config, self.tokenizer, self.eos = config, tokenizer, frozenset(eos)
+        self.config, self.tokenizer, self.eos, self.vocabulary = config, tokenizer, frozenset(eos), vocabulary
         self.url, self.named = config.server.rstrip("/").removesuffix("/v1"), f"{option}={config.server}"
         self.checked, self._asked, self._failed = checked, 0, 0
         try:
@@ -135,14 +139,14 @@ class Server:
         """The name of the model to request, and its context length (which vLLM reports)."""
         listed: Json = self._patiently(lambda: self.fetch("/v1/models"), retries=min(2, self.config.server_retries))
         try:
-            lengths = {str(entry["id"]): entry.get("max_model_len") for entry in listed["data"]}
+            lengths = {str(entry["id"]): int(entry.get("max_model_len") or context) for entry in listed["data"]}
             self.owner = str(listed["data"][0].get("owned_by") or "server")
-        except (LookupError, TypeError, AttributeError):
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
             lengths = {}
         model = self.config.server_model or next(iter(lengths), None)
-        if model not in lengths:
+        if model not in lengths or lengths[model] < 1:
             raise ReplyError(f"/v1/models lists {', '.join(lengths) or 'no model'}, not server_model={model}")
-        return model, min(context, lengths[model] or context)
+        return model, min(context, lengths[model])
 
     def _try_out(self) -> None:
         """Send the run's kinds of requests once. Raises `ReplyError` for a server that lacks what the run needs."""
@@ -191,7 +195,7 @@ class Server:
         """At most `count` tokens after the prompt."""
         body = self._body(prompt, count, seed, greedy=greedy)
         read = partial(self._read, prompt=prompt, count=count, greedy=greedy)
-        asked = partial(self.fetch, "/v1/completions", body, lambda response: read(json.load(response)))
+        asked = partial(self.fetch, "/v1/completions", body, lambda response: read(read_reply(response)))
         return self._patiently(asked, self.config.server_retries)
 
     def _patiently(self, make: Callable[[], Value], retries: int) -> Value:
@@ -204,22 +208,29 @@ class Server:
                 time.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE))
         raise AssertionError("unreachable")
 
-    def fetch(self, path: str, body: Json | None = None, read: Callable[..., Value] = json.load) -> Value:
-        """What `read` makes of the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+    def fetch(self, path: str, body: Json | None = None, read: Callable[..., Value] | None = None) -> Value:
+        """What `read` makes of the reply, else its JSON; a body is POSTed.
+
+        Raises `ReplyError`, and `UserError` for a refusal and for a key that cannot be sent.
+        """
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, headers)
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        if key := secret("OPENAI_API_KEY"):
+            request.add_unredirected_header("Authorization", f"Bearer {key}")  # to no other server
         try:
             with urllib.request.urlopen(request, timeout=self.config.server_timeout) as response:
-                return read(response)
+                return (read or cast(Callable[..., Value], read_reply))(response)
         except urllib.error.HTTPError as error:
-            said = f"{path} answered {error.code}: {error.read(500).decode('utf-8', 'replace').strip()}"
+            words = b""
+            with suppress(OSError, http.client.HTTPException):
+                words = error.read(500)
+            said = f"{path} answered {error.code}: {words.decode('utf-8', 'replace').strip()}"
             if error.code in (401, 403, 404):
                 raise UserError(f"{self.named}: {said}; check URL, model, OPENAI_API_KEY") from None
             raise ReplyError(said, retry=error.code in (408, 429) or error.code >= 500) from None
-        except (OSError, http.client.HTTPException, LookupError, TypeError, ValueError, AttributeError) as error:
+        except ReplyError:
+            raise
+        except Exception as error:  # a reply may be anything
             raise ReplyError(f"{path} gave no reply that can be read ({reason(error)})") from None
 
     # ------------------------------------------------------------------------------------------------ one reply
@@ -243,10 +254,17 @@ class Server:
             tokens = tokens[: end + 1]
         elif ended:
             tokens += self._unsaid_end(choice)
+        self._require_known([*tokens, *(token for row in rows or () for token in row.top)])
         if len(tokens) > count or (self.checked and len(tokens) < count and tokens[-1] not in self.eos):
             raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
         top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
         return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised)
+
+    def _require_known(self, ids: Sequence[object]) -> None:
+        """Raise `ReplyError` for what is no token of the target."""
+        for one in ids:
+            if type(one) is not int or not 0 <= one < self.vocabulary:
+                raise ReplyError(f"the token {one!r}, where the target has 0 to {self.vocabulary - 1}")
 
     def _tokenised(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -271,12 +289,24 @@ class Server:
         return [*ends]
 
 
+def read_reply(response: http.client.HTTPResponse) -> Json:
+    """The JSON of a reply. Raises `UserError` for one that is too long, nested too deeply, or none."""
+    content = response.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise UserError(f"more than {MOST_BYTES} bytes")
+    return cast(Json, parse_json(content))  # whose readers say if it is another
+
+
 def read_stream(response: http.client.HTTPResponse) -> tuple[list[tuple[float, Json]], Json]:
     """The choices with tokens or text, when each came, and all as one reply. Raises `ReplyError` unless it streamed."""
     if response.headers.get_content_type() != "text/event-stream":
         raise ReplyError("it does not stream its answers")
-    lines = [(time.perf_counter(), line[5:]) for line in response if line.startswith(b"data:")]
-    chunks = [(when, json.loads(line)) for when, line in lines if line.strip() != b"[DONE]"]
+    left, lines = MOST_BYTES, list[tuple[float, bytes]]()
+    while line := response.readline(left):
+        left -= len(line)
+        if line.startswith(b"data:"):
+            lines.append((time.perf_counter(), line[5:]))
+    chunks = [(when, cast(Json, parse_json(line))) for when, line in lines if line.strip() != b"[DONE]"]
     choices = [(when, choice) for when, chunk in chunks for choice in chunk.get("choices", ())]
     whole = {key: value for _, choice in choices for key, value in choice.items() if value is not None}
     if not whole.get("finish_reason"):
@@ -302,6 +332,8 @@ def read_rows(logprobs: Json | None) -> list[Row] | None:
     if any(token is None or any(one is None for one, _ in top) for token, _, top in found):
         return None
     rows = [Row(token, float(logprob), dict(top)) for token, logprob, top in found]
+    if not all(value <= _WITHIN for row in rows for value in (row.logprob, *row.top.values())):  # nor is a NaN
+        raise ReplyError("log-probabilities above 0")
     if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API always lists it
         raise ReplyError("log-probabilities that are not those of its tokens")
     return rows

@@ -12,6 +12,7 @@ from data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
 from data_prep.text.records import Counts, Message, Record, warn_of_unused
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
+from draft_models.targets.model_spec import UNLIMITED
 from outrider.errors import UserError
 
 _CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
@@ -58,18 +59,19 @@ class Task:
 
 @dataclass
 class Todo:
-    """The prompts of one process, and the counts from reading all prompts."""
+    """The prompts of one process, and the counts from reading all prompts. context: the target's."""
 
+    context: int = UNLIMITED
     tasks: list[Task] = field(default_factory=list)
     skipped: list[dict[str, str]] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
 
-    def add(self, task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
+    def add(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
         """Add a task; it is skipped if it has a problem or fills the target's context."""
         if task.messages and not task.problem:  # not earlier: most tasks may belong to other processes, or be done
-            render(task, tokenizer)
-        if not task.problem and len(task.prompt) >= context:
-            task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {context}"
+            render(task, tokenizer, self.context)
+        if not task.problem and len(task.prompt) >= self.context:
+            task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {self.context}"
         if task.problem:
             self.skipped.append(task.skipped)
         else:
@@ -85,7 +87,7 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
     parts = [part for _, _, part in config.data.parts()] or [config.data]
     for data in parts:
         for record in read_records(data, "train", todo.counts, asking=True):
-            task = _to_task(record, data, config, tokenizer)
+            task = _to_task(record, data, config, tokenizer, todo.context)
             if task.id in seen:
                 todo.counts["duplicates"] += 1
                 continue
@@ -98,9 +100,11 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
     warn_of_unused(todo.counts, todo.counts.first)
 
 
-def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+def _to_task(
+    record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, context: int
+) -> Task:
     if "text" in record and record.get("asked"):
-        ids = render_prompt((record["text"],), tokenizer, "none")
+        ids = render_prompt((record["text"],), tokenizer, "none", most=context)
         return Task(prompt_id(text=record["text"]), record["id"], data.template, ids)
     if "text" in record:
         beginning = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
@@ -124,11 +128,11 @@ def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer
     return Task(prompt_id(messages), record["id"], data.template, [], first, turns[1:], problem=problem)
 
 
-def render(task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
     """Set the prompt of a task from its messages, or its problem if the chat template refuses them."""
     assert task.messages is not None
     try:
-        task.prompt = render_prompt(task.messages, tokenizer, task.template, TEMPLATE)
+        task.prompt = render_prompt(task.messages, tokenizer, task.template, TEMPLATE, context)
     except UserError as error:
         if task.template == "tokenizer" and not tokenizer.chat_template:
             raise

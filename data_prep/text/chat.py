@@ -12,7 +12,7 @@ from data_prep.text.records import ChatRecord, Counts, Message, Record
 from data_prep.text.settings import DataConfig, PromptTemplate
 from data_prep.text.sources import RUN_FILE, resolve_paths
 from outrider.errors import UserError, reason, require_choice, warn
-from outrider.files import read_mapping
+from outrider.files import is_text, read_mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ VICUNA_SYSTEM = (
 PROMPT_TEMPLATES = get_args(PromptTemplate)
 TEMPLATE = "data.template"  # the option of most commands that train
 _MOST_TEXT, _MOST_TIMES = 2**20, 16  # limits: characters a template adds, and repetitions of each message
+_CHARS_A_TOKEN = 16  # of a beginning that is tokenised first, for each token of the context
 _MARK = "\ue000"  # a private-use character, which templates leave unchanged
 
 
@@ -88,16 +89,21 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
 
 
 def render_prompt(
-    turns: Sequence[str | Message], tokenizer: PreTrainedTokenizerBase, template: str = "auto", option: str = "template"
+    turns: Sequence[str | Message],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str = "auto",
+    option: str = "template",
+    most: int | None = None,
 ) -> list[int]:
     """Token ids to decode from: the conversation so far and the opening of the assistant's next turn.
 
     turns: messages, or their texts with user and assistant in turn. The last is the user's.
     template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
     completion). option: the one that gives it. BOS is prepended exactly once if the tokenizer adds one; a chat template
-    writes its own.
+    writes its own. most: the context, see `ids_within`.
 
-    Raises `UserError` if the tokenizer has no chat template although one is needed, or if it refuses the turns.
+    Raises `UserError` if the tokenizer has no chat template although one is needed, if it refuses the turns, and for
+    a lone surrogate.
     """
     require_choice("template", template, PROMPT_TEMPLATES)
     messages = [
@@ -107,13 +113,29 @@ def render_prompt(
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("a prompt ends with a user turn")
     if template in ("auto", "tokenizer"):
-        text = _apply(tokenizer, messages, "prompt", option, opening=True)
-        return list(_tokenize(tokenizer, [text])["input_ids"][0])
+        return ids_within(_apply(tokenizer, messages, "prompt", option, opening=True), tokenizer, most)
     text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:" if template == "vicuna" else _bare(messages)[0]
-    ids = list(_tokenize(tokenizer, [text])["input_ids"][0])
+    ids = ids_within(text, tokenizer, most)
     if adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
         ids.insert(0, tokenizer.bos_token_id)
     return ids
+
+
+def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
+    """The token ids of `text`. If they are more than `most`, those of a beginning, which are more than `most` too.
+
+    So the work for a text that no context holds is bounded. A beginning with twice as many tokens is enough: where it
+    was cut, few tokens are others. A longer one is tried as long as it has less, as a token may be any text.
+    Raises `UserError` for a lone surrogate.
+    """
+    if not is_text(text):
+        raise UserError("the prompt or text has a lone surrogate, which no text has; remove it")
+    size = len(text) if most is None else _CHARS_A_TOKEN * most
+    while True:
+        ids: list[int] = list(_tokenize(tokenizer, [text[:size]])["input_ids"][0])
+        if size >= len(text) or (most is not None and len(ids) > 2 * most):
+            return ids
+        size *= 4
 
 
 def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data_prep.text.chat import render_prompt
+from data_prep.text.chat import ids_within, render_prompt
 from data_prep.text.sources import read_file
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
@@ -28,7 +28,7 @@ def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
     found = {}
     for number, row in read_file(Path(file)):
         try:
-            found[number] = _with_ids(construct(ServedAnswer, row), target)
+            found[number] = with_ids(construct(ServedAnswer, row), target)
         except UserError as error:
             said = 'expected {"prompt_ids": […], "output_ids": […], "temperature": 0}, or texts: "prompt", "text"'
             raise UserError(f"{file}:{number}: {error}; {said}") from None
@@ -36,17 +36,18 @@ def read_answers(file: str, target: OpenTarget) -> dict[int, ServedAnswer]:
     return found
 
 
-def _with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
+def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
+    """`answer` with the ids of its texts. Raises `UserError` for what the target can neither read nor say."""
+    most = context_limit(target.config)
     for key, text, ids in (("prompt", answer.prompt, answer.prompt_ids), ("text", answer.text, answer.output_ids)):
         require(not (text and ids), key, text, "a text or ids, not both")
     if answer.prompt:
-        answer = replace(answer, prompt_ids=render_prompt((answer.prompt,), target.tokenizer, "none"))
+        answer = replace(answer, prompt_ids=render_prompt((answer.prompt,), target.tokenizer, "none", most=most))
     if answer.text:
-        ids = target.tokenizer(answer.text, add_special_tokens=False)["input_ids"]
-        answer = replace(answer, output_ids=ids, retokenised=True)
+        answer = replace(answer, output_ids=ids_within(answer.text, target.tokenizer, most), retokenised=True)
     for key, ids in (("prompt_ids", answer.prompt_ids), ("output_ids", answer.output_ids)):
         known = ids and min(ids) >= 0 and max(ids) < target.config.vocab_size
         require(bool(known), key, ids[:5], f"at least one id, all less than {target.config.vocab_size}")
-    length, most = len(answer.prompt_ids) + len(answer.output_ids), context_limit(target.config)
+    length = len(answer.prompt_ids) + len(answer.output_ids)
     require(length <= most, "tokens of prompt and output", length, f"at most {most}, the target's context")
     return answer

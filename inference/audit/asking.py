@@ -14,7 +14,7 @@ from data_prep.text.settings import DataConfig
 from data_prep.text.sources import RUN_FILE
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
-from inference.audit.answers import ServedAnswer, read_answers
+from inference.audit.answers import ServedAnswer, read_answers, with_ids
 from inference.settings.audit import OF_SERVERS, AuditConfig
 from outrider.errors import require
 from outrider.files import read_mapping, write_atomically, write_json
@@ -36,7 +36,8 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
         target=config.target, server=config.server, seed=config.seed, data=DataConfig(), greedy_tokens=0,
         batch_size=ROUNDS * config.concurrency, **shared,
     )  # fmt: skip
-    server = Server(asked, target.tokenizer, eos, context_limit(target.config), checked=False)
+    context, vocabulary = context_limit(target.config), target.config.vocab_size
+    server = Server(asked, target.tokenizer, eos, context, vocabulary, checked=False)
     like, identity = ServedAnswer(**asdict(asked.sampling)), asked.deciding() | {"served": server.model}
     kept: list[ServedAnswer] = []
     if file.exists():
@@ -52,7 +53,8 @@ def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: P
         draws = [uniforms(config.seed, prompts[ids], 0, room) for ids, room in zip(some, rooms, strict=True)]
         for ids, said in zip(some, server.answer(some, draws), strict=True):
             if said.tokens:
-                kept.append(replace(like, prompt_ids=[*ids], output_ids=[*said.tokens], retokenised=said.retokenised))
+                one = replace(like, prompt_ids=[*ids], output_ids=[*said.tokens], retokenised=said.retokenised)
+                kept.append(with_ids(one, target))  # so that what is written can be read
         write_atomically(file, "".join(json.dumps(asdict(one)) + "\n" for one in kept).encode())
     require(bool(kept), "server", config.server, "one that answers a prompt; resume=true asks again")
     return {"prompts": len(prompts), "unanswered": len(prompts.keys() - {tuple(one.prompt_ids) for one in kept})}
@@ -62,6 +64,7 @@ def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], s
     """The prompts' names by the ids of their first turns."""
     found = {}
     for prompt in read_prompts(config.prompts, limit=config.num_prompts):
-        ids = render_prompt(prompt.turns[:1], target.tokenizer, config.template if prompt.chat else "none")
+        template = config.template if prompt.chat else "none"
+        ids = render_prompt(prompt.turns[:1], target.tokenizer, template, most=context_limit(target.config))
         found[tuple(ids)] = prompt.id
     return found

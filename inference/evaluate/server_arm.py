@@ -17,6 +17,8 @@ from inference.report.served import UNREAD
 from inference.serving.engine_process import generation
 from inference.settings.evaluate import EvaluateConfig
 from outrider.errors import UserError, require
+from outrider.files import MOST_BYTES
+from outrider.settings import construct
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
 Told = Counter[str | int] | None
@@ -41,9 +43,10 @@ class EngineServer:
             data=DataConfig(), greedy_tokens=0, temperature=config.sampling.temperature,
         )  # fmt: skip
         context, tokenizer = context_limit(setup.target.config), setup.tokenizer
-        self._server = Server(asked, tokenizer, setup.eos, context, checked=False, option=option)
+        vocabulary = setup.config.vocab_size
+        self._server = Server(asked, tokenizer, setup.eos, context, vocabulary, checked=False, option=option)
         answer, *_, reply = self._server.stream(tokenizer("Hello", add_special_tokens=False)["input_ids"] or [0], 4, 0)
-        owner, own = self._server.owner, reply.get("system_fingerprint") or ""
+        owner, own = self._server.owner, str(reply.get("system_fingerprint") or "")
         self.version = own if own.startswith(owner) else f"{owner} {own}".strip()
         said, read = reply["choices"][0]["text"], tokenizer.decode([*answer.tokens], skip_special_tokens=True)
         same = said.strip("\ufffd ") == str(read).strip("\ufffd ")  # a stream may leave out what is not whole
@@ -72,13 +75,13 @@ class EngineServer:
     def _told(self) -> Told:
         """vLLM's counters since it began, by name and by place of an accepted token; None of other servers."""
         try:
-            text = self._server.fetch("/metrics", read=lambda response: response.read().decode())
-        except (UserError, ReplyError):  # a server need not have that page
+            text = self._server.fetch("/metrics", read=lambda response: response.read(MOST_BYTES).decode())
+            found = Counter[str | int]()
+            for name, labels, value in _COUNTER.findall(text):
+                place = re.search(r'position="(\d+)"', labels)
+                found[int(place[1]) if place else name] += int(float(value))
+        except (UserError, ReplyError, ValueError, OverflowError):  # a server need not have that page
             return None
-        found = Counter[str | int]()
-        for name, labels, value in _COUNTER.findall(text):
-            place = re.search(r'position="(\d+)"', labels)
-            found[int(place[1]) if place else name] += int(float(value))
         return found if "vllm:" in text else None
 
     def _count(
@@ -87,8 +90,9 @@ class EngineServer:
         """`counts` of the replies. Raises `UserError` for those that no such texts can have."""
         after, rounds, said = self._told(), 0, sum(len(text.tokens) - 1 for text in texts)
         if before is None or after is None:
-            timings = [reply.get("timings") or {} for reply in replies]
-            counts = tuple(sum(one.get(key, 0) for one in timings) for key in ("draft_n", "draft_n_accepted"))
+            timings = [one for reply in replies if isinstance(one := reply.get("timings"), dict)]
+            told = {key: [one.get(key, 0) for one in timings] for key in ("draft_n", "draft_n_accepted")}
+            counts = tuple(sum(construct(list[int], row, f"{self.named}: {key}")) for key, row in told.items())
             counts, accepted = counts if any(counts) else (), sum(counts[1:])
         else:
             after.subtract(before)

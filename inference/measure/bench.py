@@ -12,6 +12,7 @@ import torch
 
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
+from draft_models.targets.model_spec import context_limit
 from inference.core.runtime import KernelChoice
 from inference.core.stopwatch import Clock, synchronized_clock
 from inference.loading.targets import Models, TargetSetup, context_length
@@ -59,7 +60,8 @@ class Prepared:
 
 def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str]) -> list[int]:
     """The ids of `texts`, alternating user turns and answers, rendered as `prompt` requires."""
-    return render_prompt(texts, setup.tokenizer, setup.chat_template if prompt.chat else "none")
+    template = setup.chat_template if prompt.chat else "none"
+    return render_prompt(texts, setup.tokenizer, template, most=context_limit(setup.config))
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:

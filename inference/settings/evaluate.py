@@ -27,6 +27,7 @@ from inference.settings.sampling import SamplingConfig
 from inference.settings.serving import MODULES, Engine, why_not, with_lengths
 from outrider.errors import require
 from outrider.settings import Count, Named, Place, Positive, Url, free, only, require_default
+from outrider.shown import SECRET_NAME
 from outrider.wandb_config import WandbConfig
 
 Runtime = Literal["auto", "eager", "graphed"]
@@ -169,12 +170,14 @@ class EvaluateConfig(RehearsedConfig):
             return
         own = self.engine_options.get("speculative_config", {})
         chosen = isinstance(own, Mapping) and not own.keys() & {"method", "model", "num_speculative_tokens"}
+        plain = not any(map(SECRET_NAME.search, self.engine_options))
         for key, fits, expected in (
             ("target", not replayed, f"a model with engine={self.engine}"),
             ("dtype", self.dtype != "int8", f"another one with engine={self.engine}"),
             ("stop_strings", not self.stop_strings, f"none with engine={self.engine}"),
             ("concurrency", many or self.concurrency == (1,), f"[1] with engine={self.engine}"),
             ("concurrency", len({*self.concurrency}) == len(self.concurrency) > 0, "numbers, each once"),
+            ("engine_options", plain, "no key, as reports have them: set HF_TOKEN or the engine's own variable"),
             ("engine_options", chosen, "no drafter and no length: method and draft_tokens say them"),
         ):
             require(fits, key, getattr(self, key), expected)

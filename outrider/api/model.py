@@ -25,6 +25,7 @@ from conf.methods import known_as, settings_of
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import PromptTemplate
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.settings import DecodeDtype
 from inference.core.decode import autoregressive, speculative, until
 from inference.core.stop_strings import StopStrings
@@ -90,6 +91,8 @@ class Passes:
 
     tokens: int
     passes: int
+    prompt: int = 0  # its tokens
+    ended: bool = False  # by an end token
 
     @property
     def tau(self) -> float:
@@ -168,8 +171,8 @@ class Model:
         repetition_penalty: float | None = None,
         stop_strings: Sequence[str] = (),
         seed: int = 0,
-    ) -> Iterator[str]:
-        """Yield the text after `prompt` in pieces, each as soon as its round is decoded.
+    ) -> Generator[str, None, Passes]:
+        """Yield the text after `prompt` in pieces, each as soon as its round is decoded; return its counts.
 
         prompt: a text to continue; a conversation, which is rendered by a chat template (see `load`); or token ids, to
         which nothing is added.
@@ -184,9 +187,9 @@ class Model:
         short.
         """
         sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
-        return self._pieces(
-            self.rounds(prompt, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
-        )
+        ids = self._ids(prompt)
+        rounds = self.rounds(ids, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
+        return self._pieces(rounds, len(ids))
 
     @_knowing_its_options
     def rounds(
@@ -208,8 +211,9 @@ class Model:
         texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         stops = tuple(construct(list[_Text], texts, "stop_strings"))
         streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
+        ids = self._ids(prompt)  # before its turn: a long prompt delays no other generation
         with self._turn:
-            rounds = self._decode(self._ids(prompt), sampling, count, stops, streams, speculate)
+            rounds = self._decode(ids, sampling, count, stops, streams, speculate)
         return _in_turn(rounds, self._turn)
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> "Model":
@@ -266,9 +270,10 @@ class Model:
                 require(0 <= token < most, f"{key}[{place}]", token, f"a token id of the target: 0 to {most - 1}")
             return [*prompt]
         if isinstance(prompt, str):
-            ids = render_prompt([prompt], self.tokenizer, "none")
+            ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config))
         else:
-            ids = render_prompt(_conversation(prompt, key), self.tokenizer, self.setup.chat_template)
+            turns, template = _conversation(prompt, key), self.setup.chat_template
+            ids = render_prompt(turns, self.tokenizer, template, most=context_limit(self.setup.config))
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
         return ids
 
@@ -316,7 +321,7 @@ class Model:
         )  # fmt: skip
         self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
 
-    def _pieces(self, rounds: Iterator[Round]) -> Iterator[str]:
+    def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, Passes]:
         tokens: list[int] = []
         said, passes = "", -1  # the prefill decides the first token
         for r in rounds:
@@ -329,7 +334,8 @@ class Model:
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         if text != said:
             yield text[len(said) :]
-        self.last = Passes(len(tokens), passes)
+        self.last = counts = Passes(len(tokens), passes, prompt, tokens[-1] in self.setup.eos)
+        return counts
 
 
 @_knowing_its_options

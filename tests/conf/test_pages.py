@@ -45,8 +45,8 @@ READERS_OWN = "mine"  # a file that a page has its reader write
 MADE_BY_MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-class ParsedError(Exception):
-    """Raised in the place of what a script does once it has read its command line."""
+class ParsedError(BaseException):
+    """Raised in the place of what a script does once it has read its command line; no script catches it."""
 
 
 def code_of(text: str) -> list[str]:

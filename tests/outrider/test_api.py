@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import outrider
 from benchmarks.planted_faults import rope_scaled
+from data_prep.text import chat
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
@@ -143,7 +146,7 @@ def test_characters_come_whole(tiny_models: Path) -> None:
     ids = model.tokenizer("a½€😀 ")["input_ids"]
     assert len(ids) == 1 + 2 + 3 + 4 + 1
     rounds = (Round(tuple(ids[start : start + 2]), 0, 0, 0, 0.0) for start in range(0, len(ids), 2))
-    pieces = list(model._pieces(rounds))
+    pieces = list(model._pieces(rounds, 1))
     assert "".join(pieces) == "a½€😀 "
     assert len(pieces) > 2
     assert not any("\ufffd" in piece for piece in pieces)
@@ -368,3 +371,51 @@ def test_the_page_runs(tiny_models: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     for block in blocks:
         exec(block, names)
     assert names["report"]["lossless"]["identical"] == 2
+
+
+def test_a_prompt_that_takes_long_delays_nobody(tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tokenised before its turn; and no more of it than shows that it does not fit."""
+    model = outrider.load(str(tiny_models / TARGET), device="cpu")
+    real, waiting, go_on, sizes = chat._tokenize, threading.Event(), threading.Event(), list[int]()
+
+    def slow(tokenizer: Any, texts: list[str], **options: bool) -> Any:
+        sizes.append(len(texts[0]))
+        if texts[0].startswith("slow"):
+            waiting.set()
+            assert go_on.wait(60)
+        return real(tokenizer, texts, **options)
+
+    expected = model.generate("slow", max_new_tokens=4)
+    monkeypatch.setattr(chat, "_tokenize", slow)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(model.generate, "slow", max_new_tokens=4)
+        assert waiting.wait(60)
+        try:
+            assert model.generate("quick", max_new_tokens=4)
+        finally:
+            go_on.set()
+        assert other.result() == expected
+    for prompt in ("x" * 10**7, [{"role": "user", "content": "x" * 10**7}], ["a", "x" * 10**7]):
+        with pytest.raises(UserError, match=r"context|template"):
+            model.generate(prompt, max_new_tokens=4)
+    assert max(sizes) < 10**6
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_what_is_no_text_is_refused(tiny_models: Path, text: str) -> None:
+    model = outrider.load(str(tiny_models / TARGET), device="cpu", template="vicuna")
+    for prompt in (text, [{"role": "user", "content": text}], ["fine", text]):
+        with pytest.raises(UserError, match="surrogate"):
+            model.generate(prompt, max_new_tokens=2)
+
+
+def test_a_generation_returns_its_counts(tiny_models: Path) -> None:
+    model = outrider.load(str(tiny_models / TARGET), device="cpu")
+
+    def counted() -> Iterator[str]:
+        found.append((yield from model.stream("hello", max_new_tokens=5)))
+
+    found: list[Any] = []
+    assert "".join(counted()) == model.generate("hello", max_new_tokens=5)
+    assert found == [model.last]
+    assert (found[0].tokens, found[0].prompt, found[0].ended) == (5, len(model._ids("hello")), False)

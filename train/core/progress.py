@@ -121,7 +121,7 @@ def _step_of(line: bytes) -> float:
     """The step of a line of log.jsonl; infinity for an incomplete line."""
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
 
 

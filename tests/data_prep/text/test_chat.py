@@ -1,12 +1,16 @@
 import json
+import random
 import re
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, render_prompt, warn_of_template
+from data_prep.text import chat as rendering
+from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, ids_within, render_prompt, warn_of_template
 from data_prep.text.records import FileLayout, SkipRecordError, find_layout, to_record
 from data_prep.text.settings import DataConfig, MixPart
 from outrider.errors import UserError
@@ -354,3 +358,51 @@ def test_another_template_than_the_answers_or_the_tokenizers_is_warned_of(
         assert said.endswith(f" {key}.template={expected}\n" if expected else "")
         assert said.startswith(f"warning: {key}.template={given}: " if expected else "")
         assert bool(said) == bool(expected)
+
+
+def _wide_tokenizer(normalizer: normalizers.Normalizer | None = None) -> PreTrainedTokenizerFast:
+    """One token a letter, one of 4,000 spaces and one of any run of other characters."""
+    vocabulary = {"a": 0, "b": 1, "?": 2, **{" " * 2**k: 3 + k for k in range(13)}}
+    merges = [(" " * 2**k, " " * 2**k) for k in range(12)]
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="?", fuse_unk=True))
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+
+
+@pytest.mark.parametrize("most", [1, 8, 64])
+@pytest.mark.parametrize(
+    "normalizer", [None, normalizers.Replace(Regex(" {2,}"), " "), normalizers.Strip(), normalizers.NFC()], ids=str
+)
+def test_a_text_is_tokenised_as_far_as_shows_that_it_does_not_fit(normalizer: Any, most: int) -> None:
+    """No text that fits is cut, whatever a token covers; none that does not passes as one that does."""
+    tokenizer, chances = _wide_tokenizer(normalizer), random.Random(most)
+    parts = ("a", "ab", " " * 5000, "\u4e00" * 3000, "e\u0301" * 40, " ", "aaaaaaaaaaaa")
+    fitting = 0
+    for _ in range(25):
+        text = "".join(chances.choices(parts, k=chances.choice((1, 3, 20, 60))))
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        found = ids_within(text, tokenizer, most)
+        assert found == whole if len(whole) <= most else len(found) > most
+        fitting += len(whole) <= most
+        assert ids_within(text, tokenizer, None) == whole
+    assert fitting or most == 1
+
+
+def test_the_work_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, sizes = rendering._tokenize, []
+
+    def counting(tokenizer: Any, texts: list[str], **options: bool) -> Any:
+        sizes.append(sum(map(len, texts)))
+        return real(tokenizer, texts, **options)
+
+    monkeypatch.setattr(rendering, "_tokenize", counting)
+    assert len(ids_within("ab" * 5_000_000, _wide_tokenizer(), 256)) > 256
+    assert sum(sizes) < 10_000
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udc00b"])
+def test_a_lone_surrogate_is_no_text(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    for template in ("none", "vicuna", "tokenizer"):
+        with pytest.raises(UserError, match="surrogate"):
+            render_prompt([text], tokenizer, template)

@@ -54,7 +54,7 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     """A turn beyond the context ends it. What is decoded is rendered once."""
     seen: list[list[str]] = []
 
-    def noted(texts: Sequence[str], _: object, template: str) -> list[int]:
+    def noted(texts: Sequence[str], _: object, template: str, most: int) -> list[int]:
         assert template == "vicuna"
         seen.append(list(texts))
         return [byte % 250 for byte in texts[-1].encode()]

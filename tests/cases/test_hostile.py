@@ -1,0 +1,513 @@
+"""What comes from outside: keys are never shown, replies are checked, work is bounded, a crash is no verdict."""
+
+import bz2
+import json
+import lzma
+import re
+import struct
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import conf
+from data_prep.responses import server
+from data_prep.responses.generate import generate_responses
+from data_prep.responses.server import Server
+from data_prep.responses.settings import GenerateConfig
+from data_prep.targets.fetched import take_out
+from data_prep.text import chat
+from data_prep.text.settings import DataConfig
+from draft_models.targets.open_target import open_target
+from inference.audit import __main__ as audit_command
+from inference.audit.answers import ServedAnswer, read_answers
+from inference.audit.audit import audit, judged, read
+from inference.settings.audit import AuditConfig
+from inference.settings.evaluate import EvaluateConfig
+from outrider import cli
+from outrider.api.model import preset
+from outrider.errors import UserError, require, warn
+from outrider.files import parse_json
+from outrider.run_dirs import HOLDER_FILE, only_run
+from outrider.shown import clean
+from outrider.streams import Streams
+from outrider.wandb_config import WandbConfig
+from tests.data_prep.responding import ENDS, letter_tokenizer, responses, skipped
+from tests.data_prep.responses.serving import Engine, listening, serving
+from tests.test_shape import sources
+from tests.tiny import save_target
+
+KEY = "sk-abcdef0123456789"
+PROMPTS = 12
+VOCABULARY = 264
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_PAUSE", 0.001)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_target(
+        tmp_path_factory.mktemp("target"), max_position_embeddings=160, num_hidden_layers=1, vocab_size=VOCABULARY
+    )
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
+    letter_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(target).eval()
+
+
+@pytest.fixture
+def asked(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """By command and URL, a run that asks a server."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(PROMPTS)))
+    alone = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True, wait_for_everyone=lambda: 0
+    )
+    monkeypatch.setattr("data_prep.responses.generate.join_processes", lambda: alone)
+
+    def make(command: str, url: str, **values: Any) -> Any:
+        own = {"max_new_tokens": 8, "concurrency": 2, "server_retries": 0, "server_timeout": 5.0, **values}
+        shared = {"target": str(target), "server": url, "out_dir": str(tmp_path / command), **own}
+        if command == "audit":
+            return AuditConfig(prompts=str(file), **shared)
+        data = DataConfig(source="local", path=str(file), layout="prompts", heldout_fraction=0.0)
+        return GenerateConfig(data=data, greedy_tokens=0, temperature=0.0, **shared)
+
+    return make
+
+
+RUN: dict[str, Callable[[Any], None]] = {"audit": audit, "generate": generate_responses}
+
+
+MODELS = b'{"data": [{"id": "tiny"}]}'
+
+
+def replying(post: bytes, models: bytes = MODELS, seen: list[Any] | None = None, **sent: Any) -> Any:
+    """The URL of a server that says `post` to every request and `models` of its models. sent: status and headers."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send(models)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send(post)
+
+        def send(self, content: bytes) -> None:
+            if seen is not None:
+                seen.append(dict(self.headers))
+            self.send_response(sent.get("status", 200))
+            for name, value in {"Content-Length": str(len(content)), **sent.get("headers", {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return listening(Handler)
+
+
+# ------------------------------------------------------------------------------------------------- secrets
+
+
+@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize("ending", ["\r", "\n", "\r\n", "\x07", "\u2026", "\x7f"])
+def test_a_key_that_no_header_holds_is_named_and_not_shown(
+    command: str, ending: str, asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY + ending)
+    with replying(b"{}") as url, pytest.raises(UserError, match="OPENAI_API_KEY") as raised:
+        RUN[command](asked(command, url))
+    assert KEY[:8] not in str(raised.value)
+    monkeypatch.setenv("WANDB_API_KEY", KEY + ending)
+    with pytest.raises(UserError, match="WANDB_API_KEY") as raised:
+        WandbConfig(mode="offline").is_on()
+    assert KEY[:8] not in str(raised.value)
+
+
+@pytest.mark.parametrize("status", [200, 401, 500])
+def test_a_server_that_repeats_the_key_does_not_have_it_printed(
+    status: int, asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    said = json.dumps({"error": f"Incorrect key {KEY}", "got": f"Authorization: Bearer {KEY}", "data": KEY}).encode()
+    with replying(said, said, status=status) as url, pytest.raises(UserError) as raised:
+        generate_responses(asked("generate", url))
+    assert KEY not in str(raised.value)
+
+
+def test_another_server_does_not_get_the_key(asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    own: list[dict[str, str]] = []
+    others: list[dict[str, str]] = []
+    with replying(b"{}", seen=others) as other:
+        away = {"status": 302, "headers": {"Location": f"{other}/v1/models?key={KEY}"}}
+        with replying(b"", b"", own, **away) as url, pytest.raises(UserError) as raised:
+            generate_responses(asked("generate", url))
+    assert own[0]["Authorization"] == f"Bearer {KEY}"
+    assert others
+    assert not any("Authorization" in headers for headers in others)
+    assert KEY not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://me:s3cret@host:80", "https://me:s3/cret@host", "http://me:s3 cret@host", "http://:s3cret@host/v1",
+     "http://host/v1?key=s3cret", "http://me:p@s3cret@host", "ftp://me:s3cret@host"],
+)  # fmt: skip
+def test_a_login_in_a_url_is_refused_and_not_shown(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makes: list[Callable[[], object]] = [
+        lambda: AuditConfig(target="t", server=url),
+        lambda: GenerateConfig(target="t", server=url, data=DataConfig()),
+        lambda: EvaluateConfig(target="t", engine=url),
+        lambda: EvaluateConfig(target="t", engine="http://host", engine_plain=url),
+    ]
+    for make in makes:
+        with pytest.raises(UserError, match=r"(server|engine|engine_plain)=.*expected .*http") as raised:
+            make()
+        assert "cret" not in str(raised.value)
+    for words in (f'server="{url}"', f"server={url}", f"no_such={url}", f"server=[{url}"):
+        monkeypatch.setattr(sys, "argv", ["outrider audit", f"target={tmp_path}", words])
+        with pytest.raises(SystemExit, match="2"):
+            audit_command.main()
+        assert "cret" not in "".join(capsys.readouterr()).replace("s3 cret", "")  # of a space nothing is known
+
+
+def test_what_is_written_and_printed_is_clean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_ABCDEFGH")
+    monkeypatch.setenv("SOME_PASSWORD", "tricky\x07pass")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "certainly")
+    texts = (
+        "a hf_ABCDEFGH b", repr("hf_ABCDEFGH\n"), f"{'tricky' + chr(7) + 'pass'!r}", "https://x.y/?a=1&api_key=tricky1",
+        "s3://id:tricky2@bucket/x", "Authorization: Bearer tricky3", "https://h/p?X-Amz-Signature=tricky4&b=2",
+        str({"hf_token": "tricky5"}), json.dumps({"api_key": "tricky6"}), "+engine_options.hf_token=tricky7",
+    )  # fmt: skip
+    for text in texts:
+        for shown in (clean(text), str(UserError(f"read: {text}; mend it")), str(UserError(repr({"a": [text]})))):
+            assert "tricky" not in shown
+            assert "ABCDEFGH" not in shown
+            assert clean(shown) == shown
+    plain = "http://localhost:8000/v1 is certainly there; mail a@b.c, see https://host:80/x@y and ?limit=3"
+    assert clean(plain) == plain
+    vllm: dict[str, Any] = {"engine": "vllm", "methods": {"a": preset("prompt_lookup")}}
+    with pytest.raises(UserError, match="engine_options") as raised:
+        EvaluateConfig(target="t", engine_options={"hf_token": "tricky8"}, **vllm)
+    assert "tricky" not in str(raised.value)
+    monkeypatch.setattr(sys, "argv", ["audit", "+x=https://me:tricky@host", "y=hf_ABCDEFGH"])
+    with only_run(tmp_path, "an audit"):
+        held = (tmp_path / HOLDER_FILE).read_text()
+    assert "tricky" not in held
+    assert "ABCDEFGH" not in held
+    warn(f"cannot load {texts[0]}")
+
+    def fails(_: object) -> None:
+        raise RuntimeError(f"Illegal header {texts[1]}")
+
+    with patch.object(cli, "find", fails), pytest.raises(SystemExit):
+        cli.main()
+    printed = "".join(capsys.readouterr())
+    assert "RuntimeError" in printed
+    assert "ABCDEFGH" not in printed
+
+
+# ------------------------------------------------------------------------------------------------- messages
+
+
+def test_a_message_quotes_a_part_of_what_is_long(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "x" * 5_000_000
+    for value in (long, [long], {"a": long}, list(range(1_000_000))):
+        with pytest.raises(UserError, match=r"some\.key=.*characters.*: expected less") as raised:
+            require(False, "some.key", value, "less")
+        assert len(str(raised.value)) < 4100
+    for said in (f"file.jsonl:3: {long!r}: expected less; shorten it", f"file.jsonl:3: {UserError(long)}; shorten it"):
+        error = str(UserError(said))
+        assert len(error) < 4100
+        assert error.startswith("file.jsonl:3: ")
+        assert error.endswith("; shorten it")
+        assert re.search(r"\(50000\d\d characters\)", error)
+    for make in (
+        lambda: AuditConfig(target="t", answers="a", level=long),  # type: ignore[arg-type]
+        lambda: GenerateConfig(target="t", data=DataConfig(path=long, source=long)),  # type: ignore[arg-type]
+        lambda: DataConfig(path=[long] * 3, layout=long),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(UserError) as raised:
+            make()
+        assert len(str(raised.value)) < 4100
+    warn(long)
+    assert len(capsys.readouterr().err) < 4100
+
+
+# -------------------------------------------------------------------------------------------------- replies
+
+
+NESTED = b'{"data": [{"id": "tiny"}], "choices": [{"text": "", "x": ' + b"[" * 50_000 + b"]" * 50_000 + b"}]}"
+
+
+@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize("where", ["models", "answers", "both ends only"])
+def test_a_nested_reply_is_no_reply(command: str, where: str, asked: Callable[..., Any]) -> None:
+    said = b"[" * 100_000 if where == "both ends only" else NESTED
+    models = said if where == "models" else MODELS
+    with replying(said, models) as url, pytest.raises(UserError, match="server=http"):
+        RUN[command](asked(command, url))
+
+
+def test_a_nested_stream_is_none(target: Path, asked: Callable[..., Any]) -> None:
+    lines = [b'data: {"choices": [{"text": "a", "token_ids": [1], "finish_reason": "length"}]}', b"data: " + NESTED]
+    config = asked("generate", "http://127.0.0.1")
+    opened = open_target(str(target), None, by_layers=False)
+    with (
+        patch.object(Server, "_find_model", lambda *_: ("tiny", 160)),
+        patch.object(Server, "_try_out", lambda _: None),
+        replying(b"\n\n".join(lines), headers={"Content-Type": "text/event-stream"}) as url,
+    ):
+        served = Server(config, opened.tokenizer, ENDS, 160, VOCABULARY)
+        served.url = url
+        with pytest.raises(UserError, match="nested"):
+            served.stream([1, 2], 4, 0)
+
+
+def test_json_from_outside_goes_through_the_bounded_reader() -> None:
+    """The others read what this project or a library wrote from values in memory, or what was checked before."""
+    known = {
+        "outrider.files", "outrider.run_dirs", "outrider.api.model", "inference.loading.generation_config",
+        "inference.serving.engine_process", "inference.serving.engine_worker", "draft_models.targets.fingerprint",
+        "data_prep.formats.gguf_write", "data_prep.formats.torch_files", "train.core.progress",
+    }  # fmt: skip
+    found = {name for name, file in sources().items() if re.search(r"json\.loads?\b", file.read_text())}
+    assert found <= known, found - known
+    for nested in (b"[" * 100_000, b'{"a":' * 100_000):
+        with pytest.raises(UserError, match="nested"):
+            parse_json(nested)
+
+
+def _with_ids(change: Callable[[list[Any]], Any], rate: int = 3) -> Callable[[int, dict[str, Any]], dict[str, Any]]:
+    """A fault of every third answer: its ids changed, and named so in its log-probabilities."""
+
+    def fault(number: int, reply: dict[str, Any]) -> dict[str, Any]:
+        if number % rate == rate - 1:
+            choice = reply["choices"][0]
+            ids, rows = change([*choice["token_ids"]]), choice["logprobs"]
+            choice["token_ids"] = ids
+            if isinstance(ids, list) and len(ids) == len(rows["tokens"]):
+                names = [f"token_id:{one}" for one in ids]
+                top = [{**row, name: row[old]} for row, name, old in
+                       zip(rows["top_logprobs"], names, rows["tokens"], strict=True)]  # fmt: skip
+                choice["logprobs"] = {**rows, "tokens": names, "top_logprobs": top}
+        return reply
+
+    return fault
+
+
+@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize(
+    "change",
+    [lambda ids: [VOCABULARY, *ids[1:]], lambda ids: [*ids[:-1], 2**70], lambda ids: [-1, *ids[1:]],
+     lambda ids: [float(one) for one in ids], lambda ids: [True, *ids[1:]], lambda ids: [str(one) for one in ids],
+     lambda ids: "abc", lambda ids: {"0": 1}, lambda ids: [None, *ids[1:]], lambda ids: [[1], *ids[1:]]],
+    ids=["beyond", "huge", "negative", "floats", "bool", "texts", "a text", "a mapping", "null", "a list"],
+)  # fmt: skip
+def test_ids_that_the_target_has_not_are_asked_again(
+    command: str, change: Any, model: PreTrainedModel, asked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_FAILED_SHARE", 1.0)
+    run = RUN[command]
+    with serving(Engine(model, letter_tokenizer(), ENDS, _with_ids(change))) as url:
+        run(first := asked(command, url, concurrency=1))
+    with serving(Engine(model, letter_tokenizer(), ENDS)) as url:
+        run(again := replace(first, server=url, resume=True))
+    if command == "generate":
+        assert not [one for one in skipped(again) if one["reason"] != "empty"]
+        told = {**responses(again), **{one["id"]: one for one in skipped(again)}}
+        assert len(told) == PROMPTS
+        with serving(Engine(model, letter_tokenizer(), ENDS)) as url:
+            run(right := replace(first, server=url, out_dir=f"{first.out_dir}-right"))
+        assert responses(again) == responses(right)
+    else:
+        report = json.loads((Path(again.out_dir) / "report.json").read_text())
+        numbers = report["arms"]["answers"]["numbers"]
+        assert (numbers["answers"], numbers["unanswered"]) == (PROMPTS, 0)
+        assert not report["arms"]["answers"]["faults"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.5, 1e400, "0.1", None, 10**400, [1]])
+def test_log_probabilities_are_numbers_of_logarithms(value: Any, asked: Callable[..., Any]) -> None:
+    rows = {"tokens": ["token_id:5"], "token_logprobs": [value], "top_logprobs": [{"token_id:5": value}]}
+    reply = {"choices": [{"text": "a", "token_ids": [5], "finish_reason": "length", "logprobs": rows}]}
+    with replying(json.dumps(reply).encode()) as url, pytest.raises(UserError, match="server=http"):
+        generate_responses(asked("generate", url, max_new_tokens=1, top_k_logits=1))
+
+
+@pytest.mark.parametrize("length", ["many", -5, 0.5, [1], 1e400, {}])
+def test_a_context_length_is_a_number(length: Any, asked: Callable[..., Any]) -> None:
+    models = json.dumps({"data": [{"id": "tiny", "max_model_len": length}]}).encode()
+    with replying(b"{}", models) as url, pytest.raises(UserError, match="server=http"):
+        generate_responses(asked("generate", url))
+
+
+# ---------------------------------------------------------------------------------------------------- audit
+
+
+ABSURD = [
+    {"temperature": 1e-320}, {"temperature": 1e300}, {"temperature": float("nan")}, {"temperature": "NaN"},
+    {"temperature": -1}, {"temperature": 1, "top_k": 10**30}, {"temperature": 1, "top_k": -1}, {"top_p": "inf"},
+    {"temperature": 1, "top_p": 0}, {"temperature": 1, "top_p": float("inf")}, {"repetition_penalty": 1e-300},
+    {"repetition_penalty": 1e300}, {"repetition_penalty": 0}, {"repetition_penalty": -2.0}, {"min_p": float("nan")},
+    {"prompt_ids": [-1]}, {"prompt_ids": [VOCABULARY]}, {"output_ids": [10**30]}, {"output_ids": [1.0]},
+    {"output_ids": [True]}, {"prompt_ids": "12"}, {"output_ids": []}, {"prompt_ids": [1] * 200},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("absurd", ABSURD, ids=str)
+def test_absurd_values_are_refused_with_their_line(absurd: dict[str, Any], target: Path, tmp_path: Path) -> None:
+    good = {"prompt_ids": [1, 2, 3], "output_ids": [4, 5], "temperature": 0}
+    file = tmp_path / "answers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (good, {**good, **absurd})))
+    with pytest.raises(UserError, match=rf"answers\.jsonl:2: .*{[*absurd][-1]}"):
+        read_answers(str(file), open_target(str(target), None, by_layers=False))
+
+
+@pytest.mark.parametrize("key", ["prompt", "text"])
+@pytest.mark.parametrize("text", ["\\ud800", "a\\udfffb", "x" * 400_000], ids=["first", "last", "long"])
+def test_texts_that_are_none_or_too_long_are_refused_with_their_line(
+    key: str, text: str, target: Path, tmp_path: Path
+) -> None:
+    file, texts = tmp_path / "answers.jsonl", {"prompt": "abc", "text": "def", key: text}
+    file.write_text(f'{{"prompt": "{texts["prompt"]}", "text": "{texts["text"]}"}}\n')
+    with pytest.raises(UserError, match=r"answers\.jsonl:1: ") as raised:
+        read_answers(str(file), open_target(str(target), None, by_layers=False))
+    assert len(str(raised.value)) < 1000
+
+
+def test_values_at_the_limits_are_judged(model: PreTrainedModel) -> None:
+    for own in (
+        {"temperature": 1e-6}, {"temperature": 1e6}, {"temperature": 1.0, "top_p": 1e-300},
+        {"temperature": 1.0, "min_p": 1e-300}, {"temperature": 1.0, "top_k": 2**31 - 1}, {"repetition_penalty": 1e-3},
+        {"temperature": 1.0, "repetition_penalty": 1e3}, {"temperature": 1.0, "top_p": 1 - 1e-16},
+    ):  # fmt: skip
+        answers = {1: ServedAnswer(prompt_ids=[1, 2, 3], output_ids=[4, 5, 6], **own)}
+        finding = judged(read(model, answers, Streams(0), simulate=False), answers, 0.001)
+        assert finding.verdict
+
+
+# ------------------------------------------------------------------------------------------------ the wheel
+
+
+def _member(content: bytes, method: int, flags: int = 0) -> bytes:
+    """A zip with one member of `content` as it is stored there, compressed by `method` as it says."""
+    name = b"m.gguf"
+    same = struct.pack("<HHHHIIIHH", flags, method, 0, 0x21, zlib.crc32(b"x"), len(content), len(content), len(name), 0)
+    local = b"PK\x03\x04" + struct.pack("<H", 63) + same + name + content
+    entry = b"PK\x01\x02" + struct.pack("<HH", 63, 63) + same + struct.pack("<HHHII", 0, 0, 0, 0, 0) + name
+    return local + entry + b"PK\x05\x06" + struct.pack("<HHHHIIH", 0, 0, 1, 1, len(entry), len(local), 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "method", "flags"),
+    [(b"x" * 40, zipfile.ZIP_STORED, 1), (b"x" * 40, zipfile.ZIP_DEFLATED, 1), (b"\xff" * 40, zipfile.ZIP_DEFLATED, 0),
+     (b"\xff" * 40, zipfile.ZIP_BZIP2, 0), (bz2.compress(b"x" * 99)[:-9] + b"\0" * 9, zipfile.ZIP_BZIP2, 0),
+     (b"\xff" * 40, zipfile.ZIP_LZMA, 0), (b"\x09\x04\x05\x00" + b"\xff" * 40, zipfile.ZIP_LZMA, 0), (b"", 14, 0),
+     (b"\x09\x04\x05\x00\x5d\xff\xff\xff\xff" + lzma.compress(b"x"), zipfile.ZIP_LZMA, 0), (b"x" * 40, 97, 0)],
+)  # fmt: skip
+def test_a_member_that_cannot_be_unpacked_is_refused(content: bytes, method: int, flags: int, tmp_path: Path) -> None:
+    wheel = tmp_path / "a.whl"
+    wheel.write_bytes(_member(content, method, flags))
+    with pytest.raises(UserError, match=r"a\.whl: not a usable wheel"):
+        take_out(wheel, tmp_path)
+    assert [*tmp_path.iterdir()] == [wheel]
+
+
+# ----------------------------------------------------------------------------------------------- exit status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError("a bug"), 3), (MemoryError(), 3), (RecursionError(), 3), (torch.OutOfMemoryError("full"), 3),
+     (OSError("no number"), 3), (BrokenPipeError(32, "pipe"), 3), (KeyboardInterrupt(), 130), (UserError("bad"), 2),
+     (PermissionError(13, "denied"), 2), (SystemExit(1), 1)],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["audit", "evaluate-checkpoint", "eesd"])
+def test_a_verdicts_status_is_no_crashs(
+    command: str, error: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    words = {"audit": ["answers=a.jsonl"], "evaluate-checkpoint": ["method=prompt_lookup"], "eesd": []}[command]
+    monkeypatch.setattr(sys, "argv", ["outrider", command, "target=owner/name", f"out_dir={tmp_path}", *words])
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(conf, "look_for_places", fails)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == status
+    said = capsys.readouterr().err
+    assert ("Traceback" in said) == (status == 3)
+    assert said or status == 1
+
+
+def test_what_is_typed_wrongly_and_what_cannot_be_imported_are_no_verdicts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["audit", "no_such=1"], ["audit", "target"], ["audit"], ["audit", "--target", "x"], ["no-such"]):
+        monkeypatch.setattr(sys, "argv", ["outrider", *words])
+        with pytest.raises(SystemExit, match="2"):
+            cli.main()
+    monkeypatch.setattr(sys, "argv", ["outrider", "audit", "target=x"])
+    with patch.object(cli, "import_module", side_effect=ImportError("no torch")), pytest.raises(SystemExit, match="3"):
+        cli.main()
+    assert "no torch" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ bounded work
+
+
+def test_a_long_prompt_is_not_tokenised_whole(target: Path, asked: Callable[..., Any], tmp_path: Path) -> None:
+    """By no command that reads prompts."""
+    sizes: list[int] = []
+    real = chat._tokenize
+
+    def counting(tokenizer: Any, texts: list[str], **options: bool) -> Any:
+        sizes.append(sum(map(len, texts)))
+        return real(tokenizer, texts, **options)
+
+    long = "a" * 2_000_000
+    file = tmp_path / "prompts.jsonl"
+    for record in ({"turns": [long]}, {"prompt": long}):
+        with patch.object(chat, "_tokenize", counting), replying(b"{}") as url:
+            config = asked("generate", url)
+            file.write_text(json.dumps(record) + "\n")
+            with patch.object(Server, "_try_out", lambda _: None):
+                generate_responses(config)
+                assert [one["reason"] for one in skipped(config)] == ["too_long"]
+                for path in Path(config.out_dir).iterdir():
+                    path.unlink()
+                with pytest.raises(UserError):
+                    audit(asked("audit", url))
+    assert sizes
+    assert max(sizes) < 100_000
