@@ -124,7 +124,8 @@ def _to_task(
     if any("tools" in message or message["role"] == "tool" for message in asked):
         problem = "tools"  # their results are not the target's to write
     elif data.template == "none" and turns:  # a text to continue: what comes back is its continuation, to the letter
-        return Task(prompt_id(first), record["id"], data.template, render_prompt(first, tokenizer, "none"))
+        ids = render_prompt(first, tokenizer, "none", most=context)
+        return Task(prompt_id(first), record["id"], data.template, ids)
     return Task(prompt_id(messages), record["id"], data.template, [], first, turns[1:], problem=problem)
 
 
