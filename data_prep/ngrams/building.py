@@ -87,7 +87,7 @@ def _tidily(work: Path, build: Callable[[], None]) -> None:
 
 def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], work: Path, began: float) -> None:
     counts = Counts()
-    documents = passages(read_records(config.data, "train", counts), config.text)
+    documents = passages(read_records(config.data, "train", counts), config.text, encoder)
     shards = tokenise(documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes)
     if not shards.tokens:
         found = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"

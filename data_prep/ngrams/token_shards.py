@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_prep.text.pieces import PIECE, batches, spans
-from data_prep.text.records import Record
+from data_prep.text.records import Record, warn_of_text
 from draft_models.targets.encoder import Encoder, open_encoder
 from outrider.errors import UserError
 from outrider.files import write_atomically
@@ -35,12 +35,13 @@ class Passage(NamedTuple):
     """A document as text, or a piece of a long one.
 
     ends: the EOS token follows it, as it follows a target's answer. continues: it belongs to the same document as the
-    previous passage.
+    previous passage. ids: of an answer that its target has written in tokens of this tokenizer, instead of a text.
     """
 
     text: str
     ends: bool
     continues: bool = False
+    ids: tuple[int, ...] = ()
 
 
 class Shards(NamedTuple):
@@ -57,19 +58,40 @@ class Shards(NamedTuple):
     digest: str
 
 
-def passages(records: Iterable[Record], text: str) -> Iterator[Passage]:
+def passages(records: Iterable[Record], text: str, encoder: Encoder | None = None) -> Iterator[Passage]:
     """The documents of records: plain texts, and the messages of conversations, each message by itself.
 
-    text: assistant (only the assistant's messages of a conversation) or all (all messages).
+    text: assistant (only the assistant's messages of a conversation) or all (all messages). Answers that are `Written`
+    in tokens of `encoder` are given as these.
     """
+    size = 0 if encoder is None else encoder.vocabulary
     for record in records:
+        written, whole = _written(record, encoder, size), not record.get("truncated")
         if "text" in record:
-            yield Passage(record["text"], ends=True)
+            yield next(written, Passage(record["text"], ends=whole))
             continue
-        for message in record["messages"]:
-            answer = message["role"] == "assistant"
-            if message["content"] and (answer or text == "all"):
-                yield Passage(message["content"], ends=answer)
+        last = len(record["messages"]) - 1
+        for place, message in enumerate(record["messages"]):
+            if message["role"] == "assistant":
+                said = next(written, Passage(message["content"], ends=whole or place < last))
+                if said.ids or said.text:  # a call of tools may have no text
+                    yield said
+            elif text == "all" and message["content"]:
+                yield Passage(message["content"], ends=False)
+
+
+def _written(record: Record, encoder: Encoder | None, size: int) -> Iterator[Passage]:
+    """The answers of a record, or its plain text, in the `size` tokens of `encoder`; nothing if they are not known."""
+    written = record.get("written")
+    if written is None or encoder is None:
+        return
+    known = all(max(read.ids) < size for read in written.documents)
+    if not (known and encoder.digest.startswith(written.tokenizer)):
+        warn_of_text(record["id"], "their tokens are of another tokenizer")
+        return
+    for read in written.documents:
+        for begin, end in read.answers if "messages" in record else [(read.ids[0] == encoder.bos, len(read.ids))]:
+            yield Passage("", ends=False, ids=tuple(read.ids[begin:end]))
 
 
 def tokenise(
@@ -85,7 +107,9 @@ def tokenise(
     paths, continued, digest, tokens, count = [], [], hashlib.sha256(), 0, 0
     with _Pool(workers, source, revision, encoder, dtype) as pool, Stage("tokenising", unit="tokens") as stage:
         pieces = _pieces(documents, encoder)
-        for number, batch in enumerate(batches(pieces, lambda passage: len(passage.text), SHARD_CHARACTERS)):
+        for number, batch in enumerate(
+            batches(pieces, lambda one: len(one.text) or 4 * len(one.ids), SHARD_CHARACTERS)
+        ):
             name = _digest(identity, batch)
             digest.update(name.encode())
             paths.append(folder / f"{number:06d}-{name[:32]}.tokens")
@@ -207,7 +231,7 @@ def _write_shard(path: Path, batch: list[Passage], encoder: Encoder, dtype: np.d
     parts: list[np.ndarray] = []
     for part in batches(batch, lambda passage: len(passage.text), PIECE):
         for ids, passage in zip(encoder.encode([passage.text for passage in part]), part, strict=True):
-            parts.append(np.array([*ids, *end] if passage.ends else ids, dtype))
+            parts.append(np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype))
             if passage.continues and lengths:
                 lengths[-1] += len(parts[-1])
             else:
@@ -238,8 +262,8 @@ def _pieces(documents: Iterable[Passage], encoder: Encoder) -> Iterator[Passage]
 
 def _digest(identity: str, batch: list[Passage]) -> str:
     digest = hashlib.sha256(identity.encode())
-    for text, ends, continues in batch:
-        content = text.encode()
-        digest.update(f"{len(content)} {ends} {'continues ' if continues else ''}".encode())
+    for text, ends, continues, ids in batch:
+        content = np.array(ids, np.int64).tobytes() if ids else text.encode()
+        digest.update(f"{len(content)} {'ids' if ids else ends} {'continues ' if continues else ''}".encode())
         digest.update(content)
     return digest.hexdigest()

@@ -21,9 +21,9 @@ class TopK:
     logprobs: Tensor
     tail: Tensor
 
-    def first(self, count: int) -> "TopK":
-        """The same for the first `count` tokens."""
-        return TopK(*(part[:count] for part in self._parts()))
+    def at(self, places: slice | Tensor) -> "TopK":
+        """The same for the tokens at `places`."""
+        return TopK(*(part[places] for part in self._parts()))
 
     def then(self, other: "TopK") -> "TopK":
         """These tokens, followed by those of `other`."""

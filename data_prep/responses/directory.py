@@ -3,7 +3,7 @@
     run.json                      the identity of the run: everything that determines the responses
     responses-00000.jsonl         records that all readers of this project train on, {"id", "messages" or "text", …}
     responses-00000.safetensors   with top_k_logits, for each response: ID.tokens [n], ID.top_ids and ID.top_logprobs
-                                  [n, k], ID.tail [n] (see `TopK`), ID.sequence [m] and ID.places [n] (see `Response`)
+                                  [n, k], ID.tail [n] (see `TopK`)
     skipped-00000.jsonl           prompts without a response, {"id", "source", "reason", "detail"}
     seconds.json                  the answering time of all runs so far, {"seconds"}
     summary.json                  counts over all shards, written at the end of a run
@@ -29,7 +29,7 @@ from safetensors.torch import save
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.responses.answers import TopK
-from data_prep.text.chat import Document, encode
+from data_prep.text.chat import Document, encode, written_by
 from data_prep.text.records import Counts, Message, find_layout, to_record
 from data_prep.text.sources import RESPONSES, RUN_FILE, read_file
 from outrider.errors import UserError
@@ -45,10 +45,10 @@ _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
 class Response(NamedTuple):
-    """A record of a shard and, if they were stored, the target's distributions at its tokens (`top`).
+    """A record of a shard and, if they were stored, the target's distributions at its answers' tokens (`top`).
 
-    sequence int64 [m]: the token ids that the target has read and generated. places int64 [n]: the indices in it of the
-    n tokens of `top`. For turns before the last these are only the tokens that later prompts repeat unchanged.
+    Of older shards, whose records are not `Written`, also the token ids that the target has read and generated in its
+    last turn, sequence int64 [m], and the indices in it of the n tokens of `top`, places int64 [n].
     """
 
     record: dict[str, Any]
@@ -92,30 +92,34 @@ def read_shard(shard: Path) -> Iterator[Response]:
         yield Response({**record, "id": identity}, *top_k.get(identity, (None,)))
 
 
-def top_k_document(
+def top_k_documents(
     response: Response, tokenizer: PreTrainedTokenizerBase, template: str
-) -> tuple[Document, np.ndarray] | None:
-    """The text of a response as a document, and the indices of the recorded tokens in it, int64 [n].
+) -> list[tuple[Document, np.ndarray, TopK]]:
+    """What the target has read and generated in a response, and the indices of the recorded tokens in it, int64 [n].
 
-    `top` holds the target's prediction for the token at each index. The document is the sequence that the target has
-    read and generated. If that was not stored (shards from elsewhere), the record is tokenised. Returns None if this
-    gives other tokens than were generated, as often happens with sampled text.
+    The distributions are the target's predictions for the tokens at these indices. If its tokens were not stored
+    (shards from elsewhere), the record is tokenised. Returns nothing if this gives other tokens than were generated, as
+    often happens with sampled text. Raises `UserError` for tokens of another tokenizer or template.
     """
     assert response.top is not None
     if response.sequence is not None:
         ids, places = response.sequence.numpy(), np.asarray(response.places)
         supervised = np.zeros(len(ids), bool)
         supervised[places] = True
-        return Document(ids, supervised, whole=True), places
-    record, tokens = response.record, response.top.tokens.numpy()
-    layout = find_layout(record, "auto", None, record["id"])
-    (document,) = encode([to_record(record, layout, record["id"])], tokenizer, template)
-    if "text" in record:
-        places = _count(record, "prompt_tokens", record["id"]) + np.arange(len(tokens))
-        places = places[places < len(document.ids)]
-    else:
-        places = np.flatnonzero(document.supervised)[: len(tokens)]
-    return (document, places) if np.array_equal(document.ids[places], tokens) else None
+        return [(Document(ids, supervised, whole=True), places, response.top)]
+    raw, tokens = response.record, response.top.tokens.numpy()
+    record = to_record(raw, find_layout(raw, "auto", None, raw["id"]), f"top-k:{raw['id']}")
+    written = record.get("written")
+    if written and (written.tokenizer, written.template) != written_by(record, tokenizer, template):
+        raise UserError(f"{raw['id']}: its top-k is of another tokenizer or template; give these, or make it again")
+    given = 0 if written or "messages" in record else _count(raw, "prompt_tokens", raw["id"])
+    found, taken = [], 0
+    for document in encode([record], tokenizer, template):
+        places = np.flatnonzero(document.supervised)[given:][: len(tokens) - taken]
+        found.append((document, places, response.top.at(slice(taken, taken + len(places)))))
+        taken += len(places)
+    said = np.concatenate([document.ids[places] for document, places, _ in found])
+    return found if np.array_equal(said, tokens) else []
 
 
 def shards(folder: Path) -> list[Path]:
@@ -190,6 +194,8 @@ def summarise(folder: Path) -> dict[str, object]:
             counts["responses"] += 1
             counts["tokens"] += _count(record, "tokens", f"{shard}: {identity}") if "tokens" in record else 0
             counts["truncated"] += record.get("finish") == "length"
+            for name in ("retokenised", "text_differs"):
+                counts[name] += record.get(name) is True
     reasons = Counter(
         str(record.get("reason")) for path in folder.glob("skipped-*.jsonl") for record, _ in _records(path)
     )
@@ -232,15 +238,13 @@ def _count(record: Mapping[str, object], key: str, where: str) -> int:
 
 def _top_k_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
     tensors = {}
-    for record, top, sequence, places in responses:
+    for record, top, *_ in responses:
         identity = record["id"]
         if top is not None:
             tensors[f"{identity}.tokens"] = top.tokens.int()
             tensors[f"{identity}.top_ids"] = top.ids.int()
             tensors[f"{identity}.top_logprobs"] = top.logprobs.half()
             tensors[f"{identity}.tail"] = top.tail.half()
-        if sequence is not None and places is not None:
-            tensors[f"{identity}.sequence"], tensors[f"{identity}.places"] = sequence.int(), places.int()
     return tensors
 
 

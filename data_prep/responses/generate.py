@@ -1,7 +1,7 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ from data_prep.responses.directory import (
     seconds_spent,
     summarise,
 )
-from data_prep.responses.plan import describe_first, describe_plan
+from data_prep.responses.plan import describe_first, describe_plan, describe_texts
 from data_prep.responses.server import UNANSWERED, Server
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task, Todo, read_tasks, render
-from data_prep.text.chat import warn_of_template
-from data_prep.text.records import HELDOUT_BY
+from data_prep.text.chat import parting, spoken, warn_of_template, written_by
+from data_prep.text.records import HELDOUT_BY, Written, text_digest
 from data_prep.text.rehearsal import rehearsable
 from draft_models.targets.fingerprint import deciding_config, model_identity, tokenizer_digest
 from draft_models.targets.model_files import load_causal_lm
@@ -172,9 +172,10 @@ class Responder:
             shown |= {"messages": task.messages, "unanswered_turns": len(task.upcoming)}
         shown["tokens"] = sum(len(answer.tokens) for answer in task.answers)
         shown["finish"] = "end" if task.answers[-1].ended else "length"
-        if task.top is None:
-            return Response(shown, None)
-        return Response(shown, task.top, torch.tensor(task.sequence), torch.tensor(task.places))
+        shown |= {"retokenised": task.retokenised, "text_differs": bool(task.parted)}
+        made = (*written_by(shown, self.tokenizer, task.template), text_digest(shown))
+        shown["written"] = asdict(Written(*made, task.documents))
+        return Response(shown, task.top)
 
     def _draws(self, task: Task) -> torch.Tensor:
         room = min(self.config.max_new_tokens, self.context - len(task.prompt))
@@ -182,8 +183,8 @@ class Responder:
 
     def _take(self, task: Task, answer: Answer) -> bool:
         """Add an answer to its task; returns whether to answer the user's next turn."""
-        text = self._text(answer.said)
-        task.problem = answer.failure or ("" if text.strip() else "empty")
+        text = spoken(answer.said, self.tokenizer).rstrip("\ufffd").strip()
+        task.problem = answer.failure or ("" if text else "empty")
         if not (task.problem or answer.ended or self.config.keep_truncated):
             task.problem = "truncated"
         if task.problem:
@@ -192,8 +193,17 @@ class Responder:
             return False
         task.keep(answer)
         if task.messages is None:
+            whole = [*task.prompt, *answer.said]
+            shown = [{"role": "assistant", "content": self._text(whole)}]
+            task.parted = parting(whole, shown, self.tokenizer, "none")
             return False
-        task.messages.append({"role": "assistant", "content": text.strip()})
+        before, through = map(self._verbatim, (task.prompt, [*task.prompt, *answer.said]))
+        verbatim = through[len(before) :]  # with the space that some tokenizers leave out where a text begins
+        written, asked = task.documents[-1].ids, task.messages
+        task.messages = [*asked, {"role": "assistant", "content": verbatim}]
+        if parting(written, task.messages, self.tokenizer, task.template):
+            task.messages = [*asked, {"role": "assistant", "content": text}]
+            task.parted = task.parted or parting(written, task.messages, self.tokenizer, task.template)
         return bool(answer.ended and task.upcoming) and self._ask_next(task)
 
     def _ask_next(self, task: Task) -> bool:
@@ -204,7 +214,11 @@ class Responder:
         if task.problem or len(task.prompt) >= self.context:
             task.upcoming.insert(0, task.messages.pop()["content"])
             return False
+        task.parted = task.parted or parting(task.documents[-1].ids, task.messages, self.tokenizer, task.template)
         return True
+
+    def _verbatim(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def _text(self, tokens: Iterable[int]) -> str:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -252,7 +266,7 @@ def respond(
         return rest if limit.minutes is None else max(0.0, min(rest, 60 * limit.minutes - limit.spent()))
 
     shard = Shard(skipped=list(todo.skipped))
-    answered, unanswered, tokens, rate = 0, 0, 0, 0.0
+    answered, unanswered, tokens, rate, told = 0, 0, 0, 0.0, ""
     shown = state.is_main_process
     with Stage("answering", len(todo.tasks), "prompts", left=lambda: left(answered) if answered else None) as stage:
         for number, batch in enumerate(batches(todo.tasks, config), 1):
@@ -266,6 +280,8 @@ def respond(
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
             rate = tokens / seconds()
             stage.advance(len(batch))
+            if shown and not told and (told := describe_texts(batch, answered)):
+                print(told, flush=True)
             if shown and answered == len(batch) < len(todo.tasks):
                 print(describe_first(config, answered, len(todo.tasks), tokens, seconds()), flush=True)
             if len(shard) >= config.shard_size:

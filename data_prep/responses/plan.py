@@ -31,6 +31,16 @@ def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: 
     return f"{said} all_tokens={whole * tokens:.0f} all_take='{in_words(whole * seconds)}': {_end(config)}"
 
 
+def describe_texts(tasks: Sequence[Task], answered: int) -> str:
+    """What is odd about the texts of `tasks`, the last of so many answered ones and the first that are; else ""."""
+    again, parted = sum(task.retokenised for task in tasks), [task for task in tasks if task.parted]
+    said = [f"retokenised={again}/{answered}, as the server gives no token ids"] * bool(again)
+    if parted:
+        what = "their text gives other tokens than the target's, which are kept beside it and trained on; first"
+        said.append(f"text_differs={len(parted)}/{answered}: {what} {parted[0].source}, {parted[0].parted}")
+    return "\n".join(f"responses {line}" for line in said)
+
+
 def _longest(task: Task, config: GenerateConfig, context: int) -> int:
     """An upper bound on the tokens of a prompt with its answers; a later turn is counted by its bytes."""
     later = sum(len(turn.encode(errors="replace")) for turn in task.upcoming)

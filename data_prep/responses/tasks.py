@@ -9,7 +9,7 @@ from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
-from data_prep.text.records import Counts, Message, Record, warn_of_unused
+from data_prep.text.records import Counts, Message, Read, Record, warn_of_unused
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from draft_models.targets.model_spec import UNLIMITED
@@ -33,23 +33,23 @@ class Task:
     messages: list[Message] | None = None
     upcoming: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
-    top: TopK | None = None  # distributions at the answers' tokens, which are at `places` in `sequence`
-    places: list[int] = field(default_factory=list)
-    sequence: list[int] = field(default_factory=list)  # the last prompt that was answered, and the answer
+    top: TopK | None = None  # distributions at the answers' tokens
+    documents: list[Read] = field(default_factory=list)  # prompts and answers; turns share one where they can
+    parted: str = ""  # where the text of an answer is first rendered otherwise than it was written
+    retokenised: bool = False  # a server gave text instead of tokens
     problem: str = ""  # why there is no answer, or no further one
     detail: str = ""
 
     def keep(self, answer: Answer) -> None:
-        """Add an answer to the current prompt; `top` keeps earlier answers only as far as the prompt repeats them."""
-        same = 0
-        while same < min(len(self.sequence), len(self.prompt)) and self.sequence[same] == self.prompt[same]:
-            same += 1
-        known = sum(place < same for place in self.places)
+        """Add an answer to the current prompt. It shares the document of earlier ones if the prompt repeats that."""
         if answer.top is not None:
-            self.top = answer.top if self.top is None else self.top.first(known).then(answer.top)
-        self.sequence = [*self.prompt, *answer.tokens]
-        self.places = [*self.places[:known], *range(len(self.prompt), len(self.sequence))]
+            self.top = answer.top if self.top is None else self.top.then(answer.top)
+        read, earlier = [*self.prompt, *answer.tokens], list[tuple[int, int]]()
+        if self.documents and read[: len(self.documents[-1].ids)] == self.documents[-1].ids:
+            earlier = self.documents.pop().answers
+        self.documents.append(Read(read, [*earlier, (len(self.prompt), len(read))]))
         self.answers.append(answer)
+        self.retokenised |= answer.retokenised
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -133,7 +133,8 @@ def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None
     """Set the prompt of a task from its messages, or its problem if the chat template refuses them."""
     assert task.messages is not None
     try:
-        task.prompt = render_prompt(task.messages, tokenizer, task.template, TEMPLATE, context)
+        said = [answer.tokens for answer in task.answers]
+        task.prompt = render_prompt(task.messages, tokenizer, task.template, TEMPLATE, said, context)
     except UserError as error:
         if task.template == "tokenizer" and not tokenizer.chat_template:
             raise

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
 from data_prep.text.pieces import encode_all
-from data_prep.text.records import ChatRecord, Counts, Message, Record
+from data_prep.text.records import ChatRecord, Counts, Message, Record, require_encodable, warn_of_text
 from data_prep.text.settings import DataConfig, PromptTemplate
 from data_prep.text.sources import RUN_FILE, resolve_paths
 from outrider.errors import UserError, reason, require_choice, warn
-from outrider.files import is_text, read_mapping
+from outrider.files import read_mapping
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +44,11 @@ class Document(NamedTuple):
 
 
 def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
-    """Tokenise records in order. Each is tokenised over its full text; a long one in pieces (see `pieces`).
+    """The documents of records, in order: one each, or of a record with the target's own tokens one for each text that
+    the target has read. Only its answers are supervised, token for token. Where they are of another tokenizer or
+    template the text is tokenised as that of any record, and a warning says so.
+
+    Each other record is tokenised over its full text; a long one in pieces (see `pieces`).
 
     Plain text begins with the BOS token if the tokenizer adds one, and ends with the EOS token if it has one, unless
     the text is truncated. Every token is supervised.
@@ -52,6 +60,43 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
     Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
     reproduce the history.
     """
+    own = [_own_documents(record, tokenizer, template) for record in records]
+    texts = [record for record, documents in zip(records, own, strict=True) if not documents]
+    others = iter(_tokenised(texts, tokenizer, template))
+    return [document for documents in own for document in documents or [next(others)]]
+
+
+def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
+    """The documents of the target's own tokens; none if there are none of this tokenizer and template."""
+    written, documents = record.get("written"), list[Document]()
+    if written is None:
+        return []
+    if (written.tokenizer, written.template) != written_by(record, tokenizer, template):
+        warn_of_text(record["id"], "their tokens are of another tokenizer or chat template")
+        return []
+    for read in written.documents:
+        ids, supervised = np.array(read.ids, np.int64), np.zeros(len(read.ids), bool)
+        documents.append(Document(ids, supervised, whole="messages" in record))
+        for begin, end in read.answers:
+            supervised[begin:end] = True
+    return documents
+
+
+def written_by(record: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
+    """Digests of what decides the ids of a record's prompts: see `Written`."""
+    named = template if "messages" in record else "none"
+    rendered = json.dumps([named, named == "tokenizer" and tokenizer.chat_template], sort_keys=True)
+    return _digest_of(tokenizer, len(tokenizer)), hashlib.sha256(rendered.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=2)
+def _digest_of(tokenizer: PreTrainedTokenizerBase, _: int) -> str:
+    from draft_models.targets.fingerprint import tokenizer_digest  # imports torch
+
+    return tokenizer_digest(tokenizer)[:16]
+
+
+def _tokenised(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
     rendered: list[tuple[str, list[tuple[int, int]] | None]] = [
         (record["text"], None) if "text" in record else _render_conversation(record, tokenizer, template)
         for record in records
@@ -93,6 +138,7 @@ def render_prompt(
     tokenizer: PreTrainedTokenizerBase,
     template: str = "auto",
     option: str = "template",
+    said: Sequence[Sequence[int]] = (),
     most: int | None = None,
 ) -> list[int]:
     """Token ids to decode from: the conversation so far and the opening of the assistant's next turn.
@@ -100,7 +146,10 @@ def render_prompt(
     turns: messages, or their texts with user and assistant in turn. The last is the user's.
     template: tokenizer (its chat template) or auto, which is the same here; vicuna; or none (the bare text, for
     completion). option: the one that gives it. BOS is prepended exactly once if the tokenizer adds one; a chat template
-    writes its own. most: the context, see `ids_within`.
+    writes its own.
+    said: the ids of the answers in `turns`, in order, as they were written; empty where they are not known. They stand
+    in the prompt as far as the template gives their text again after the same prompt. most: the context, see
+    `ids_within`.
 
     Raises `UserError` if the tokenizer has no chat template although one is needed, if it refuses the turns, and for
     a lone surrogate.
@@ -112,9 +161,27 @@ def render_prompt(
     ]
     if not messages or messages[-1]["role"] != "user":
         raise ValueError("a prompt ends with a user turn")
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    known: list[list[int]] = []
+    for place, ids in zip(answers, said, strict=False):
+        if ids and place:
+            before = _render(messages[:place], tokenizer, template, option, most)
+            known.append([*_with_known(before, known, tokenizer), *ids])
+    return _with_known(_render(messages, tokenizer, template, option, most), known, tokenizer)
+
+
+def _render(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    option: str = TEMPLATE,
+    most: int | None = None,
+) -> list[int]:
+    """Token ids of messages, and of the opening of an answer if the last is the user's."""
+    opening = messages[-1]["role"] == "user"
     if template in ("auto", "tokenizer"):
-        return ids_within(_apply(tokenizer, messages, "prompt", option, opening=True), tokenizer, most)
-    text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:" if template == "vicuna" else _bare(messages)[0]
+        return ids_within(_apply(tokenizer, messages, "prompt", option, opening=opening), tokenizer, most)
+    text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:" * opening if template == "vicuna" else _bare(messages)[0]
     ids = ids_within(text, tokenizer, most)
     if adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
         ids.insert(0, tokenizer.bos_token_id)
@@ -128,14 +195,56 @@ def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) 
     was cut, few tokens are others. A longer one is tried as long as it has less, as a token may be any text.
     Raises `UserError` for a lone surrogate.
     """
-    if not is_text(text):
-        raise UserError("the prompt or text has a lone surrogate, which no text has; remove it")
+    require_encodable(text, "the prompt or text")
     size = len(text) if most is None else _CHARS_A_TOKEN * most
     while True:
         ids: list[int] = list(_tokenize(tokenizer, [text[:size]])["input_ids"][0])
         if size >= len(text) or (most is not None and len(ids) > 2 * most):
             return ids
         size *= 4
+
+
+def _with_known(rendered: list[int], known: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """`rendered`, which begins with the last of the `known` ids whose text it begins with."""
+
+    def text_of(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids))
+
+    for ids in reversed(known):
+        if rendered[: len(ids)] == ids:
+            break
+        text = text_of(ids)
+        end = bisect_left(range(len(rendered)), len(text), key=lambda end: len(text_of(rendered[:end])))
+        if text_of(rendered[:end]) == text:
+            return [*ids, *rendered[end:]]
+    return rendered
+
+
+def spoken(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of an answer as the content of a message: without special tokens, and without what comes before the last
+    one of those after which the chat template puts a content, such as the marker of a channel."""
+    try:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        opening = _apply(tokenizer, turns, "answer").partition(_MARK)[0]
+    except UserError:
+        opening = ""
+    special = [number for number, token in tokenizer.added_tokens_decoder.items() if opening.endswith(token.content)]
+    after = max((place + 1 for place, token in enumerate(ids) if token in special), default=0)
+    return str(tokenizer.decode([*ids[after:]], skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def parting(
+    written: Sequence[int], messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, template: str
+) -> str:
+    """Where `messages`, rendered and tokenised, are not what their target has read and written, in words; else ""."""
+    try:
+        ids = _render(messages, tokenizer, template)
+    except UserError as error:
+        return str(error)
+    place = next((i for i, pair in enumerate(zip(written, ids, strict=False)) if pair[0] != pair[1]), len(ids))
+    names = [tokenizer.convert_ids_to_tokens([*some[max(0, place - 2) : place + 4]]) for some in (written, ids)]
+    said = f"token {place} of {len(written)}: the target has {names[0]}, the text gives {names[1]}"
+    return said if place < len(written) else ""
 
 
 def warn_of_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -161,6 +270,8 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options: bool) -> Any:
+    for text in texts:
+        require_encodable(text, "text")
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
 
 

@@ -3,9 +3,8 @@
 import reprlib
 from dataclasses import dataclass
 
-from data_prep.text.records import Raw, Record, alpaca_instruction, is_conversation
+from data_prep.text.records import Raw, Record, alpaca_instruction, is_conversation, require_encodable
 from outrider.errors import UserError
-from outrider.files import is_text
 
 _IDS = ("question_id", "task_id", "prompt_id", "id")  # columns, the first that is there counts
 _LANGUAGES = {"cs": "Czech", "de": "German", "fr": "French", "hi": "Hindi", "ru": "Russian"}  # WMT 2014's
@@ -51,8 +50,8 @@ def to_prompt(raw: object, where: str, number: int) -> Prompt:
         return Prompt(str(number), "text", (prompt_text(raw, where),), False)
     if not isinstance(raw, dict):
         raise UserError(f"{where}: expected a record or a text, found {type(raw).__name__}")
-    identity = _encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
-    category = _encodable(str(raw.get("category") or ""), where)
+    identity = require_encodable(str(next((raw[key] for key in _IDS if key in raw), number)), where)
+    category = require_encodable(str(raw.get("category") or ""), where)
     turns = raw["turns"] if "turns" in raw else raw.get("prompt")
     if "turns" in raw or isinstance(turns, list):
         return Prompt(identity, category or "question", _turns(turns, where), True)
@@ -93,7 +92,7 @@ def prompt_text(value: object, where: str) -> str:
     """`value`, if it is a text that is not blank. Raises `UserError` naming `where` for anything else."""
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: prompt is {reprlib.repr(value)}: expected a text that is not empty")
-    return _encodable(value, where)
+    return require_encodable(value, where)
 
 
 def asks(raw: object) -> bool:
@@ -108,10 +107,3 @@ def asked_record(prompt: Prompt, identity: str) -> Record:
     if prompt.chat:
         return {"id": identity, "messages": [{"role": "user", "content": turn} for turn in prompt.turns]}
     return {"id": identity, "text": prompt.turns[0], "asked": True}
-
-
-def _encodable(text: str, where: str) -> str:
-    """`text`, unchanged. Raises `UserError` if UTF-8 cannot encode it."""
-    if not is_text(text):
-        raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
-    return text

@@ -1,13 +1,18 @@
 """Records of any layout → a common normal form."""
 
+import hashlib
+import json
 import re
 import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, final
 
-from outrider.errors import UserError, warn
+from outrider.errors import UserError, require, warn
 from outrider.files import is_text, parse_json
+from outrider.settings import construct
 
 _ROLES = {
     "system": "system",
@@ -41,10 +46,34 @@ Message = dict[str, Any]
 Typed = TypeVar("Typed")
 
 
+@dataclass(frozen=True)
+class Read:
+    """A text as its target has read and written it: token ids, and the [begin, end) of each of its answers in them."""
+
+    ids: list[int]
+    answers: list[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        inside = all(0 < begin < end <= len(self.ids) for begin, end in self.answers)
+        require(inside and min(self.ids) >= 0, "answers", self.answers, f"places in {len(self.ids)} token ids")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The answers of a record as token ids, in order; digests of the tokenizer and the template of their prompts, and
+    of the record's text."""
+
+    tokenizer: str
+    template: str
+    text: str
+    documents: list[Read]
+
+
 @final
 class TextRecord(TypedDict):
     id: str
     text: str
+    written: NotRequired[Written]
     truncated: NotRequired[bool]  # no EOS token follows it
     asked: NotRequired[bool]  # a prompt: to be continued from its end
 
@@ -53,6 +82,7 @@ class TextRecord(TypedDict):
 class ChatRecord(TypedDict):
     id: str
     messages: list[Message]
+    written: NotRequired[Written]
     truncated: NotRequired[bool]  # the last answer is cut off
 
 
@@ -122,7 +152,8 @@ def is_conversation(raw: Raw) -> bool:
 def to_record(record: object, layout: FileLayout, identity: str) -> Record:
     """Convert a raw record to normal form. `identity` (file:line) becomes its id and is named in errors.
 
-    A raw record with "finish": "length", from generate-responses, is `truncated`. Texts become `encodable`.
+    A raw record of generate-responses is `truncated` with "finish": "length", and keeps what is `Written`. Texts become
+    `encodable`.
 
     Raises `UserError` if the column is missing or of another kind. Raises `SkipRecordError` if it or one of its turns
     is blank, or if its turns do not alternate between user and assistant, but for calls of tools and their results.
@@ -164,6 +195,28 @@ def encodable(text: str) -> str:
     return text if is_text(text) else text.encode(errors="replace").decode()
 
 
+def require_encodable(text: str, where: str) -> str:
+    """`text`, unchanged. Raises `UserError` if UTF-8 cannot encode it."""
+    if not is_text(text):
+        raise UserError(f"{where}: {reprlib.repr(text)} has a lone surrogate, which no text has; remove it")
+    return text
+
+
+def text_digest(record: Mapping[str, object]) -> str:
+    """A digest of what is said in a record of generate-responses, whose tokens count as long as nobody changes it."""
+    messages = record.get("messages")
+    texts = [one["content"] for one in messages if one["role"] != "system"] if isinstance(messages, list) else []
+    return hashlib.sha256(json.dumps(texts or record["text"]).encode()).hexdigest()[:16]
+
+
+def warn_of_text(identity: str, why: str) -> None:
+    """Warn, once a file and reason, that the text of answers is read, though there are tokens beside it."""
+    _warn_once(f"{identity.rpartition(':')[0]}: the answers' text is tokenised anew, as {why}")
+
+
+_warn_once = lru_cache(warn)
+
+
 def alpaca_instruction(raw: Raw) -> str:
     """The user turn of an Alpaca record: the instruction, followed by the input if there is one."""
     return "\n\n".join(str(raw[name]) for name in ("instruction", "input") if raw.get(name))
@@ -187,6 +240,16 @@ def turn_key(text: str) -> str:
 def _truncated(raw: Raw, record: Record) -> Record:
     if raw.get("finish") == "length":
         record["truncated"] = True
+    written = raw.get("written")
+    if isinstance(written, dict) and "documents" in written:  # not a column of somebody else's
+        own = construct(Written, written, f"{record['id']}: written")
+        count = sum(message["role"] == "assistant" for message in record["messages"]) if "messages" in record else 1
+        found = sum(len(read.answers) for read in own.documents)
+        require(found == count, f"{record['id']}: written answers", found, f"{count}, as the record has")
+        if own.text == text_digest(record):
+            record["written"] = own
+        else:
+            warn_of_text(record["id"], "it is not the one that was written")
     return record
 
 

@@ -276,8 +276,8 @@ def _build(
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     partial.mkdir()
     counts = Counts(dict.fromkeys(COUNTS, 0))
-    largest_id = max(tokenizer.get_vocab().values(), default=0)
-    dtypes = (np.min_scalar_type(largest_id), np.min_scalar_type(-seq_len), np.dtype(bool))
+    # A target may write ids beyond its tokenizer's vocabulary.
+    dtypes = (np.dtype(np.uint32), np.min_scalar_type(-seq_len), np.dtype(bool))
     try:
         with ExitStack() as stack:
             files = [stack.enter_context((partial / f"{name}.bin").open("wb")) for name in ARRAYS]

@@ -1,11 +1,13 @@
 """The chat loop: user input, the target's answers, and the drafter's share of them."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from data_prep.text.chat import spoken
+from data_prep.text.streamed import StreamedText
 from inference.chat.screen import DRAFTED, OWN, Screen
 from inference.core.stopwatch import Clock, Round
 from inference.settings.chat import ChatConfig
@@ -13,7 +15,6 @@ from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 
 HELP = "/off and /on: without and with the drafter; /method NAME: another way to draft; /reset: forget; /quit"
-_UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 
 
 class Speaker(Protocol):
@@ -39,10 +40,9 @@ class Reply:
     The prefill decides the first token, so neither τ nor the speed counts it.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], clock: Clock):
-        self._decode, self._clock = decode, clock
-        self.tokens: list[int] = []
-        self.text = ""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, clock: Clock):
+        self._clock, self._said = clock, StreamedText(tokenizer)
+        self.tokens, self.rest = self._said.tokens, self._said.rest
         self._passes, self._began, self._ended = -1, 0.0, 0.0
 
     def take(self, r: Round) -> Iterator[tuple[str, str]]:
@@ -52,17 +52,8 @@ class Reply:
         if self._passes == 0:
             self._began = self._ended
         for whose, tokens in ((DRAFTED, r.tokens[: r.accepted]), (OWN, r.tokens[r.accepted :])):
-            self.tokens += tokens
-            text = self._decode(self.tokens)
-            if tokens and not text.endswith(_UNFINISHED) and text.startswith(self.text):
-                yield text[len(self.text) :], whose
-                self.text = text
-
-    def rest(self) -> str:
-        """The text held back because its last character was incomplete."""
-        text = self._decode(self.tokens)
-        held, self.text = text[len(self.text) :], text
-        return held
+            if text := self._said.add(tokens):
+                yield text, whose
 
     def figures(self) -> str:
         """Tokens, τ and tokens per second as text."""
@@ -86,7 +77,9 @@ class Chat:
 
     def reset(self) -> None:
         """Start a new conversation."""
-        self.messages = [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
+        self.messages: list[dict[str, object]] = []
+        if self.config.system is not None:
+            self.messages.append({"role": "system", "content": self.config.system})
 
     def run(self) -> None:
         """Talk until /quit or the end of the input. Ctrl-C stops an answer, not the chat."""
@@ -122,8 +115,8 @@ class Chat:
         self.screen.status(self._how())
 
     def _answer(self, question: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": question}]
-        answer = Reply(lambda ids: str(self.model.tokenizer.decode(list(ids), skip_special_tokens=True)), self._clock)
+        asked: list[dict[str, object]] = [*self.messages, {"role": "user", "content": question}]
+        answer = Reply(self.model.tokenizer, self._clock)
         try:
             rounds = self.model.rounds(
                 asked, self.config.sampling, max_new_tokens=self.config.max_new_tokens,
@@ -139,8 +132,8 @@ class Chat:
         except UserError as error:
             self.screen.note(f"error: {error}; /reset forgets the conversation")
         self.screen.say("\n", OWN)
-        if answer.text:
-            self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        if text := spoken(answer.tokens, self.model.tokenizer):
+            self.messages = [*asked, {"role": "assistant", "content": text, "ids": answer.tokens}]
         if answer.tokens:
             self.screen.note(f"[{self._how()}: {answer.figures()}]")
 

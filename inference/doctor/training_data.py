@@ -72,5 +72,5 @@ def learned_from(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Fact
         return Fact("learned from", f"not known: its data cannot be read any more ({error})")
     tokens = sum(len(one.ids) for one in documents)
     share = sum(int(one.supervised.sum()) for one in documents) / max(1, tokens)
-    said = f"{share:.1%} of the {tokens} tokens of its first {len(documents)} records"
+    said = f"{share:.1%} of the {tokens} tokens of its first {len(records)} records"
     return Fact("learned from", said, suspect=share == 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from data_prep.text.chat import render_prompt
+from data_prep.text.chat import render_prompt, spoken
 from data_prep.text.prompts import Prompt
 from draft_models.targets.model_spec import context_limit
 from inference.core.runtime import KernelChoice
@@ -58,10 +58,10 @@ class Prepared:
         return {**self.products, **attention}
 
 
-def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str]) -> list[int]:
-    """The ids of `texts`, alternating user turns and answers, rendered as `prompt` requires."""
+def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], said: Sequence[Sequence[int]] = ()) -> list[int]:
+    """The ids of `texts`, alternating user turns and answers (`said`: their ids), rendered as `prompt` requires."""
     template = setup.chat_template if prompt.chat else "none"
-    return render_prompt(texts, setup.tokenizer, template, most=context_limit(setup.config))
+    return render_prompt(texts, setup.tokenizer, template, said=said, most=context_limit(setup.config))
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
@@ -196,7 +196,7 @@ def measure_prompt(
     context = context_length(setup, models.drafters)
     for number, turn in enumerate(prompt.turns):
         texts.append(turn)
-        ids = first if number == 0 else render(setup, prompt, texts)
+        ids = first if number == 0 else render(setup, prompt, texts, [result.answer for result in results])
         if len(ids) + config.max_new_tokens > context:
             print(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context", flush=True)
             room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
@@ -222,5 +222,5 @@ def measure_prompt(
             shown = show_rounds(bench.show, config.methods, ids, Streams(config.seed, result.prompt_id, 0))
             result = replace(result, shown=shown)
         results.append(result)
-        texts.append(str(setup.tokenizer.decode(list(result.answer), skip_special_tokens=True)))
+        texts.append(spoken(result.answer, setup.tokenizer))
     return tuple(results), ()

@@ -17,14 +17,16 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, overload
+from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, cast, overload
 
 from transformers import PreTrainedTokenizerBase
 
 from conf.methods import known_as, settings_of
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
+from data_prep.text.records import Message
 from data_prep.text.settings import PromptTemplate
+from data_prep.text.streamed import StreamedText
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.settings import DecodeDtype
 from inference.core.decode import autoregressive, speculative, until
@@ -49,12 +51,12 @@ from outrider.settings import Count, Named, construct
 from outrider.streams import Streams
 from outrider.words import did_you_mean
 
-Messages = Sequence[dict[str, str]]  # {"role": "system" | "user" | "assistant", "content": text}; the last is a user's
+# {"role": "system" | "user" | "assistant", "content": text}; the last is a user's. An answer may have its "ids".
+Messages = Sequence[Mapping[str, object]]
 Asked = str | Messages | Sequence[int]  # a text, a conversation, or token ids
 _FIELDS = ("role", "content")
 _ROLES = ("system", "user", "assistant")
 _PROMPT = "one text, one conversation (a list of messages {'role': …, 'content': …}), or one list of token ids"
-_UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 _Text = Annotated[str, Named("a text")]
 _Turns = Annotated[list[_Text], Named("a list of the user's turns")]
 _Prompts = Annotated[list[_Text | _Turns], Named("a list of texts to continue, or of lists of a user's turns")]
@@ -87,12 +89,16 @@ def _require_known(call: str, given: Collection[str], known: Sequence[str]) -> N
 
 @dataclass(frozen=True)
 class Passes:
-    """The counts of a generation: new tokens, and the target's passes that decoded all of them but the first."""
+    """The counts of a generation: new tokens, and the target's passes that decoded all of them but the first.
+
+    ids: the new tokens, the end token included.
+    """
 
     tokens: int
     passes: int
     prompt: int = 0  # its tokens
     ended: bool = False  # by an end token
+    ids: tuple[int, ...] = ()
 
     @property
     def tau(self) -> float:
@@ -175,13 +181,16 @@ class Model:
         """Yield the text after `prompt` in pieces, each as soon as its round is decoded; return its counts.
 
         prompt: a text to continue; a conversation, which is rendered by a chat template (see `load`); or token ids, to
-        which nothing is added.
+        which nothing is added. An answer in a conversation may have the "ids" that it was written with (`last.ids`),
+        which the target then reads, as far as the template gives their text again.
         The options mean the same as in transformers; top_k=0 keeps all tokens. Settings of the target's generation
         config that affect greedy decoding apply unless an option overrides them.
         seed: of sampling. The same seed gives the same text if the drafts are the same. Drafts whose sizes depend on
         measured times may differ between runs.
 
-        The text ends with an end token, which is not shown, or with one of stop_strings, which is shown.
+        The text ends with an end token, which is not shown, or with one of stop_strings, which is shown. The pieces
+        joined are `tokenizer.decode(ids, skip_special_tokens=True)` of all new tokens; what later ones may change is
+        held back.
 
         Raises `UserError` for an invalid prompt, for options that contradict each other, and if the context is too
         short.
@@ -272,8 +281,11 @@ class Model:
         if isinstance(prompt, str):
             ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config))
         else:
-            turns, template = _conversation(prompt, key), self.setup.chat_template
-            ids = render_prompt(turns, self.tokenizer, template, most=context_limit(self.setup.config))
+            talk, template = _conversation(prompt, key), self.setup.chat_template
+            written = [message.get("ids") for message in talk if message["role"] == "assistant"]
+            said = [self._ids(own, f"{key}: ids") if _are_ids(own) else [] for own in written]
+            most = context_limit(self.setup.config)
+            ids = render_prompt(cast("list[Message]", talk), self.tokenizer, template, said=said, most=most)
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
         return ids
 
@@ -322,19 +334,15 @@ class Model:
         self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
 
     def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, Passes]:
-        tokens: list[int] = []
-        said, passes = "", -1  # the prefill decides the first token
+        said, passes = StreamedText(self.tokenizer), -1  # the prefill decides the first token
         for r in rounds:
-            tokens += r.tokens
             passes += 1
-            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-            if not text.endswith(_UNFINISHED) and text.startswith(said):
-                yield text[len(said) :]
-                said = text
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        if text != said:
-            yield text[len(said) :]
-        self.last = counts = Passes(len(tokens), passes, prompt, tokens[-1] in self.setup.eos)
+            if piece := said.add(r.tokens):
+                yield piece
+        if piece := said.rest():
+            yield piece
+        tokens = said.tokens
+        self.last = counts = Passes(len(tokens), passes, prompt, tokens[-1] in self.setup.eos, tuple(tokens))
         return counts
 
 
@@ -432,7 +440,8 @@ def _conversation(prompt: object, key: str) -> Messages:
         whole = all(isinstance(message.get(field), str) for field in _FIELDS)
         hint = next(filter(None, (did_you_mean(str(name), _FIELDS) for name in message if name not in _FIELDS)), "")
         require(whole, f"{key}[{place}]", message, f"a text as its 'role' and one as its 'content'{hint}")
-        role = message["role"]
+        require(_are_ids(message.get("ids", [0])), f"{key}[{place}]['ids']", message.get("ids"), "token ids")
+        role = str(message["role"])
         expected = f"one of {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
         require(role in _ROLES, f"{key}[{place}]['role']", role, expected)
     require(items[-1]["role"] == "user", f"{key}[-1]['role']", items[-1]["role"], "user: the last message asks")

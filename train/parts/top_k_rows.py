@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.responses.answers import TopK
-from data_prep.responses.directory import Response, read_shard, top_k_document
+from data_prep.responses.directory import Response, read_shard, top_k_documents
 from data_prep.text.chat import Document
 from data_prep.text.records import Record, SkipRecordError, find_layout, split_key, to_record
 from data_prep.text.rows import PackedRows, load_rows, pack
@@ -141,19 +141,15 @@ def _examples(
         if response.top is None:
             counts["without_top_k"] += 1
             continue
-        found = top_k_document(response, tokenizer, config.template)
-        if found is None:
-            counts["retokenised"] += 1
-            continue
-        document, places = found
-        kept = (places > 0) & (places < seq_len)
-        if not kept.any():
-            counts["unsupervised"] += 1
-            continue
-        top = response.top
-        known = torch.from_numpy(np.flatnonzero(kept))
-        cut = TopK(top.tokens[known], top.ids[known], top.logprobs[known], top.tail[known])
-        yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
+        found = top_k_documents(response, tokenizer, config.template)
+        counts["retokenised"] += not found
+        for document, places, top in found:
+            kept = (places > 0) & (places < seq_len)
+            if not kept.any():
+                counts["unsupervised"] += 1
+                continue
+            cut = top.at(torch.from_numpy(np.flatnonzero(kept)))
+            yield Document(document.ids[:seq_len], document.supervised[:seq_len], whole=True), places[kept], cut
 
 
 def _record(response: Response, file: Path) -> Record | None:

@@ -44,6 +44,20 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
 
+def test_answers_in_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Without an end that was not said; other tokens are another corpus."""
+    encoder = Encoder(lambda batch: [[1] * len(text) for text in batch], {str(i): i for i in range(9)}, 8, "")
+    found = []
+    for ids in ((3, 4, 8), (3, 4)):
+        texts = [Passage("ab", ends=True), Passage("", ends=False, ids=ids), Passage("c", ends=False)]
+        shards = tokenise(texts, "", None, encoder, tmp_path, 1)
+        said, lengths = read_shard(shards.paths[0], shards.dtype)
+        assert said.tolist() == [1, 1, 8, *ids, 1]
+        assert lengths.tolist() == [3, len(ids), 1]
+        found.append(shards.digest)
+    assert len({*found}) == 2
+
+
 def test_ids_with_gaps_are_kept_whole(tmp_path: Path) -> None:
     """How many bytes an id takes is decided by the highest one, not by how many there are."""
     encoder = Encoder(lambda batch: [[2**16] for _ in batch], {"a": 0, "b": 2**16}, None, "")

@@ -1,18 +1,23 @@
 """The target's distribution beside its responses: at the right tokens, whatever the turns and wherever they come
 from."""
 
+import json
+import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from data_prep.responses.answers import Answer, TopK
-from data_prep.responses.directory import Response, top_k_document
+from data_prep.responses.directory import Response, top_k_documents
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.tasks import Task
 from data_prep.text.chat import encode
+from data_prep.text.records import Read
 from outrider.errors import UserError
 from tests.data_prep.responding import TALKS, letter_tokenizer, read_responses, talk
 
@@ -24,20 +29,19 @@ def test_cached_distributions_are_the_targets(make, model):
     generate_responses(config)
     turns = Counter()
     for response in read_responses(config.out_dir):
-        document, places = top_k_document(response, letter_tokenizer(), "tokenizer")
-        assert document.ids[places].tolist() == response.top.tokens.tolist()
-        assert np.flatnonzero(document.supervised).tolist() == places.tolist()
-        logits = model(torch.tensor(document.ids)[None]).logits[0, places - 1]
-        expected = logits.log_softmax(-1).topk(4)
-        torch.testing.assert_close(response.top.logprobs, expected.values, atol=0.01, rtol=0)
-        torch.testing.assert_close(response.top.tail, 1 - expected.values.exp().sum(-1), atol=0.001, rtol=0)
+        for document, places, top in (found := top_k_documents(response, letter_tokenizer(), "tokenizer")):
+            assert document.ids[places].tolist() == top.tokens.tolist()
+            assert np.flatnonzero(document.supervised).tolist() == places.tolist()
+            logits = model(torch.tensor(document.ids)[None]).logits[0, places - 1]
+            expected = logits.log_softmax(-1).topk(4)
+            torch.testing.assert_close(top.logprobs, expected.values, atol=0.01, rtol=0)
+            torch.testing.assert_close(top.tail, 1 - expected.values.exp().sum(-1), atol=0.001, rtol=0)
         turns[len(response.record["messages"]) // 2] += 1
-        assert len(places) <= response.record["tokens"]
-        assert (len(places) == response.record["tokens"]) or len(response.record["messages"]) > 2
+        assert sum(len(places) for _, places, _ in found) == response.record["tokens"]
     assert set(turns) == {1, 2}
 
 
-def test_an_earlier_answer_keeps_its_distribution_as_far_as_the_next_prompt_repeats_it():
+def test_turns_share_a_document_where_the_next_prompt_repeats_the_one_before():
     def answer(*tokens):
         return Answer(tokens, True, TopK(torch.tensor(tokens), *(torch.tensor(tokens)[:, None] for _ in range(3))))
 
@@ -45,11 +49,11 @@ def test_an_earlier_answer_keeps_its_distribution_as_far_as_the_next_prompt_repe
     task.keep(answer(3, 4, 5))
     task.prompt = [1, 2, 3, 4, 5, 6]
     task.keep(answer(7))
-    assert (task.sequence, task.places, task.top.tokens.tolist()) == ([1, 2, 3, 4, 5, 6, 7], [2, 3, 4, 6], [3, 4, 5, 7])
-    task.prompt = [1, 2, 3, 9, 5, 6, 7, 8]  # tokenised otherwise from the second token of the first answer on
+    assert task.documents == [Read([1, 2, 3, 4, 5, 6, 7], [(2, 5), (6, 7)])]
+    task.prompt = [1, 2, 3, 9, 5, 6, 7, 8]  # rendered otherwise from the second token of the first answer on
     task.keep(answer(4))
-    assert (task.sequence[-1], task.places, task.top.tokens.tolist()) == (4, [2, 8], [3, 4])
-    assert task.top.ids[:, 0].tolist() == [3, 4]
+    assert task.documents[1:] == [Read([1, 2, 3, 9, 5, 6, 7, 8, 4], [(8, 9)])]
+    assert task.top.tokens.tolist() == task.top.ids[:, 0].tolist() == [3, 4, 5, 7, 4]
 
 
 def test_distributions_from_elsewhere_are_found_where_the_record_has_their_tokens():
@@ -58,23 +62,23 @@ def test_distributions_from_elsewhere_are_found_where_the_record_has_their_token
     def find(record, tokens):
         n = len(tokens)
         top = TopK(torch.as_tensor(tokens), torch.zeros(n, 2).long(), torch.zeros(n, 2), torch.zeros(n))
-        return top_k_document(Response(record, top), tokenizer, "tokenizer")
+        return top_k_documents(Response(record, top), tokenizer, "tokenizer")
 
     chat = {"id": "a", **talk("one?", "first", "two?", "second")}
     (document,) = encode([chat], tokenizer, "tokenizer")
     said = document.ids[document.supervised]
     assert tokenizer.decode(said) == "first</s>second</s>"
     for tokens in (said, said[:-1]):  # with and without an end
-        found, places = find(chat, tokens)
+        ((found, places, _),) = find(chat, tokens)
         assert np.array_equal(found.ids, document.ids)
         assert np.array_equal(found.ids[places], tokens)
         assert found.supervised[places].all()
-    assert find(chat, [*said[:-1], 5]) is None
-    assert find(chat, [*said, 5]) is None
+    assert find(chat, [*said[:-1], 5]) == []
+    assert find(chat, [*said, 5]) == []
     text = {"id": "b", "text": "prefix and more", "prompt_tokens": 6}
     (document,) = encode([text], tokenizer, "tokenizer")
-    assert find(text, document.ids[6:])[1].tolist() == list(range(6, len(document.ids)))
-    assert find(text, [*document.ids[6:], 1]) is None
+    assert find(text, document.ids[6:])[0][1].tolist() == list(range(6, len(document.ids)))
+    assert find(text, [*document.ids[6:], 1]) == []
 
 
 def test_a_damaged_distribution_is_named(make):
@@ -84,3 +88,50 @@ def test_a_damaged_distribution_is_named(make):
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"responses-00000\.safetensors: not a readable safetensors file"):
         read_responses(config.out_dir)
+
+
+@torch.inference_mode()
+def test_each_turn_has_its_distributions_where_the_template_rewrites_history(make, model, target, tmp_path):
+    """As templates of thinking models do: then a prompt does not begin with the turn before it."""
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content[:loop.index0 + 7] }}")
+    tokenizer.save_pretrained(other := shutil.copytree(target, tmp_path / "other"))
+    config = replace(make(max_new_tokens=20, top_k_logits=4), target=str(other))
+    generate_responses(config)
+    found = [top_k_documents(one, tokenizer, "tokenizer") for one in read_responses(config.out_dir)]
+    assert max(len(documents) for documents in found) == 2
+    for document, places, top in (one for documents in found for one in documents):
+        expected = model(torch.tensor(document.ids)[None]).logits[0, places - 1].log_softmax(-1).topk(4)
+        torch.testing.assert_close(top.logprobs, expected.values, atol=0.01, rtol=0)
+    tokenizer.add_tokens(["more"])
+    changed = letter_tokenizer()
+    for response in read_responses(config.out_dir):
+        for other in (tokenizer, changed):  # of another template the prompts are others
+            with pytest.raises(UserError, match="another tokenizer or template"):
+                top_k_documents(response, other, "tokenizer")
+
+
+def test_older_shards_have_the_tokens_beside_the_distributions(make):
+    config = make(TALKS[:3], top_k_logits=2, turns="first")
+    generate_responses(config)
+    expected = {one.record["id"]: top_k_documents(one, letter_tokenizer(), "tokenizer") for one in _read(config)}
+    for file in Path(config.out_dir).glob("responses-*.jsonl"):
+        records, tensors = [json.loads(line) for line in file.read_text().splitlines()], {}
+        for record in records:
+            (read,) = record.pop("written")["documents"]
+            tensors[f"{record['id']}.sequence"] = torch.tensor(read["ids"]).int()
+            tensors[f"{record['id']}.places"] = torch.arange(*read["answers"][0]).int()
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+        beside = file.with_suffix(".safetensors")
+        save_file(load_file(beside) | tensors, beside)
+    for response in _read(config):
+        ((document, places, top),) = top_k_documents(response, letter_tokenizer(), "tokenizer")
+        ((own, own_places, own_top),) = expected[response.record["id"]]
+        assert np.array_equal(document.ids, own.ids)
+        assert np.array_equal(document.supervised, own.supervised)
+        assert np.array_equal(places, own_places)
+        assert torch.equal(top.ids, own_top.ids)
+
+
+def _read(config):
+    return read_responses(config.out_dir)

@@ -53,10 +53,12 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
 ) -> None:
     """A turn beyond the context ends it. What is decoded is rendered once."""
     seen: list[list[str]] = []
+    written: list[Sequence[Sequence[int]]] = []
 
-    def noted(texts: Sequence[str], _: object, template: str, most: int) -> list[int]:
+    def noted(texts: Sequence[str], _: object, template: str, *, said: Sequence[Sequence[int]], most: int) -> list[int]:
         assert template == "vicuna"
         seen.append(list(texts))
+        written.append(said)
         return [byte % 250 for byte in texts[-1].encode()]
 
     monkeypatch.setattr(bench, "render_prompt", noted)
@@ -72,6 +74,8 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     talk = [turns[0], said[0], turns[1], said[1], turns[2]]
     alone = [[turn] for turn in turns]  # to see whether the first fits, and how long the texts may get
     assert seen == [*alone, talk[:3], talk]
+    own = [r.generations["autoregressive"].tokens for r in results]  # as which it is read again
+    assert [list(map(tuple, said)) for said in written[-2:]] == [own[:1], own]
     report = json.loads((Path(made.out_dir) / "report.json").read_text())
     assert set(report["auto"]["chosen"]) == {"max_draft"}
     assert report["skipped"] == [
