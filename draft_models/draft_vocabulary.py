@@ -6,6 +6,7 @@ large vocabulary are rare. Verification stays exact: the drafter's probability o
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from data_prep.formats.original import CONFIG_FILE
+from data_prep.formats.torch_files import readable
 from draft_models.losses import IGNORE
 from draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, whole_rows
 from draft_models.targets.tensor_files import find_file
@@ -130,8 +132,19 @@ def read_draft_vocabulary(
     content, mark = Path(file).read_bytes(), getattr(config, MARK)
     if not isinstance(mark, dict) or hashlib.sha256(content).hexdigest() != mark.get("sha256"):
         raise UserError(f"{file}: not the tokens that {CONFIG_FILE} was written with; {remedy}")
-    with safe_open(file, framework="pt") as stored:  # valid, since its sha256 was checked
-        return DraftVocabulary(stored.get_tensor("tokens"), int(stored.metadata()["of"]))
+    with readable(file, "draft vocabulary"), safe_open(file, framework="pt") as stored:
+        tokens, size = stored.get_tensor("tokens"), int(stored.metadata()["of"])
+    require_tokens(tokens, config.vocab_size - 1, size, file)
+    return DraftVocabulary(tokens, size)
+
+
+def require_tokens(tokens: Tensor | None, count: int, vocabulary: int, file: str | Path) -> None:
+    """Raise `UserError` unless `tokens`, read from `file`, are `count` ascending ids of a vocabulary of that size."""
+    ids = [-1, *([] if tokens is None or tokens.dtype != torch.long else tokens.flatten().tolist()), vocabulary]
+    if len(ids) != count + 2 or any(low >= high for low, high in pairwise(ids)):
+        raise UserError(
+            f"{file}: expected {count} ascending token ids below {vocabulary} (draft vocabulary); restore it"
+        )
 
 
 def _blob(own: DraftVocabulary) -> bytes:

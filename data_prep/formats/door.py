@@ -99,7 +99,7 @@ def fetched(source: str, revision: str | None, kind: Kind, *, weights: bool = Tr
         return Path(source)
     wanted = [*DESCRIPTIONS]
     if weights:
-        index = located(source, revision, kind.index)
+        index = None if _has(source, revision, kind.single) else located(source, revision, kind.index)
         wanted += [kind.single] if index is None else sorted({kind.index, *kind.file_of(Path(index)).values()})
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=wanted))

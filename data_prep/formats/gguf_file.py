@@ -6,7 +6,7 @@ It is parsed here because the reader of the `gguf` package follows a damaged len
 import mmap
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, overload
 
@@ -126,24 +126,28 @@ class _Parser:
         for _ in range(keys):
             self.what = "metadata"
             self.what = key = self.text()
+            if key in metadata:
+                raise self.damaged("it twice")
             metadata[key] = self.value(self.integer("I"))
         return GgufFile(self.path, metadata, self.tensors(count, metadata))
 
     def tensors(self, count: int, metadata: Mapping[str, Value]) -> dict[str, TensorPlace]:
-        found = []
+        found: dict[str, TensorPlace] = {}
         for _ in range(count):
             self.what = "list of tensors"
             self.what = name = self.text()
+            if name in found:
+                raise self.damaged("it twice")
             dimensions = self.integer("I")
             if not 1 <= dimensions <= 4:
                 raise self.damaged(f"{dimensions} dimensions")
             shape = tuple(self.count() for _ in range(dimensions))[::-1]
-            found.append(TensorPlace(name, shape, self.integer("I"), self.integer("Q")))
+            found[name] = TensorPlace(name, shape, self.integer("I"), self.integer("Q"))
         step = metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1:
             raise UserError(f"{self.path}: general.alignment={step!r}: expected a positive integer; {_DAMAGED}")
         start = -(-self.at // step) * step
-        return {one.name: TensorPlace(one.name, one.shape, one.kind, start + one.begin) for one in found}
+        return {name: replace(one, begin=start + one.begin) for name, one in found.items()}
 
     def value(self, kind: int, depth: int = 0) -> Value:
         if kind == _STRING:

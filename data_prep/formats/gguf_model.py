@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -59,10 +60,13 @@ class GgufModel:
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
 
-        Raises `UserError` for an unsupported architecture, tensor or quantisation, and if the file ends before its last
-        tensor does.
+        Raises `UserError` for an unsupported architecture, tensor or quantisation, for tensors that overlap, and if the
+        file ends before its last tensor does.
         """
         file = self.file
+        for one, following in pairwise(sorted(file.tensors.values(), key=lambda place: place.begin)):
+            if one.begin + math.prod(one.shape[:-1]) * _row_size(file, one)[1] > following.begin:
+                raise UserError(f"{file.path}: tensors {one.name!r} and {following.name!r} overlap; fetch it again")
         held = {name: _located(file, place) for name, place in file.tensors.items() if name not in IGNORED}
         names = _names(file)
         for name in sorted(names.keys() ^ held.keys()):

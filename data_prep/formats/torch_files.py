@@ -2,7 +2,7 @@
 
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,9 @@ class SafeTensor:
     begin: int
     end: int
     load: Callable[[str], Tensor]
+
+    def __getitem__(self, whole: object) -> Tensor:  # transformers indexes the tensors that it reads
+        return self.load(self.name)
 
     @property
     def nbytes(self) -> int:
@@ -182,11 +185,15 @@ class Kind:
         """The error for a missing file."""
         return UserError(f"{source}: {file} is named in {self.index} but missing; fetch the checkpoint again")
 
-    def require(self, path: str, held: Iterable[str], names: Iterable[str]) -> None:
-        """Raise `UserError` unless the file at `path`, which has the tensors `held`, has all of `names`."""
+    def require(self, path: str, held: Collection[str], names: Iterable[str], elsewhere: Iterable[str]) -> None:
+        """Raise `UserError` unless the file at `path` has all of `names` and none of `elsewhere`; it has `held`."""
         lacking = next((name for name in names if name not in held), None)
         if lacking is not None:
             raise UserError(f"{path}: holds no tensor {lacking!r}, which {self.index} says it does; fetch it again")
+        if (twice := next((name for name in elsewhere if name in held), None)) is not None:
+            raise UserError(
+                f"{path}: holds tensor {twice!r}, which {self.index} says another file does; fetch it again"
+            )
 
 
 SAFETENSORS = Kind("safetensors", "model.safetensors", ".safetensors", _stored)

@@ -45,13 +45,15 @@ class FolderModel:
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by name; fp8 tensors become float32 when read. Raises `UserError`."""
         found: dict[str, Stored] = {}
-        for file, names in self._by_file().items():
+        by_file = self._by_file()
+        for file, names in by_file.items():
             path = str(self.folder / file)
             if not Path(path).exists():
                 raise self.kind.missing(self.source, file)
             held = self.kind.open_file(path)
             expected = [name for name in names or held if name in held or name != HEAD or self.kind is not PICKLES]
-            self.kind.require(path, held, expected)  # an index may list a tied head as a separate tensor
+            elsewhere = [name for other, inside in by_file.items() if other != file for name in inside]
+            self.kind.require(path, held, expected, elsewhere)  # an index may list a tied head as a separate tensor
             found |= {name: held[name] for name in expected}
         scaled = {name for name in found if name + SCALES in found}
         block = self._block() if scaled else (0, 0)
@@ -75,9 +77,9 @@ class FolderModel:
         return sorted(path for path in files if any(fnmatch(path.name, one) for one in DESCRIPTIONS))
 
     def _by_file(self) -> dict[str, list[str]]:
-        """The tensors in each file according to the index; an empty list for a single file without an index."""
+        """The tensors in each file according to the index; an empty list for a single file, which goes before one."""
         index = self.folder / self.kind.index
-        if not index.exists():
+        if (self.folder / self.kind.single).exists() or not index.exists():
             return {self.kind.single: []}
         found: dict[str, list[str]] = {}
         for name, file in self.kind.file_of(index).items():

@@ -25,7 +25,7 @@ from draft_models.eagle3.dialects import (
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
-from outrider.errors import UserError
+from outrider.errors import UserError, reason
 from outrider.files import read_mapping
 from outrider.settings import listed
 
@@ -228,7 +228,10 @@ def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: 
 
 def head_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
     """The shapes of all weights under this reading, by their names here."""
-    weights = Eagle3(reading, all_tokens=True).state_dict()
+    try:
+        weights = Eagle3(reading, all_tokens=True).state_dict()
+    except TypeError as error:  # sizes beyond what a tensor can have
+        raise UserError(f"an EAGLE-3 head of impossible sizes ({reason(error)}); correct its {CONFIG_FILE}") from None
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 

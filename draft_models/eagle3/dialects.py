@@ -66,7 +66,7 @@ def dialect_of(config: Mapping[str, Any], stored: Collection[str], source: str) 
     if kind is not None:
         return "speculators"
     if any(name.removeprefix(BASE).startswith(MIDLAYER) for name in stored):
-        new = "eagle_config" in config or any("Eagle3" in str(name) for name in config.get("architectures") or ())
+        new = "eagle_config" in config or "Eagle3" in str(config.get("architectures"))
         return "specforge" if new else "eagle"
     return "modelopt"
 
@@ -81,8 +81,9 @@ def read_config(
     """
     try:
         return _read(config, shapes, taps or _taps(config, target_layers))
-    except UserError as error:
-        raise UserError(f"eagle3={source}: {error} (in its config.json); fetch the head again, or correct it") from None
+    except (UserError, TypeError, ValueError, OverflowError) as error:  # also of values that are no numbers
+        why = f"{reason(error)} (in its config.json)"
+        raise UserError(f"eagle3={source}: {why}; fetch the head again, or correct it") from None
 
 
 def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
@@ -128,10 +129,7 @@ class _Switches:
     """The config's switches, which trainers write at its top level or in its `eagle_config`."""
 
     def __init__(self, config: Mapping[str, Any]):
-        inner = config.get("eagle_config") or {}
-        if not isinstance(inner, dict):
-            raise UserError(f"eagle_config={inner!r}: expected a mapping")
-        self._places = [config, inner]
+        self._places = [config, _inner(config)]
 
     def get(self, name: str, default: object) -> Any:
         """The value of a switch; `default` if it is not set. Raises `UserError` if two values differ."""
@@ -141,6 +139,14 @@ class _Switches:
         if other is not None:
             raise UserError(f"{name}={found[0]!r} at the top, {other!r} in eagle_config: expected one of them")
         return found[0] if found else default
+
+
+def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config's `eagle_config`; empty without one. Raises `UserError` if it is no mapping."""
+    inner = config.get("eagle_config") or {}
+    if not isinstance(inner, dict):
+        raise UserError(f"eagle_config={inner!r}: expected a mapping")
+    return inner
 
 
 def _count_layers(shapes: Shapes) -> int:
@@ -169,7 +175,7 @@ def _windows(layer: PreTrainedConfig, layers: int) -> tuple[int | None, ...]:
 
 def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """The boundaries; if none are named, 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and vLLM)."""
-    inner = config.get("eagle_config") or {}
+    inner = _inner(config)
     given = {TAPS: config.get(TAPS), f"eagle_config.{TAPS}": inner.get(TAPS)}
     for name, place in (("layer_ids", config), ("eagle_config.layer_ids", inner)):
         given[name] = place.get("layer_ids")  # boundaries, as vLLM reads them

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from draft_models.draft_vocabulary import require_tokens
 from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import model_spec
@@ -143,7 +144,7 @@ def from_pretrained(
     if meta.kind != "early_exit":
         raise UserError(f"checkpoint={path}: a {meta.kind!r} drafter, expected 'early_exit'")
     require_target(meta, fingerprint, path)
-    weights = _read_weights(Path(path) / WEIGHTS_FILE, meta.weights_sha256)
+    weights = _read_weights(path, meta)
     drafter = empty_drafter(meta, config)
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -170,7 +171,7 @@ def read_draft_tokens(path: Path | str) -> list[int] | None:
     meta = read_meta(path)
     if meta.draft_vocabulary is None:
         return None
-    tokens: list[int] = _read_weights(Path(path) / WEIGHTS_FILE, meta.weights_sha256)["draft_tokens"].tolist()
+    tokens: list[int] = _read_weights(path, meta)["draft_tokens"].tolist()
     return tokens
 
 
@@ -210,19 +211,19 @@ def provenance() -> dict[str, str]:
     return made
 
 
-def _read_weights(file: Path, sha256: str) -> dict[str, Tensor]:
+def _read_weights(path: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:
+    file, sha256 = Path(path) / WEIGHTS_FILE, meta.weights_sha256
     try:
         blob_digest = hashlib.sha256(file.read_bytes()).hexdigest()
         if blob_digest != sha256:
             raise UserError(
                 f"{file}: truncated or altered (sha256 {blob_digest[:12]}…, expected {sha256[:12]}…); restore it"
             )
-        return load_file(file)
+        weights = load_file(file)
     except FileNotFoundError:
         raise UserError(f"{file}: missing; the checkpoint is incomplete") from None
     except SafetensorError as error:
         raise UserError(f"{file}: not readable ({error}); restore it") from None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    if meta.draft_vocabulary is not None:
+        require_tokens(weights.get("draft_tokens"), meta.draft_vocabulary, meta.fingerprint.vocab_size, file)
+    return weights

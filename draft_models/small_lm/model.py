@@ -7,10 +7,9 @@ from draft_models.card import serving
 from draft_models.draft_vocabulary import read_draft_vocabulary, widen
 from draft_models.targets.architectures import read_config, why_not_by_layers
 from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.load_layers import load_layers
 from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.open_target import load_tokenizer, special_tokens
-from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
+from draft_models.targets.open_target import load_proven, load_tokenizer, special_tokens
+from draft_models.targets.proof import NotByLayersError, prove_rows, require_all_kept
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.targets.whole_model import WholeModel
@@ -40,10 +39,10 @@ def load_small_lm(
     if own is None and why_not_by_layers(config) is not None:
         return load_plain_lm(source, config, revision, dtype, device)
     files = open_tensors(source, revision)
-    model = load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device=device)
+    layers = range(config.num_hidden_layers)
     try:
-        prove_layers(model, f"small_lm={source}")
-    except UserError:
+        model = load_proven(files, config, layers, dtype=dtype, device=device, role="small_lm")
+    except NotByLayersError:
         if own is not None:
             raise
         return load_plain_lm(source, config, revision, dtype, device)
@@ -70,9 +69,9 @@ def load_plain_lm(
     def load(dtype: torch.dtype) -> WholeModel:
         return WholeModel(load_causal_lm(source, revision, role="small_lm", dtype=dtype))
 
+    lm = load(torch.float32)  # in 16 bits the check could not distinguish rounding from an error
     try:
         require_all_kept(config)
-        lm = load(torch.float32)  # in 16 bits the check could not distinguish rounding from an error
         prove_rows(lm)
     except UserError as error:
         refusal = f"small_lm={source}: architecture {config.model_type!r} cannot draft trees"

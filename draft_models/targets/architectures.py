@@ -11,7 +11,7 @@ from draft_models.targets.empty_models import model_spec
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.narrowed import is_narrowed
 from draft_models.targets.settings import MODEL
-from draft_models.targets.tensor_files import find_file, open_tensors
+from draft_models.targets.tensor_files import find_file, open_tensors, require_no_adapter
 from outrider.errors import UserError, reason
 from outrider.files import is_local, read_mapping
 
@@ -59,6 +59,7 @@ def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig
     if is_local(source) and not path.exists():
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
+    require_no_adapter(source, revision, role)
     place, revision = as_described(source, revision)
     try:
         config = AutoConfig.from_pretrained(place, revision=revision, trust_remote_code=False)

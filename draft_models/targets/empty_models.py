@@ -1,13 +1,16 @@
-"""Models without weights, with all or some layers of a target, and their structure."""
+"""Models without weights, with all or some layers of a target, their structure, and how transformers fills them."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
 
 from data_prep.formats.original import CONFIG_FILE
 from draft_models.targets.attention import ATTENTION
@@ -15,6 +18,7 @@ from draft_models.targets.introspection import observe
 from draft_models.targets.model_spec import ModelSpec
 from draft_models.targets.stack import LayerStack, module_list
 from outrider.errors import UserError, reason
+from outrider.settings import listed
 
 _KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
 
@@ -103,3 +107,51 @@ def number_layer(layer: nn.Module, index: int) -> None:
     for module in layer.modules():
         if hasattr(module, "layer_idx"):
             module.layer_idx = index  # type: ignore[assignment]
+
+
+def fitted(kind: Any, where: str | None, name: str, *, exact: bool, **options: object) -> PreTrainedModel:
+    """What `kind.from_pretrained` loads from `where`, a causal LM; it makes up nothing for tensors that do not fit.
+
+    name: the model's option and value. exact: whether the model must take all tensors. Raises `UserError` that names
+    those that are missing, have another shape, or differ from what they are tied to.
+    """
+    try:
+        with _quiet():
+            loaded, info = kind.from_pretrained(
+                where, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except UserError:
+        raise
+    except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
+        raise UserError(f"{name}: cannot be loaded as a causal LM ({reason(error)})") from error
+    missing, others = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    found = [f"no {listed(missing)}"] if missing else []
+    found += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
+    tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).items()
+    found += [
+        f"{one} and {other} differ, which are tied" for one, other in tied if one not in loaded.all_tied_weights_keys
+    ]
+    if found or (exact and others):
+        prefixes = {other.removesuffix(key) for key in missing for other in others if other.endswith(f".{key}")}
+        instead = (
+            f"; there with the prefix {listed(sorted(prefixes))}" if prefixes else f"; not known: {listed(others)}"
+        )
+        raise UserError(
+            f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(found)}{instead if others else ''}. Save or "
+            f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
+        )
+    return loaded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers says nothing inside: neither progress nor warnings."""
+    before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if bar:
+            transformers_logging.enable_progress_bar()

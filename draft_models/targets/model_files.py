@@ -1,10 +1,13 @@
 """The files of a model directory that transformers reads itself; damage is named instead of giving a traceback."""
 
+import re
+
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from data_prep.formats.door import as_described, located
 from data_prep.formats.original import GENERATION_FILE
-from draft_models.targets.tensor_files import open_tensors
+from draft_models.targets.empty_models import fitted
+from draft_models.targets.tensor_files import open_tensors, require_no_adapter
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 from outrider.progress import Stage
@@ -13,18 +16,24 @@ from outrider.progress import Stage
 def load_causal_lm(
     source: str, revision: str | None = None, *, role: str = "target", **options: object
 ) -> PreTrainedModel:
-    """The whole causal LM in `source` as transformers runs it. Raises `UserError`.
+    """The whole causal LM in `source` as transformers runs it. Raises `UserError`, also if its weights do not fit.
 
     options: passed to `from_pretrained`. The index is checked first: transformers would follow it out of the directory.
     """
-    where, revision = open_tensors(source, revision).place
-    try:
-        with Stage(f"loading {source} by transformers"):
-            return AutoModelForCausalLM.from_pretrained(
-                where, revision=revision, trust_remote_code=False, use_safetensors=True, **options
-            )
-    except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
-        raise UserError(f"{role}={source}: cannot be loaded as a causal LM ({reason(error)})") from error
+    require_no_adapter(source, revision, role)
+    files = open_tensors(source, revision)
+    _ = dict(files.stored(files.file_of))  # raises for what transformers would pass over: a tensor in two files
+    where, revision = files.place
+    renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
+    with Stage(f"loading {source} by transformers"):
+        model = fitted(
+            AutoModelForCausalLM, where, f"{role}={source}", exact=bool(renamed) and "config" not in options,
+            revision=revision, use_safetensors=True, **renamed, **options,
+        )  # fmt: skip
+    if renamed:  # else the prefix would be put back where the model is saved
+        conversions = vars(model)["_weight_conversions"]
+        conversions[:] = [one for one in conversions if one.target_patterns != [""]]
+    return model
 
 
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:

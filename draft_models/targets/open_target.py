@@ -16,11 +16,12 @@ from transformers import (
 from data_prep.formats.door import as_described, is_as_written, was_quantised
 from draft_models.targets.architectures import load_config, read_config
 from draft_models.targets.attention import leave_out_cudnn
-from draft_models.targets.empty_models import empty_model, layer_stack
+from draft_models.targets.empty_models import empty_model, layer_stack, pick_layers
 from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
 from draft_models.targets.int8 import quantise, require_linear
 from draft_models.targets.load_layers import load_layers
-from draft_models.targets.proof import prove_layers
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import TensorFiles, open_tensors
 from draft_models.targets.vocabulary import vocabulary_digest
@@ -84,14 +85,13 @@ class OpenTarget:
         device: torch.device | str = "cpu",
         int8: bool = False,
     ) -> PreTrainedModel:
-        """A model of the given layers, by default all, loaded by `load_layers` and checked by `prove_layers`.
+        """A model of the given layers, by default all, loaded and proven by `load_proven`.
 
         int8: the int8 model, which computes in `dtype`; the weights are quantised from their stored dtype.
         """
         chosen = range(self.config.num_hidden_layers) if layers is None else layers
         loaded = stored_dtype(self.config) if int8 else dtype
-        model = load_layers(self.files, self.config, chosen, dtype=loaded, device=device)
-        prove_layers(model, f"target={self.source}")
+        model = load_proven(self.files, self.config, chosen, dtype=loaded, device=device)
         if int8:
             quantise(model, dtype, f"target={self.source}")
         return model
@@ -106,6 +106,32 @@ class OpenTarget:
     ) -> LayerStack:
         """The same as a `LayerStack`, which can run a range of layers at a time."""
         return layer_stack(self.layers(layers, dtype=dtype, device=device, int8=int8))
+
+
+def load_proven(
+    files: TensorFiles,
+    config: PreTrainedConfig,
+    layers: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    role: str = "target",
+) -> PreTrainedModel:
+    """What `load_layers` loads, after `prove_weights` and `prove_layers`. role: the model's option. Raises `UserError`.
+
+    transformers loads the whole for that; of one larger than `LARGEST_COPY` the first layer, and the shapes of the rest
+    are compared. With files that are not on this machine, what is loaded stands alone.
+    """
+    model = load_layers(files, config, layers, dtype=dtype, device=device, role=role)
+    if files.complete:
+        every, options = empty_model(config), dict[str, object]()
+        if dtype.itemsize * sum(weight.numel() for weight in every.parameters()) > LARGEST_COPY:
+            load_layers(files, config, range(config.num_hidden_layers), dtype=dtype, device="meta", role=role)
+            options["config"] = pick_layers(every, [0], {}).config
+        theirs = load_causal_lm(files.source, files.revision, role=role, dtype=dtype, **options)
+        prove_weights(model, layers, theirs, f"{role}={files.source}")
+    prove_layers(model, f"{role}={files.source}")
+    return model
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:

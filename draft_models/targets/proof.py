@@ -1,6 +1,8 @@
-"""The check of a target or drafter at load: run by this toolkit, it must give the logits of its own forward."""
+"""The check of a target or drafter at load: its tensors must be those that transformers loads from the same place, and
+run by this toolkit it must give the logits of its own forward."""
 
 import copy
+import re
 from collections.abc import Sequence
 
 import torch
@@ -26,8 +28,29 @@ FEW_TOKENS = 4096  # vocabulary size of a copy of some layers
 SHORT = 12  # tokens of a text that exceeds no window
 
 
+class NotByLayersError(UserError):
+    """A model that this toolkit cannot run layer by layer; its own forward may still do."""
+
+
+def prove_weights(model: PreTrainedModel, layers: Sequence[int], theirs: PreTrainedModel, name: str) -> None:
+    """Raise `UserError` unless every tensor of `model` has the type and the bits that it has in `theirs`.
+
+    layers: the target's layers in `model`. theirs: the target as transformers loads it, or its first layers.
+    """
+    held, numbered = theirs.state_dict(), re.compile(rf"(?<={re.escape(spec_of(model).layers)}\.)\d+")
+    for place, tensor in model.state_dict().items():
+        stored = numbered.sub(lambda found: str(layers[int(found[0])]), place, count=1)
+        other = held.get(stored, tensor)  # of a layer that is not among the first
+        pair = [one.to(tensor.device).flatten().view(torch.uint8) for one in (tensor, other)]
+        if other.dtype != tensor.dtype or not torch.equal(*pair):
+            raise UserError(
+                f"{name}: {stored} is another tensor than the one that transformers loads from the same place, so the "
+                "two would run different models; save the model again by transformers' save_pretrained"
+            )
+
+
 def prove_layers(model: PreTrainedModel, name: str) -> None:
-    """Raise `UserError` unless a `LayerStack` of `model` agrees with the model's own forward (see `_difference`).
+    """Raise `NotByLayersError` unless a `LayerStack` of `model` agrees with its own forward (see `_difference`).
 
     Weights of 16 bits are compared in float32. If a copy of the whole is too large, a copy of some layers is compared
     (see `_one_of_each_kind`), and the whole coarsely. name: the model's option and value, for the message.
@@ -55,9 +78,9 @@ def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
                 expected = _expected(model, length)
             difference, place = _difference(stack, expected, _ids(model, length))
         except Exception as error:  # any error of an architecture whose code does not support this
-            raise UserError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
+            raise NotByLayersError(f"{name}: cannot be run layer by layer ({reason(error)})") from None
         if not difference <= allowed:  # also true for NaN
-            raise UserError(
+            raise NotByLayersError(
                 f"{name}: run layer by layer its logits differ from its own forward's by {difference:.2g} of their "
                 f"spread at {place} (rounding: up to {allowed:.0e}), so it does something that is not known here. "
                 "Drafters that need no layers of it are not affected (prompt lookup, n-grams, small LMs)"

@@ -4,8 +4,10 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -13,10 +15,13 @@ from torch import Tensor
 from data_prep.formats.door import as_described, as_safetensors, located
 from data_prep.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable
 from data_prep.formats.torch_folder import require_plain
-from outrider.errors import UserError
+from outrider.errors import UserError, warn
+from outrider.files import read_mapping
 from outrider.progress import counted
 
 BASE_PREFIX = "model."
+# What wrappers of a model put before the names of its tensors: torch.compile, DistributedDataParallel, peft.
+_WRAPPED = re.compile(r"(?:(?:_orig_mod|module|base_model\.model)\.)*")
 _PIECES, _PIECE = 32, 512  # a tensor's sample: pieces, and bytes per piece; 4 MB for a model of 7 B parameters
 _BLOCK = 2**22  # bytes of a tensor held at once when all of it is hashed
 _NUMBERED = re.compile(r".+?\.\d+(?=\.)")
@@ -26,7 +31,8 @@ _NUMBERED = re.compile(r".+?\.\d+(?=\.)")
 class TensorFiles:
     """The tensors of a checkpoint by name. Files are located, and on the Hub fetched, only on `read`.
 
-    Names are those of the causal LM, even if the checkpoint was saved without the head and the "model." prefix.
+    Names are those of the causal LM, even if the checkpoint was saved without the head and the "model." prefix, or with
+    a wrapper's prefix.
     """
 
     source: str
@@ -34,9 +40,11 @@ class TensorFiles:
     file_of: dict[str, str]  # tensor name → file name
     place: tuple[str, str | None]  # directory or Hub name of the files, and its revision (see `as_safetensors`)
     headless: bool = False  # saved without the prefix
+    wrapped: str = ""  # a wrapper's prefix of all stored names
     bytes_read: int = field(default=0)
     tensors_read: int = field(default=0)
     bytes_hashed: int = field(default=0)
+    _counting: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def read(
         self,
@@ -59,9 +67,25 @@ class TensorFiles:
     def _read(self, name: str, stored: SafeTensor) -> Tensor:
         with readable(self.source, f"tensor {name!r}"):
             tensor = stored.read()
-        self.bytes_read += tensor.nbytes
-        self.tensors_read += 1
+        with self._counting:  # transformers reads in several threads
+            self.bytes_read += tensor.nbytes
+            self.tensors_read += 1
         return tensor
+
+    def unread(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, SafeTensor]:
+        """The tensors in `names`, which transformers will read; for the meta device only shapes. Raises `UserError`."""
+
+        def later(name: str, one: SafeTensor) -> SafeTensor:
+            if torch.device(device).type == "meta":
+                return replace(one, load=lambda _: torch.empty(one.shape, device=device))
+            return replace(one, load=lambda _: self._read(name, one))
+
+        return {name: later(name, one) for name, one in self.stored(names)}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its files are on this machine."""
+        return all(self._path(file, fetch=False) is not None for file in set(self.file_of.values()))
 
     def stored(self, names: Iterable[str]) -> Iterator[tuple[str, SafeTensor]]:
         """(name, stored tensor) of each of `names`, file by file; reads headers only. Raises `UserError`."""
@@ -127,11 +151,12 @@ class TensorFiles:
         if path is None:
             raise SAFETENSORS.missing(self.source, file)
         held = open_safetensors(path)
-        SAFETENSORS.require(path, held, map(self._stored, names))
+        others = (self._stored(name) for name, one in self.file_of.items() if one != file)
+        SAFETENSORS.require(path, held, map(self._stored, names), others)
         return {name: held[self._stored(name)] for name in names}
 
     def _stored(self, name: str) -> str:
-        return name.removeprefix(BASE_PREFIX) if self.headless else name
+        return self.wrapped + (name.removeprefix(BASE_PREFIX) if self.headless else name)
 
     def _path(self, file: str, fetch: bool = True) -> str | None:
         return located(*self.place, file, fetch=fetch)
@@ -149,23 +174,45 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     Raises `UserError`, also for an index that is damaged or names a file outside the directory.
     """
     place = as_safetensors(source, revision)
-    index = located(*place, SAFETENSORS.index)
-    single = located(*place, SAFETENSORS.single) if index is None else None
-    if index is not None:
-        file_of = SAFETENSORS.file_of(Path(index))
-    elif single is not None:
+    single = located(*place, SAFETENSORS.single)  # which transformers reads where both are there
+    index = located(*place, SAFETENSORS.index) if single is None else None
+    if single is not None:
         file_of = dict.fromkeys(open_safetensors(single), SAFETENSORS.single)
+    elif index is not None:
+        file_of = SAFETENSORS.file_of(Path(index))
     else:
         raise UserError(
             f"{source}: no {SAFETENSORS.single} or {SAFETENSORS.index} there; expected a safetensors checkpoint, "
             "pytorch_model.bin, or a GGUF file (convert other formats with model.save_pretrained)"
         )
     require_plain(source, file_of)
+    wrapped = min((found[0] for name in file_of if (found := _WRAPPED.match(name))), key=len, default="")
+    wrapped = wrapped if all(name.startswith(wrapped) for name in file_of) else ""
+    if wrapped:
+        _say_wrapped(source, wrapped)
+    file_of = {name.removeprefix(wrapped): file for name, file in file_of.items()}
     begins = {name.partition(".")[0] for name in file_of}
     headless = BASE_PREFIX[:-1] not in begins and bool(begins & {"layers", "embed_tokens", "decoder"})
     if headless:
         file_of = {n if n.startswith("lm_head.") else BASE_PREFIX + n: file for n, file in file_of.items()}
-    return TensorFiles(source, revision, file_of, place, headless)
+    return TensorFiles(source, revision, file_of, place, headless, wrapped)
+
+
+@cache
+def _say_wrapped(source: str, prefix: str) -> None:
+    warn(f"{source}: the names of its tensors begin with {prefix!r}, which a wrapper put there; read without it")
+
+
+def require_no_adapter(source: str, revision: str | None, role: str) -> None:
+    """Raise `UserError` for an adapter, alone or beside a model, to which transformers would add it."""
+    file = None if Path(source).is_file() else located(source, revision, "adapter_config.json")
+    if file is not None:
+        base = read_mapping(file, "description of an adapter", "save it again").get("base_model_name_or_path")
+        raise UserError(
+            f"{role}={source}: holds an adapter for {base} ({Path(file).name}); merge it first: "
+            f"from peft import AutoPeftModelForCausalLM; model = AutoPeftModelForCausalLM.from_pretrained({source!r}); "
+            "model.merge_and_unload().save_pretrained('MERGED'). Copy the tokenizer's files there, and give that"
+        )
 
 
 def find_file(source: str, file: str, revision: str | None) -> str | None:

@@ -47,13 +47,13 @@ from inference.measure.prompt_results import Measured, append_result, begin_run,
 from inference.measure.threads import use_threads
 from inference.measure.time_limit import TimeLimit
 from inference.report.drafter_facts import digests, draft_vocabularies, trained_seconds
-from inference.report.lossless_report import is_lossless
+from inference.report.lossless_report import is_lossless, target_differs
 from inference.report.overlap import overlaps
 from inference.report.page.build import make_page
 from inference.report.report import build_report, markdown, relate_to_chain, write_reports
 from inference.report.served import served_faults
 from inference.report.to_wandb import log_reports
-from inference.report.wording import busy_sentences, measure_again
+from inference.report.wording import OWN_RUN, busy_sentences, measure_again
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from outrider.errors import UserError, require
@@ -222,7 +222,7 @@ def report(
 
     served: by method, what a serving engine made of it (see `serve_methods`).
 
-    Returns the names of the methods that were not lossless.
+    Returns the names of the methods that were not lossless; `OWN_RUN` in their place if plain decoding was not.
     """
     done = read_results(out_dir)
     missing = expected - len(done)
@@ -284,4 +284,5 @@ def report(
     if any(map(busy_sentences, reports)):
         print(measure_again(sys.argv[1:], out_dir), flush=True)
     print(f"report: {out_dir / 'report.html'}", flush=True)
-    return [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]
+    wrong = [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]
+    return [OWN_RUN] if target_differs(reports[0]) else wrong

@@ -88,6 +88,8 @@ def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, pro
         return
     expected = f"{' or '.join(devices)} with engine={config.engine} (CUDA_VISIBLE_DEVICES chooses a GPU)"
     require(str(setup.device) in devices, "device", str(setup.device), expected)
+    wrapped = setup.target.files.wrapped
+    require(not wrapped, "target", setup.target.source, f"tensors without {wrapped!r} before their names with engine=")
     require_engine(config.engine, python_in(config.engine_python))
 
 

@@ -22,7 +22,7 @@ from draft_models.targets.int8 import quantise
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
-from draft_models.targets.proof import prove_layers, prove_rows, require_all_kept
+from draft_models.targets.proof import NotByLayersError, prove_layers, prove_rows, require_all_kept
 from draft_models.targets.target import Target
 from draft_models.targets.whole_model import WholeModel
 from inference.core.runtime import Runtime
@@ -254,19 +254,20 @@ def load_stack(
     """
     try:
         if (refusal := why_not_by_layers(target.config)) is not None:
-            raise UserError(f"target={target.source}: {refusal}")
+            raise NotByLayersError(f"target={target.source}: {refusal}")
         if plain is None or can_pack(device, dtype):  # then load a separate copy; transformers' stays unpacked
             return target.stack(dtype=dtype, device=device, int8=int8)
         prove_layers(plain, f"target={target.source}")
         return layer_stack(plain)
-    except UserError as error:
+    except NotByLayersError as error:  # any other: there is no such model
         if by_layers:
             raise
         print(f"by_layers=no reason={str(error)!r}", flush=True)
     whole = WholeModel(plain or load_plain(target, dtype, device, int8=int8))
+    judged = whole if dtype == torch.float32 else WholeModel(load_plain(target, torch.float32, device))
     try:
         require_all_kept(target.config)
-        prove_rows(whole if dtype == torch.float32 else WholeModel(load_plain(target, torch.float32, device)))
+        prove_rows(judged)
     except UserError as error:
         raise UserError(f"target={target.source}: neither by layers nor by its own forward ({error})") from None
     return whole

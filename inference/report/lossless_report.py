@@ -65,6 +65,14 @@ def is_lossless(report: Report) -> bool:
     return same and not (judged and judged["faults"])
 
 
+def target_differs(report: Report) -> bool:
+    """Whether plain decoding by this runtime fails in the same sense: then no method is to blame."""
+    lossless, computes = report["lossless"], report.get("computes_in", report.get("dtype"))
+    judged = lossless["judged"].get(AUTOREGRESSIVE)
+    same = lossless["autoregressive_identical"] == lossless["checked"] or (judged and computes in HALF_NAMES)
+    return not same or bool(judged and judged["faults"])
+
+
 def judgements(reports: Sequence[Report]) -> Table | None:
     """The judgement of every arm by rounding errors over the reference's text, in units of transformers' own.
 

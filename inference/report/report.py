@@ -38,7 +38,7 @@ from inference.measure.statistics import (
 )
 from inference.measure.verdict import verdict
 from inference.report.drafter_facts import drafter_lines
-from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section
+from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section, target_differs
 from inference.report.served import served_lines
 from inference.report.tables import methods_table, whole_table
 from inference.report.wording import busy_sentences, conditions, method_sentence, plain_sentence, recommendation
@@ -261,6 +261,8 @@ def plot_acceptance(reports: Sequence[Report]) -> Figure:
 
 
 def _verdict(report: Report) -> str:
+    if target_differs(report):
+        return "target differs"
     if not is_lossless(report):
         return "not lossless"
     return verdict(report["speedup_without_loops"], (report.get("load") or {}).get("busy"))

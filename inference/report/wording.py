@@ -18,6 +18,7 @@ INT8 = (
     "±127 with one scale a row, rounded once when it was loaded. It is another target than the one its drafters were "
     "trained for, so τ may be lower than there. transformers widens the weights for every product."
 )
+OWN_RUN = "the target's own run differs: plain decoding here gives other texts than transformers"
 
 
 def busy_sentences(report: Report) -> list[str]:
@@ -39,6 +40,8 @@ def recommendation(reports: Sequence[Report]) -> str:
     The first word is lower-case: a label stands before it. A method is named in backticks. Texts that are not the
     target's are never recommended.
     """
+    if any(one["verdict"] == "target differs" for one in reports):
+        return f"{OWN_RUN}, so no method is judged; please report it."
     wrong = [f"`{one['method']}`" for one in reports if one["verdict"] == "not lossless"]
     warning = f"; do not use {' or '.join(wrong)}: not lossless" if wrong else ""
     right = [one for one in reports if one["verdict"] != "not lossless" and one["speedup"]["median"] is not None]

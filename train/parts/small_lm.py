@@ -24,11 +24,9 @@ from draft_models.small_lm.model import require_same_vocabulary
 from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.load_layers import load_layers
 from draft_models.targets.model_spec import LogitRule, context_limit
 from draft_models.targets.narrowed import DraftVocabulary, draft_vocabulary_of, is_narrowed
-from draft_models.targets.open_target import load_tokenizer, special_tokens
-from draft_models.targets.proof import prove_layers
+from draft_models.targets.open_target import load_proven, load_tokenizer, special_tokens
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.sampling import invert
@@ -108,8 +106,8 @@ def start_lm(
             lm.draft_vocabulary = own
         else:
             files = open_tensors(drafter.path, drafter.revision)
-            lm = load_layers(files, shape, range(shape.num_hidden_layers), dtype=torch.float32)
-            prove_layers(lm, f"drafter.path={drafter.path}")
+            layers = range(shape.num_hidden_layers)
+            lm = load_proven(files, shape, layers, dtype=torch.float32, role="drafter.path")
             if own is not None and is_narrowed(shape):
                 lm.draft_vocabulary = own
             elif own is not None:

@@ -5,7 +5,8 @@ import json
 
 from outrider.tables import Table
 
-CLASSES = {"faster": "faster", "slower": "slower", "undecided": "undecided", "not lossless": "wrong"}  # of verdicts
+CLASSES = {name: name for name in ("faster", "slower", "undecided")}  # of verdicts
+CLASSES |= dict.fromkeys(("not lossless", "target differs"), "wrong")
 _VOID = ("input", "meta")  # elements without an end tag
 
 

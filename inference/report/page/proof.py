@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from inference.report.lossless_report import is_lossless, judgements, resolution
+from inference.report.lossless_report import is_lossless, judgements, resolution, target_differs
 from inference.report.page.markup import Markup, as_table, tag
 from inference.report.wording import Report
 
@@ -19,6 +19,7 @@ def proof_section(reports: Sequence[Report]) -> list[Markup]:
     """Paragraphs: the comparison of texts, the bound it gives, and the judgement of rounding errors."""
     first = reports[0]["lossless"]
     wrong = [report["method"] for report in reports if not is_lossless(report)]
+    wrong = ["the target's own run, plain decoding,"] if target_differs(reports[0]) else wrong
     said = [_verdict(wrong), *(_compared(reports) if first["checked"] else _sampled())]
     judged = judgements(reports)
     if judged is not None:

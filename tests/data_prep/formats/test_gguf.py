@@ -173,6 +173,33 @@ def test_a_file_that_ends_too_early_is_refused_wherever_it_ends(tmp_path: Path, 
             open_tensors(str(path))
 
 
+@pytest.mark.parametrize("whose", ["name", "place"])
+def test_one_tensor_in_the_place_of_another_is_refused(tmp_path: Path, written: Path, whose: str) -> None:
+    """A tensor that is there twice, and one that begins within another; else the last one would win."""
+    content, one, other = bytearray(written.read_bytes()), b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"
+    at, place = content.index(one), content.index(other)
+    if whose == "name":
+        content[place : place + len(other)] = one
+    else:  # after the name: the number of dimensions, two of them, the type, the offset
+        skip = len(one) + 4 + 2 * 8 + 4
+        content[place + skip : place + skip + 8] = content[at + skip : at + skip + 8]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"blk\.0\.ffn_up\.weight.*(twice|overlap)"):
+        open_tensors(str(path))
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, written: Path) -> None:
+    content = written.read_bytes()
+    path, one = tmp_path / "model.gguf", b"llama.embedding_length"
+    at = content.index(one) - 8
+    twice = len(one).to_bytes(8, "little") + content[at + 8 : at + 8 + len(one) + 4 + 4]
+    keys = int.from_bytes(content[16:24], "little") + 1
+    path.write_bytes(content[:16] + keys.to_bytes(8, "little") + content[24:at] + twice + content[at:])
+    with pytest.raises(UserError, match=r"llama\.embedding_length .*twice"):
+        open_tensors(str(path))
+
+
 @pytest.mark.slow
 def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) -> None:
     """Anywhere before the weights: no traceback, no endless loop, no list that fills the memory."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draft_models.targets import attention, proof
+from draft_models.targets import open_target as opening
 from draft_models.targets.empty_models import decoder_layers, layer_stack, spec_of
 from draft_models.targets.open_target import open_target
 from draft_models.targets.proof import ROUNDED, prove_layers
@@ -23,6 +24,7 @@ from tests.tiny import unproven
 @pytest.fixture(autouse=True)
 def _no_whole_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "LARGEST_COPY", 0)
+    monkeypatch.setattr(opening, "LARGEST_COPY", 0)
 
 
 def load(path: Path, family: str) -> Any:

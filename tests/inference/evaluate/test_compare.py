@@ -107,5 +107,5 @@ def test_half_precision_and_sampling_are_judged(
             evaluate(made, QUESTIONS[:3])
         assert left.value.code == 1
         for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
-            assert report["verdict"] == "not lossless"
+            assert report["verdict"] == "target differs"  # plain decoding, too: no method is to blame
             assert "keys of layer 0" in report["lossless"]["judged"]["autoregressive"]["faults"][0]

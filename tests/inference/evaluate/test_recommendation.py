@@ -47,3 +47,9 @@ BUSY = {"busy": "The machine was busy: …"}
 )  # fmt: skip
 def test_what_is_recommended(reports: list[dict[str, Any]], said: str) -> None:
     assert recommendation(reports) == said
+
+
+def test_where_plain_decoding_differs_no_method_is_accused() -> None:
+    said = recommendation([report("tree", 2.0, 1.9, 2.1, verdict="target differs"), NGRAMS])
+    assert "the target's own run differs" in said
+    assert not any(name in said for name in ("tree", "ngrams", "do not use"))

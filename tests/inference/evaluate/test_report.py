@@ -387,6 +387,11 @@ def test_what_is_not_lossless_is_never_faster(change: dict) -> None:
         assert report["verdict"] == "not lossless"
         assert report["lossless"]["excused_ties"] == 0
         assert "m: not lossless" in markdown([report])
+    for arms in (("m", AUTOREGRESSIVE), (AUTOREGRESSIVE,)):  # plain decoding, too: no method is to blame
+        made = differing(differing(fast, arms[0], 3), arms[-1], 3)
+        report = build_report("m", judged(made, AUTOREGRESSIVE, **change), facts(), seed=0)
+        assert report["verdict"] == "target differs"
+        assert "the target's own run differs" in markdown([report])
     sampled = {**facts(), "temperature": 1.0}
     assert build_report("m", differing(fast, "m", 3), sampled, seed=0)["verdict"] == "faster"
     assert build_report("m", judged(fast, "m", **change), sampled, seed=0)["verdict"] == "not lossless"

@@ -1,0 +1,336 @@
+"""Weights that do not fit, in every place that loads a model: refused by name, or read as transformers reads them."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import outrider
+from data_prep.responses.generate import load_target
+from data_prep.responses.settings import GenerateConfig
+from data_prep.text.settings import DataConfig
+from draft_models.draft_vocabulary import TOKENS_FILE, read_draft_vocabulary
+from draft_models.eagle3.checkpoint import load_head
+from draft_models.early_exit.checkpoint import (
+    META_FILE,
+    WEIGHTS_FILE,
+    from_pretrained,
+    read_draft_tokens,
+    save_pretrained,
+)
+from draft_models.small_lm.model import load_small_lm, load_whole_lm
+from draft_models.targets import open_target as opening
+from draft_models.targets.architectures import load_config
+from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.narrowed import MARK
+from draft_models.targets.open_target import open_target
+from draft_models.targets.tensor_files import TensorFiles, open_tensors
+from inference.loading.targets import load_plain, load_stack
+from outrider.errors import UserError
+from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
+from tests.tiers import quick_where
+from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
+from tests.train.jobs import finetuning
+from train.parts.small_lm import start_lm
+from train.settings.drafters import DrafterConfig
+
+CPU, FLOAT = torch.device("cpu"), torch.float32
+HEAD, EMBEDDING, LAST = "lm_head.weight", "model.embed_tokens.weight", f"model.layers.{LAYERS - 1}.mlp.up_proj.weight"
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+State = dict[str, Tensor]
+
+
+def first_layers(source: str) -> object:
+    return open_target(source).layers([0], dtype=FLOAT)
+
+
+def as_evaluated(source: str) -> object:
+    target = open_target(source)
+    return load_stack(target, load_plain(target, FLOAT, CPU), FLOAT, CPU, by_layers=True)
+
+
+def run_as_a_whole(source: str) -> object:
+    return load_stack(open_target(source, by_layers=False), None, FLOAT, CPU, by_layers=False)
+
+
+def answering(source: str) -> object:
+    config = GenerateConfig(target=source, data=DataConfig())
+    return load_target(config, open_target(source, by_layers=False), FLOAT, CPU)[0]
+
+
+def finetuned(source: str) -> object:
+    drafter = DrafterConfig(path=source)
+    config = replace(finetuning(Path(source), DataConfig(), Path("out")), drafter=drafter)
+    return start_lm(config, load_config(source, role="drafter.path"), byte_tokenizer(), CPU)
+
+
+LOADERS: dict[str, Callable[[str], object]] = {
+    "train, calibrate": lambda source: open_target(source).stack(dtype=FLOAT),
+    "eesd": first_layers,
+    "evaluate-checkpoint": as_evaluated,
+    "by_layers=false": run_as_a_whole,
+    "audit": lambda source: load_plain(open_target(source, by_layers=False), FLOAT, CPU),
+    "generate-responses": answering,
+    "outrider.load": lambda source: outrider.load(source, device="cpu", dtype="float32").stack,
+    "small_lm": lambda source: load_small_lm(source, byte_tokenizer(), dtype=FLOAT),
+    "export": lambda source: load_whole_lm(source, byte_tokenizer(), FLOAT),
+    "finetune-drafter": finetuned,
+}
+
+
+def altered(path: Path, change: Callable[[State], State]) -> None:
+    save_file(change(load_file(path / FILE)), path / FILE, metadata={"format": "pt"})
+
+
+def described(path: Path, **changes: object) -> None:
+    found = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(found | changes))
+
+
+def under(prefix: str, begins: str = "") -> Callable[[Path], None]:
+    return lambda path: altered(path, lambda state: {prefix * n.startswith(begins) + n: t for n, t in state.items()})
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    return lambda path: altered(path, lambda state: {name: state[name] for name in state.keys() - set(names)})
+
+
+def tied_but_two(path: Path) -> None:
+    described(path, tie_word_embeddings=True)
+
+
+def of_another_shape(path: Path) -> None:
+    altered(path, lambda state: state | {LAST: state[LAST].T.contiguous()})
+
+
+def wrapped_with_a_rest(path: Path) -> None:
+    altered(path, lambda state: {f"module.{n}": t for n, t in (state | {"v_head.weight": torch.ones(2)}).items()})
+
+
+def in_shards(path: Path, *, twice: str = "", missing: str = "") -> None:
+    """Two files; `twice` is in both, with other values; the file `missing` is not there."""
+    state = load_file(path / FILE)
+    file_of = {name: "a" if place % 2 else "b" for place, name in enumerate(sorted(state))}
+    for file in {"a", "b"} - {missing}:
+        inside = {name: tensor for name, tensor in state.items() if file_of[name] == file}
+        save_file(inside | ({twice: state[twice] + 1} if twice and file_of[twice] != file else {}),
+                  path / f"{file}.safetensors", metadata={"format": "pt"})  # fmt: skip
+    (path / INDEX).write_text(json.dumps({"weight_map": {name: f"{one}.safetensors" for name, one in file_of.items()}}))
+    (path / FILE).unlink()
+
+
+def adapter_beside(path: Path) -> None:
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/base"}))
+
+
+def adapter_alone(path: Path) -> None:
+    adapter_beside(path)
+    (path / "config.json").unlink()
+    (path / FILE).rename(path / "adapter_model.safetensors")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a tensor is missing": (without(LAST), LAST),
+    "the head is missing": (without(HEAD), rf"no {HEAD}.*tie_word_embeddings"),
+    "the embedding is missing": (without(EMBEDDING), EMBEDDING),
+    "another shape": (of_another_shape, rf"{LAST} of shape \[64, 96\], not \[96, 64\]"),
+    "tied, but two": (tied_but_two, rf"{HEAD} and {EMBEDDING} differ, which are tied"),
+    "layers with a prefix": (under("_orig_mod.", "model.layers"), r"no model\.layers.*with the prefix _orig_mod\."),
+    "an unknown prefix": (under("policy."), r"no .*with the prefix policy\."),
+    "a wrapper, and a rest": (wrapped_with_a_rest, r"not known: v_head\.weight"),
+    "a missing file": (lambda path: in_shards(path, missing="a"), r"a\.safetensors"),
+    "a tensor in two files": (lambda path: in_shards(path, twice=EMBEDDING), EMBEDDING),
+    "an adapter alone": (adapter_alone, r"adapter for some/base.*merge it first.*merge_and_unload"),
+    "an adapter beside a model": (adapter_beside, r"adapter for some/base.*merge it first"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("models") / "plain")
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("case", quick_where(lambda case: case == "a tensor is missing", list(REFUSED)))
+def test_what_does_not_fit_is_refused_by_every_command(plain: Path, tmp_path: Path, case: str, loader: str) -> None:
+    """It names the tensor; nowhere is it run as a whole, with random numbers in the place of what is missing."""
+    path = Path(shutil.copytree(plain, tmp_path / "model"))
+    spoil, named = REFUSED[case]
+    spoil(path)
+    with pytest.raises(UserError, match=named):
+        LOADERS[loader](str(path))
+
+
+def both_files(path: Path) -> None:
+    """Shards beside a whole file, which transformers reads."""
+    whole = load_file(path / FILE)
+    altered(path, lambda state: {name: 2 * tensor for name, tensor in state.items()})
+    in_shards(path)
+    save_file(whole, path / FILE, metadata={"format": "pt"})
+
+
+def pickled(path: Path) -> None:
+    torch.save(
+        {f"module.{name}": tensor for name, tensor in load_file(path / FILE).items()}, path / "pytorch_model.bin"
+    )
+    (path / FILE).unlink()
+
+
+def head_alone(path: Path) -> None:
+    """Tied, but it is the head that was saved."""
+    described(path, tie_word_embeddings=True)
+    without(EMBEDDING)(path)
+
+
+def tied_and_equal(path: Path) -> None:
+    described(path, tie_word_embeddings=True)
+    altered(path, lambda state: state | {HEAD: state[EMBEDDING].clone()})
+
+
+def embedding_alone(path: Path) -> None:
+    described(path, tie_word_embeddings=True)
+    without(HEAD)(path)
+
+
+READ: dict[str, tuple[Callable[[Path], None], str | None]] = {
+    **{prefix: (under(prefix), "wrapped") for prefix in ("_orig_mod.", "module.", "base_model.model.")},
+    "module._orig_mod.": (under("module._orig_mod."), "wrapped"),
+    "module. in .bin": (pickled, "wrapped"),
+    "one file and shards": (both_files, None),
+    "tied, and twice the same": (tied_and_equal, EMBEDDING),
+    "tied, without a head": (embedding_alone, EMBEDDING),
+    "tied, without an embedding": (head_alone, HEAD),
+}
+
+
+@pytest.mark.parametrize("case", quick_where(lambda case: case == "module.", list(READ)))
+def test_what_fits_is_one_model_for_us_and_for_transformers(
+    plain: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a wrapper put before all names is left out, which is said once, and the same target has one fingerprint."""
+    path = Path(shutil.copytree(plain, tmp_path / "model"))
+    change, known = READ[case]
+    change(path)
+    expected = load_file(plain / FILE)
+    if known not in (None, "wrapped"):
+        expected |= dict.fromkeys((HEAD, EMBEDDING), expected[known])
+    target = open_target(str(path))
+    for model in (target.layers(dtype=FLOAT), load_causal_lm(str(path), dtype=FLOAT)):
+        state = model.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == case.startswith("tied")
+        model.save_pretrained(tmp_path / "saved")
+        assert not any(name.startswith("module") for name in load_file(tmp_path / "saved" / FILE))
+    if known == "wrapped":
+        assert target.fingerprint.tensors == open_target(str(plain)).fingerprint.tensors
+        assert capsys.readouterr().err.count("the names of its tensors begin with") == 1
+
+
+def test_the_text_is_that_of_the_model_without_its_wrapper(plain: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(plain, tmp_path / "model"))
+    under("module._orig_mod.")(path)
+    one, other = (outrider.load(str(each), device="cpu", dtype="float32") for each in (path, plain))
+    assert one.generate("to be", max_new_tokens=12) == other.generate("to be", max_new_tokens=12)
+
+
+def test_a_missing_file_of_other_layers_is_no_matter_to_an_early_exit(plain: Path, tmp_path: Path) -> None:
+    """It trains on the first layers; whoever needs the rest is refused."""
+    path = save_target(tmp_path / "model", shard="40KB")
+    file = open_tensors(str(path)).file_of[LAST]
+    (path / file).unlink()
+    open_target(str(path)).layers([0], dtype=FLOAT)
+    with pytest.raises(UserError, match=file):
+        open_target(str(path)).layers(dtype=FLOAT)
+
+
+# ------------------------------------------------------------------------------------------------ the proof at load
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD, "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_a_tensor_of_ours_that_is_not_transformers_own_is_refused(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, name: str, large: bool
+) -> None:
+    """By one bit; also in a target too large to be loaded twice, of which the first layer is compared."""
+    read = TensorFiles._read
+
+    def off(files: TensorFiles, one: str, stored: Any) -> Tensor:
+        tensor = read(files, one, stored)
+        if one == name:
+            tensor.view(torch.uint8).view(-1)[0] ^= 1
+        return tensor
+
+    monkeypatch.setattr(TensorFiles, "_read", off)
+    monkeypatch.setattr(opening, "LARGEST_COPY", 0 if large else opening.LARGEST_COPY)
+    for load in ("train, calibrate", "eesd", "evaluate-checkpoint", "small_lm", "outrider.load", "finetune-drafter"):
+        with pytest.raises(UserError, match=f"{name} is another tensor than the one that transformers loads"):
+            LOADERS[load](str(plain))
+
+
+def test_of_a_large_target_the_shapes_of_all_layers_are_known(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "LARGEST_COPY", 0)
+    path = Path(shutil.copytree(plain, tmp_path / "model"))
+    first_layers(str(path))
+    without(LAST)(path)
+    with pytest.raises(UserError, match=LAST):
+        first_layers(str(path))
+
+
+# ------------------------------------------------------------------------------------------------ drafters' own files
+
+
+def spoilt(folder: Path, name: str, tensors: State) -> None:
+    """Replace the file `name` of an early exit by `tensors`, with the digest that its description then has."""
+    save_file(tensors, folder / name)
+    meta = json.loads((folder / META_FILE).read_text())
+    meta["weights_sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / META_FILE).write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("ids", [[0, 7, 10**6], [-1, 3, 9], [9, 3, 7], [3, 3, 7], [3, 7], None, [0.0, 3.0, 7.0]])
+def test_draft_tokens_that_are_none_of_the_targets_are_refused(
+    plain: Path, tmp_path: Path, ids: list[Any] | None
+) -> None:
+    """Of an early exit and of a small LM: outside the vocabulary, not ascending, too few, missing, no integers."""
+    target, right = open_target(str(plain)), torch.tensor([3, 7, 9])
+    save_pretrained(tmp_path, make_drafter(plain, 1, tokens=right), target.fingerprint, {}, FLOAT)
+    assert read_draft_tokens(tmp_path) == right.tolist()
+    state = load_file(tmp_path / WEIGHTS_FILE)
+    del state["draft_tokens"]
+    spoilt(tmp_path, WEIGHTS_FILE, state | ({} if ids is None else {"draft_tokens": torch.tensor(ids)}))
+    config = load_config(str(plain))
+    for read in (read_draft_tokens, lambda path: from_pretrained(path, config, target.fingerprint, dtype=FLOAT)):
+        with pytest.raises(UserError, match="expected 3 ascending token ids below 260"):
+            read(tmp_path)
+    if ids is not None:
+        save_file({"tokens": torch.tensor(ids)}, tmp_path / TOKENS_FILE, metadata={"of": str(config.vocab_size)})
+        config.vocab_size = len(right) + 1
+        mark = {"tokens": 3, "sha256": hashlib.sha256((tmp_path / TOKENS_FILE).read_bytes()).hexdigest()}
+        config.update({MARK: mark})
+        with pytest.raises(UserError, match="expected 3 ascending token ids below 260"):
+            read_draft_vocabulary(str(tmp_path), None, config)
+
+
+@pytest.mark.parametrize("key", ["eagle_config", "architectures", "eagle_aux_hidden_state_layer_ids", "rope_scaling"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_heads_configuration_of_another_type_is_refused_or_harmless(tmp_path: Path, dialect: str, key: str) -> None:
+    facts = DIALECTS[dialect]
+    for value in ([1], ["x"], [[]], "x", 5, -1, 2.5, True, {"x": 1}, [None]):
+        source = write_head(tmp_path / "head", facts, head_weights(facts), **{key: value})
+        with suppress(UserError):
+            load_head(source, TARGET, dtype=FLOAT)
+    (tmp_path / "head" / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match="head"):
+        load_head(source, TARGET, dtype=FLOAT)
