@@ -97,7 +97,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         [*DEBUG, f"target={TARGET}", "decode_prompts=2"],
         {
             "train.recipes.early_exit:open_target": "progress: eesd; ",
-            "draft_models.targets.tensor_files:TensorFiles._read": f"> reading out-debug/tiny_models/{TARGET} 0/",
+            "draft_models.targets.tensor_files:TensorFiles._read": f"> reading out-debug/tiny_models/{TARGET} ",
             "train.core.loop:load_share": "progress: eesd > training 0/2 steps; ",
             "train.parts.heldout:collect": " > evaluating after step 1 > decoding held-out prompts 0/2 prompts; ",
         },

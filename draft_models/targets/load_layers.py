@@ -33,11 +33,11 @@ def load_layers(
     config.dtype = dtype  # in which transformers makes buffers, too
     model = empty_layers(config, layers)
     names = _names(files, spec_of(model).layers, layers)
-    stored = files.unread(set(names.values()), device)
     computed = dict(model.named_non_persistent_buffers())  # transformers would make them again, under FSDP of zeros
     filling = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     options = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
-    with Stage(f"reading {files.source}"):
+    with Stage(f"reading {files.source}", len(names), "tensors") as stage:
+        stored = files.unread(set(names.values()), device, stage)
         fitted(
             filling, None, f"{role}={files.source}", exact=bool(files.wrapped), config=model.config, dtype=dtype,
             state_dict={name: stored[source] for name, source in names.items()}, **options,

@@ -17,7 +17,7 @@ from data_prep.formats.torch_files import SAFETENSORS, SafeTensor, open_safetens
 from data_prep.formats.torch_folder import require_plain
 from outrider.errors import UserError, warn
 from outrider.files import read_mapping
-from outrider.progress import counted
+from outrider.progress import Stage, counted
 
 BASE_PREFIX = "model."
 # What wrappers of a model put before the names of its tensors: torch.compile, DistributedDataParallel, peft.
@@ -72,15 +72,15 @@ class TensorFiles:
             self.tensors_read += 1
         return tensor
 
-    def unread(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, SafeTensor]:
-        """The tensors in `names`, which transformers will read; for the meta device only shapes. Raises `UserError`."""
+    def unread(self, names: Iterable[str], device: torch.device | str, stage: Stage) -> dict[str, SafeTensor]:
+        """The tensors in `names`, which transformers will read, as `stage` counts; for the meta device only shapes."""
+        only_shapes = torch.device(device).type == "meta"
 
-        def later(name: str, one: SafeTensor) -> SafeTensor:
-            if torch.device(device).type == "meta":
-                return replace(one, load=lambda _: torch.empty(one.shape, device=device))
-            return replace(one, load=lambda _: self._read(name, one))
+        def read(name: str, one: SafeTensor) -> Tensor:
+            stage.advance()
+            return torch.empty(one.shape, device=device) if only_shapes else self._read(name, one)
 
-        return {name: later(name, one) for name, one in self.stored(names)}
+        return {name: replace(one, load=lambda _, n=name, t=one: read(n, t)) for name, one in self.stored(names)}
 
     @property
     def complete(self) -> bool:
