@@ -1,4 +1,4 @@
-"""Write chat prompts about the documentation of Python and its packages, for training and for evaluation."""
+"""Write chat prompts about the documentation of Python's library, for training and for evaluation."""
 
 from conf import entry
 from data_prep.python_docs.settings import PromptsConfig
@@ -6,7 +6,7 @@ from data_prep.python_docs.settings import PromptsConfig
 
 @entry("write_prompts", PromptsConfig)
 def main(config: PromptsConfig) -> None:
-    # Imported once the config is known to be good: the documented packages take seconds.
+    # Imported once the config is known to be good: torch takes seconds.
     from data_prep.python_docs.prompt_files import write_prompts
 
     write_prompts(config)

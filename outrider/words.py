@@ -9,8 +9,10 @@ from collections.abc import Iterable
 _BARE = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # Hydra takes it as it is
 _FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
 _KEEP = "a memory across prompts was shown to gain in replays of like questions only (benchmarks/results/ngrams.md)"
+_DOCS = "write-prompts asks about the standard library only, and quotes up to 900 characters of it"
 GONE = {  # names of earlier versions, and why they are gone
     "fused": _FUSED, "join": _FUSED, "keep": _KEEP, "keep_mb": _KEEP,
+    "quoted_chars": _DOCS,
     "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
 }  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""Chat prompts about documented objects of Python and its packages."""
+"""Chat prompts about documented objects of Python's standard library."""

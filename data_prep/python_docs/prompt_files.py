@@ -1,4 +1,4 @@
-"""Prompts about documented objects of Python, in two files that share no object.
+"""Chat prompts about documented objects of Python's standard library, in two files that share no object.
 
 train.jsonl    prompts to answer (generate-responses), {"id", "category", "objects", "turns"}
 heldout.jsonl  prompts for evaluation, in the same layout
@@ -6,31 +6,108 @@ prompts.json   their provenance, their counts, and the SHA-256 of each file; wri
 """
 
 import hashlib
+import importlib
+import inspect
+import itertools
 import json
 import platform
+import re
+import warnings
 from collections import Counter
-from collections.abc import Sequence
-from importlib.metadata import packages_distributions, version
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import BuiltinFunctionType, ClassMethodDescriptorType, FunctionType, MethodDescriptorType, ModuleType
+from typing import Any, NamedTuple
 
-from data_prep.python_docs.instructions import Instruction, as_lines, halves, make_instructions, read_subjects
-from data_prep.python_docs.modules import PACKAGES, STANDARD_LIBRARY
 from data_prep.python_docs.settings import PromptsConfig
-from data_prep.python_docs.subjects import Collector
 from data_prep.text.benchmarks import prompt_file
 from data_prep.text.prompt_records import Prompt, as_record
 from data_prep.text.prompts import read_prompts
 from data_prep.text.records import turn_key
-from data_prep.text.sources import Split
+from data_prep.text.sources import Split, is_heldout
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.run_dirs import finished
 
+Json = Mapping[str, Any]
 RECORD_FILE = "prompts.json"
 FILES: dict[Split, str] = {"train": "train.jsonl", "heldout": "heldout.jsonl"}
 _FEWEST, _HELDOUT = 10, 12  # prompts of a user's file at least, and of them to be held out
+_QUOTED = 900  # characters of a documentation that a prompt gives, at most
+
+# Public modules that only define things when they are imported. A package stands before its modules.
+MODULES = """
+    builtins abc argparse array ast asyncio base64 bisect calendar cmath codecs collections concurrent.futures
+    configparser contextlib contextvars copy csv ctypes dataclasses datetime decimal difflib dis email email.message
+    email.parser email.policy email.utils enum fileinput fnmatch fractions ftplib functools gc gettext glob graphlib
+    gzip hashlib heapq hmac html html.parser http http.client http.cookiejar http.cookies http.server imaplib importlib
+    importlib.abc importlib.metadata importlib.resources inspect io ipaddress itertools json locale logging
+    logging.config logging.handlers lzma mailbox math mimetypes mmap multiprocessing multiprocessing.pool
+    multiprocessing.shared_memory netrc numbers operator os os.path pathlib pickle pkgutil platform plistlib poplib
+    pprint profile pstats queue random re reprlib sched secrets select selectors shelve shlex shutil signal smtplib
+    socket socketserver sqlite3 ssl statistics string struct subprocess symtable sys sysconfig tarfile tempfile textwrap
+    threading time timeit tokenize tomllib trace traceback tracemalloc types typing unicodedata unittest unittest.mock
+    urllib.error urllib.parse urllib.request urllib.robotparser uuid venv warnings wave weakref webbrowser
+    wsgiref.handlers wsgiref.headers wsgiref.util xml.dom.minidom xml.etree.ElementTree xml.sax xml.sax.handler
+    xml.sax.xmlreader xmlrpc.client xmlrpc.server zipapp zipfile zipimport zlib zoneinfo
+"""
+
+# What a person might ask about something documented, by category. {name}: what it is called; {text}: its documentation;
+# "|" begins the user's next turn. "error" is asked about exceptions only, and the three after it not about them.
+TEMPLATES = {
+    "explain": (
+        "What does {name} do?",
+        "Explain {name} in plain words.",
+        "When would I use {name}?",
+        "I found {name} in some code that I have to maintain. What should I know about it?",
+    ),
+    "error": (
+        "When does Python report {name}?",
+        "My program ends with {name}. What are the usual reasons?|Show me a short piece of code that leads to it.",
+        "How do I handle {name} properly?|And when is it better not to catch it?",
+    ),
+    "example": (
+        "Write a short example that uses {name}.",
+        "Show me how to use {name} in a small program, with comments.",
+        "Show an example of {name}, together with the output that it prints.",
+    ),
+    "test": (
+        "Write three pytest tests for code that uses {name}.",
+        "Which edge cases of {name} are worth a test? Write one test for each.",
+    ),
+    "chat": (
+        "What does {name} do?|Show me a short example.|Now write a test for that example.",
+        "Explain {name} to me.|Can you say that in simpler words?|Which alternatives are there?",
+        "Write a small function that uses {name}.|Add type hints and a docstring.|Now write two tests for it.",
+    ),
+    "rewrite": (
+        "Make this description of {name} shorter without losing anything important:\n\n{text}",
+        "Rewrite this so that a beginner understands it. It describes {name}.\n\n{text}",
+    ),
+    "summarise": (
+        "Summarise this documentation of {name} in one sentence:\n\n{text}",
+        "Summarise what this says about {name} in two or three bullet points:\n\n{text}",
+    ),
+}
+_WORDS = {"rewrite": 14, "summarise": 40}  # of a text, from which on that can be asked
+_CALLED = (
+    FunctionType, BuiltinFunctionType, MethodDescriptorType, ClassMethodDescriptorType, classmethod, staticmethod,
+)  # fmt: skip
+_SIGNATURE = re.compile(r"[\w.]+\(.*\)?(\s*->.*)?$")
+# A paragraph of prose: whole sentences without markup, code, private names and references.
+_PROSE = re.compile(r"[A-Z`][^\\{}|<>*=#@~]{20,}[.!?]")
+_NOT_PROSE = re.compile(
+    r"""::|\.\. |--|:\w+:|https?:|\b0x|(?<![\w.`])_|['"]\s+['"]|\b(see|deprecated|internal)\b""", re.I
+)
+
+
+class Subject(NamedTuple):
+    """A documented object. name: as people write it, such as json.dumps; text: its documentation, whole paragraphs."""
+
+    name: str
+    error: bool
+    text: str
 
 
 def write_prompts(config: PromptsConfig) -> None:
@@ -42,75 +119,112 @@ def write_prompts(config: PromptsConfig) -> None:
 
 
 def _write(config: PromptsConfig, folder: Path) -> None:
-    if config.file is not None:
-        _write_own(config, config.file, folder)
-        return
-    installed = [name for name in config.packages if find_spec(name) is not None]
-    for name in sorted(set(config.packages) - set(installed)):
-        print(f"python_docs: {name} is not installed; nothing is asked about it", flush=True)
-    identity: dict[str, object] = {
-        **config.deciding(),
-        "python": platform.python_version(),
-        "versions": _versions(installed),
-    }
+    own = None if config.file is None else prompt_file(config.file, "file")
+    made_of = (
+        {"python": platform.python_version()} if own is None else {"file": hashlib.sha256(own.read_bytes()).hexdigest()}
+    )
+    identity = config.deciding() | made_of
     if finished(folder / RECORD_FILE, identity, config.resume, config):
         print(f"{folder}: finished already")
         return
-    modules = [*STANDARD_LIBRARY, *(module for name in installed for module in PACKAGES[name])]
-    collector = Collector(config.quoted_chars)
-    subjects = read_subjects(modules, collector)
-    for name, why in collector.skipped.items():
-        print(f"python_docs: {name} is left out, it cannot be imported ({why})", flush=True)
-    parted = halves(subjects, config.heldout_fraction)
-    made = {split: make_instructions(own, config.per_object) for split, own in parted.items()}
-    held = {turn_key(one.turns[0]) for one in made["heldout"]}  # two objects may be shown by one name
-    made["train"] = [one for one in made["train"] if turn_key(one.turns[0]) not in held]
-    files: dict[str, dict[str, object]] = {split: _save(some, folder / FILES[split]) for split, some in made.items()}
-    write_json(folder / RECORD_FILE, {"made_of": identity, "left_out": collector.skipped, **files})
-    counts = " ".join(f"{split}={about['prompts']}" for split, about in files.items())
-    print(f"write_prompts out_dir={folder} objects={len(subjects)} {counts}", flush=True)
-
-
-def _write_own(config: PromptsConfig, file: str, folder: Path) -> None:
-    """The prompts of a file, each once, the held-out ones evenly spread; all of one first turn are on one side."""
-    path = prompt_file(file, "file")
-    prompts = [*{prompt.turns: prompt for prompt in read_prompts(str(path))}.values()]
-    identity = {**config.deciding(), "file": hashlib.sha256(path.read_bytes()).hexdigest()}
-    if finished(folder / RECORD_FILE, identity, config.resume, config):
-        print(f"{folder}: finished already")
-        return
-    groups: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        groups.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
-    if len(groups) < _FEWEST:
-        raise UserError(f"file={file}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}")
-    count = max(round(config.heldout_fraction * len(groups)), min(_HELDOUT, len(groups) // 2))
-    held = {number * len(groups) // count for number in range(count)}
     made: dict[str, dict[str, object]] = {}
-    for split, name in FILES.items():
-        parts = [part for number, part in enumerate(groups.values()) if (number in held) == (split == "heldout")]
-        some = [prompt for part in parts for prompt in part]
-        content = "".join(json.dumps(as_record(prompt), ensure_ascii=False) + "\n" for prompt in some).encode()
-        write_atomically(folder / name, content)
-        made[split] = {"prompts": len(some), "sha256": hashlib.sha256(content).hexdigest()}
+    for split, records in (_documented(config) if own is None else _parted(config, own)).items():
+        content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+        write_atomically(folder / FILES[split], content)
+        categories = dict(sorted(Counter(str(record["category"]) for record in records).items()))
+        digest = hashlib.sha256(content).hexdigest()
+        made[split] = {"prompts": len(records), "categories": categories, "sha256": digest}
     write_json(folder / RECORD_FILE, {"made_of": identity, **made})
     counts = " ".join(f"{split}={about['prompts']}" for split, about in made.items())
     print(f"write_prompts out_dir={folder} {counts}", flush=True)
 
 
-def _save(made: Sequence[Instruction], path: Path) -> dict[str, object]:
-    """Write one split; returns its entry of prompts.json."""
-    content = as_lines(made)
-    write_atomically(path, content)
-    return {
-        "prompts": len(made),
-        "objects": len({name for one in made for name in one.objects}),
-        "categories": dict(sorted(Counter(one.category for one in made).items())),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+def _documented(config: PromptsConfig) -> dict[Split, list[Json]]:
+    """Prompts about the standard library, ordered by a hash, so that the first ones are a sample of all."""
+    records: dict[Split, list[Json]] = {"train": [], "heldout": []}
+    for subject in subjects(MODULES.split()):
+        split: Split = "heldout" if is_heldout(subject.name, config.heldout_fraction) else "train"
+        records[split] += questions(subject, config.per_object)
+    held = {turn_key(record["turns"][0]) for record in records["heldout"]}  # two names may differ in case alone
+    records["train"] = [record for record in records["train"] if turn_key(record["turns"][0]) not in held]
+    return {split: sorted(some, key=lambda record: str(record["id"])) for split, some in records.items()}
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """The version of each package, by its import name."""
-    distributions = packages_distributions()
-    return {name: version(min(distributions[name])) if name in distributions else "unknown" for name in packages}
+def _parted(config: PromptsConfig, path: Path) -> dict[Split, list[Json]]:
+    """The prompts of a file, each once, the held-out ones evenly spread; all of one first turn are on one side."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in {prompt.turns: prompt for prompt in read_prompts(str(path))}.values():
+        groups.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
+    if len(groups) < _FEWEST:
+        raise UserError(
+            f"file={config.file}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}"
+        )
+    count = max(round(config.heldout_fraction * len(groups)), min(_HELDOUT, len(groups) // 2))
+    held = {number * len(groups) // count for number in range(count)}
+    records: dict[Split, list[Json]] = {"train": [], "heldout": []}
+    for number, group in enumerate(groups.values()):
+        records["heldout" if number in held else "train"] += map(as_record, group)
+    return records
+
+
+def questions(subject: Subject, most: int) -> list[Json]:
+    """At most `most` prompts about one subject, each of another category; a hash of its name chooses."""
+    words, found = {"name": f"`{subject.name}`", "text": subject.text}, []
+    for category, templates in TEMPLATES.items():
+        asked = category == "error" if category in ("error", "example", "test", "chat") else None
+        if asked in (None, subject.error) and len(subject.text.split()) >= _WORDS.get(category, 0):
+            number = _number(f"{category} {subject.name}")
+            turns = [turn.format(**words) for turn in templates[number % len(templates)].split("|")]
+            key = hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16]
+            found.append((number, {"id": key, "category": category, "objects": [subject.name], "turns": turns}))
+    return [record for _, record in sorted(found, key=lambda one: one[0])[:most]]
+
+
+def _number(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+
+
+def subjects(modules: Sequence[str]) -> Iterator[Subject]:
+    """The documented functions, classes and methods of the modules; an object or a text where it stands first only."""
+    known: dict[int, object] = {}  # by id; held, so that no id is used again
+    texts: set[str] = set()
+    for name in modules:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = importlib.import_module(name)
+        for shown, value in _members(module):
+            text = _prose(getattr(value, "__func__", value).__doc__)
+            if id(value) not in known and text and text not in texts:
+                yield Subject(shown, isinstance(value, type) and issubclass(value, BaseException), text)
+            texts.add(text)
+            known[id(value)] = value
+
+
+def _members(module: ModuleType) -> Iterator[tuple[str, object]]:
+    """The public functions and classes of a module and the classes' own methods, each with its name."""
+    listed, prefix = getattr(module, "__all__", None), "" if module.__name__ == "builtins" else f"{module.__name__}."
+    for name, value in sorted(vars(module).items()):
+        home = str(getattr(value, "__module__", None)).lstrip("_")
+        public = name in listed if listed is not None else f"{home}.".startswith(f"{module.__name__}.")
+        if name.startswith("_") or not public or not isinstance(value, (type, *_CALLED)):
+            continue
+        yield f"{prefix}{name}", value
+        for inner, method in sorted(vars(value).items()) if isinstance(value, type) else ():
+            if not inner.startswith("_") and isinstance(method, _CALLED):
+                yield f"{prefix}{name}.{inner}", method
+
+
+def _prose(docstring: object) -> str:
+    """The leading paragraphs of prose, with names in single backticks; "" where there are none."""
+    blocks = re.split(r"\n\s*\n", inspect.cleandoc(docstring if isinstance(docstring, str) else ""))
+    lines = itertools.dropwhile(lambda line: not line or _SIGNATURE.match(line), blocks[0].split("\n"))
+    plain = [" ".join(block.replace("``", "`").split()) for block in ("\n".join(lines), *blocks[1:])]
+    kept = [*itertools.takewhile(_is_prose, [paragraph for paragraph in plain if paragraph])]
+    while kept and sum(map(len, kept)) + 2 * len(kept) > _QUOTED:
+        kept.pop()
+    return "\n\n".join(kept)
+
+
+def _is_prose(paragraph: str) -> bool:
+    balanced = all(paragraph.count(sign) % 2 == 0 for sign in '`"') and paragraph.count("(") == paragraph.count(")")
+    return bool(_PROSE.fullmatch(paragraph)) and balanced and not _NOT_PROSE.search(paragraph)

@@ -192,7 +192,7 @@ def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -
     prompts = str(own_prompts(tmp_path)) if own else None
     pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), BASE, Choice((), {}, {}), LOOK)
     step = config_for(STEPS["prompts"].script, pipeline.options("prompts"))
-    assert (step.file, step.packages == ()) == (prompts, not own)
+    assert (step.file, step.per_object == 1) == (prompts, not own)
 
 
 def test_a_choice_of_nothing_leaves_the_table() -> None:

@@ -1,8 +1,9 @@
-"""The command that writes prompts: two files with a record, read by those they are for, kept and continued."""
+"""The command that writes prompts: two files that share no object, read by those they are for, kept and continued."""
 
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from data_prep.python_docs import prompt_files
-from data_prep.python_docs.prompt_files import write_prompts
+from data_prep.python_docs.prompt_files import MODULES, TEMPLATES, questions, subjects, write_prompts
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.text.prompts import Prompt, read_prompts
 from data_prep.text.settings import DataConfig
-from data_prep.text.sources import read_records
+from data_prep.text.sources import is_heldout, read_records
 from outrider.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -23,31 +24,29 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(prompt_files, "STANDARD_LIBRARY", ("shutil", "textwrap"))
-    return PromptsConfig(packages=("tqdm",), heldout_fraction=0.4, out_dir=str(tmp_path / "prompts"))
+    monkeypatch.setattr(prompt_files, "MODULES", "builtins shutil textwrap")
+    return PromptsConfig(heldout_fraction=0.4, out_dir=str(tmp_path / "prompts"))
 
 
 def written(config, name):
     return [json.loads(line) for line in (Path(config.out_dir) / name).read_text().splitlines()]
 
 
-def recorded(config):
-    return json.loads((Path(config.out_dir) / "prompts.json").read_text())
-
-
-def test_both_files_are_there_with_a_record_of_them(config, capsys):
+def test_both_files_are_there_with_a_record_of_them_and_share_no_object(config, capsys):
     write_prompts(config)
-    record, printed = recorded(config), capsys.readouterr().out
+    record, printed = json.loads((Path(config.out_dir) / "prompts.json").read_text()), capsys.readouterr().out
+    objects = {}
     for half in ("train", "heldout"):
         rows, about = written(config, f"{half}.jsonl"), record[half]
         assert about["prompts"] == len(rows) > 20
         assert f" {half}={len(rows)}" in printed
+        assert about["categories"].keys() == TEMPLATES.keys()
         assert sum(about["categories"].values()) == len(rows)
-        assert about["objects"] == len({name for row in rows for name in row["objects"]})
         assert about["sha256"] == hashlib.sha256((Path(config.out_dir) / f"{half}.jsonl").read_bytes()).hexdigest()
-        assert {name.partition(".")[0] for row in rows for name in row["objects"]} > {"shutil", "textwrap", "tqdm"}
-    assert record["left_out"] == {}
-    assert record["made_of"]["versions"].keys() == {"tqdm"}
+        assert [row["id"] for row in rows] == sorted({row["id"] for row in rows})
+        objects[half] = {name for row in rows for name in row["objects"]}
+        assert {name.partition(".")[0] for name in objects[half]} > {"shutil", "textwrap"}
+    assert all(is_heldout(name, 0.4) == (half == "heldout") for half, names in objects.items() for name in names)
 
 
 def test_each_half_is_read_by_whom_it_is_for(config):
@@ -69,7 +68,7 @@ def test_prompts_are_kept_or_refused_where_others_are(config, capsys, monkeypatc
     before = {path.name: path.read_bytes() for path in Path(config.out_dir).glob("[a-z]*")}
     with pytest.raises(UserError, match="holds a finished run"):
         write_prompts(config)
-    monkeypatch.setattr(prompt_files, "read_subjects", None)  # nothing is read again
+    monkeypatch.setattr(prompt_files, "subjects", None)  # nothing is read again
     write_prompts(replace(config, resume=True))
     assert "finished already" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in Path(config.out_dir).glob("[a-z]*")} == before
@@ -87,53 +86,57 @@ def test_a_run_that_did_not_end_is_made_again(config):
     assert (folder / "train.jsonl").read_bytes() == whole
 
 
-def test_a_package_that_is_missing_or_broken_is_left_out_and_said(config, capsys, monkeypatch):
-    monkeypatch.setattr(prompt_files, "find_spec", lambda name: None if name == "yaml" else name)
-    monkeypatch.setattr(prompt_files, "PACKAGES", {"tqdm": ("tqdm.no_such_module",)})
-    write_prompts(replace(config, packages=("tqdm", "yaml")))
-    printed = capsys.readouterr().out
-    assert "yaml is not installed; nothing is asked about it" in printed
-    assert "tqdm.no_such_module is left out, it cannot be imported (ModuleNotFoundError" in printed
-    assert list(recorded(config)["left_out"]) == ["tqdm.no_such_module"]
-    assert recorded(config)["made_of"]["versions"].keys() == {"tqdm"}
+def test_what_is_said_is_clean():
+    found = list(subjects(["builtins", "shutil", "textwrap", "json", "argparse"]))
+    asked = [record for subject in found for record in questions(subject, len(TEMPLATES))]
+    few = [record for subject in found for record in questions(subject, 2)]
+    assert {record["category"] for record in few} == {record["category"] for record in asked} == TEMPLATES.keys()
+    assert len(few) == 2 * len(found) < len(asked)
+    for turn in (turn for record in asked for turn in record["turns"]):
+        assert turn == turn.strip() != ""
+        assert turn[0].isupper()
+        assert turn[-1] in ".?!"
+        assert turn.count("`") % 2 == 0
+        assert not re.search(r"0x[0-9a-f]{4}|[{}]|(?<=\S) {2}|`_|(?<![\w.])_[a-z]|<\w+ ", turn), turn
 
 
-def test_a_package_without_a_list_of_modules_is_refused():
-    with pytest.raises(UserError, match="packages='flask': expected one of torch, numpy"):
-        PromptsConfig(packages=("numpy", "flask"))
+def test_what_is_not_public_or_not_its_own_is_left_out_and_a_text_is_asked_about_once(tmp_path, monkeypatch):
+    (tmp_path / "documented.py").write_text(
+        "from textwrap import dedent\n"
+        "def copy(value):\n    'Return the value as it is shown.'\n"
+        "def shown(value):\n    'Return the value as it is shown.'\n"
+        "def _hidden(value):\n    'Return the value as it is hidden.'\n"
+        "def bare(value):\n    pass\n"
+        "class Shop:\n"
+        "    'A place where things are sold.'\n"
+        "    def sell(self, thing, *, price=1):\n"
+        "        'sell(thing) -> None\\n\\nSell one thing at a price.\\n\\n>>> Shop().sell(1)'\n"
+        "    def _count(self):\n        'Count all the things that are left.'\n"
+        "class Closed(Exception):\n    'The shop is closed on this day.'\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {subject.name.removeprefix("documented."): subject for subject in subjects(["documented", "documented"])}
+    assert {name: subject.error for name, subject in found.items()} == {
+        "Closed": True, "Shop": False, "Shop.sell": False, "copy": False,
+    }  # fmt: skip
+    assert found["Shop.sell"].text == "Sell one thing at a price."
 
 
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_there_are_twenty_thousand(tmp_path):
-    """All that the command reads."""
-    command = [sys.executable, ROOT / "data_prep/write_prompts.py", f"out_dir={tmp_path / 'out'}"]
-    subprocess.run(command, cwd=ROOT, check=True)
-    halves = [
-        [json.loads(line) for line in (tmp_path / "out" / name).read_text().splitlines()]
-        for name in ("train.jsonl", "heldout.jsonl")
-    ]
-    rows = halves[0] + halves[1]
-    assert len({tuple(row["turns"]) for row in rows}) == len(rows) >= 20_000
-    objects = [{name for row in half for name in row["objects"]} for half in halves]
-    assert not objects[0] & objects[1]
-    assert not any(" at 0x" in turn for row in rows for turn in row["turns"])
+def test_no_module_is_read_that_does_things_when_imported():
+    roots = {name.partition(".")[0] for name in MODULES.split()}
+    assert len(set(MODULES.split())) == len(MODULES.split())
+    assert not roots & {"antigravity", "this", "idlelib", "turtle", "turtledemo", "test", "tkinter", "lib2to3"}
+    assert roots <= sys.stdlib_module_names
 
 
 @pytest.mark.slow
 def test_every_process_writes_the_same(tmp_path):
-    """Processes whose sets have other orders; of part of the standard library and one package."""
-    code = """
-import sys
-from data_prep.python_docs import prompt_files
-from data_prep.python_docs.settings import PromptsConfig
-prompt_files.STANDARD_LIBRARY = ("shutil", "textwrap", "logging")
-prompt_files.write_prompts(PromptsConfig(packages=("tqdm",), out_dir=sys.argv[1]))
-"""
+    """All that the command reads: ten thousand prompts, also with other orders of sets."""
     files = []
     for seed in ("1", "2"):
-        command = [sys.executable, "-c", code, tmp_path / seed]
+        command = [sys.executable, ROOT / "data_prep/write_prompts.py", f"out_dir={tmp_path / seed}"]
         subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
         files.append({path.name: path.read_bytes() for path in (tmp_path / seed).glob("[a-z]*")})
     assert files[0] == files[1]
-    assert "train.jsonl" in files[0]
+    rows = [json.loads(line) for name in ("train.jsonl", "heldout.jsonl") for line in files[0][name].splitlines()]
+    assert len({tuple(row["turns"]) for row in rows}) == len(rows) >= 10_000
