@@ -130,10 +130,12 @@ def changes(
 def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:
     """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
 
-    An option of `config`, the settings of now, that `before` lacks is new. It had its default then.
+    An option of `config`, the settings of now, that `before` lacks is new. It had its default then. "code", the version
+    that wrote the record, may differ: a run of a week must survive a fix of code that it does not use.
     """
     if not isinstance(before, Mapping):
         raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
+    before = {key: value for key, value in before.items() if key != "code"}
     wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes(before, now, config)]
     if wrong:
         raise UserError(

@@ -167,16 +167,6 @@ def default_at(config: object, key: str) -> object:
     return ABSENT
 
 
-def keyed(config: Settings, first: Collection[str]) -> dict[str, Any]:
-    """The fields, plain, that form the lookup key of a stored result: those that affect results.
-
-    first: the fields that the key has always had. A newer field is part of the key unless it is at its default, so that
-    results stored before the field existed are still found.
-    """
-    decided = config.deciding().items()
-    return {name: value for name, value in decided if name in first or value != default_at(config, name)}
-
-
 @overload
 def construct(kind: type[Made], value: object, path: str = "") -> Made: ...
 

@@ -5,8 +5,6 @@ import hashlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from outrider.errors import warn
-
 PACKAGES = ("conf", "data_prep", "draft_models", "inference", "outrider", "train")
 
 
@@ -27,18 +25,3 @@ def code_version() -> str:
     for path in sorted(path for package in packages for path in (root / package).rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
     return f"{package_version()}+{digest.hexdigest()[:12]}"
-
-
-def code_history(before: object, where: Path) -> list[str]:
-    """The versions of the code that made a resumed run in `where`: those of `before`, then the current one.
-
-    A version other than the last causes a one-line warning, not an error. A run of a week must survive a fix of code
-    that it does not use. The reader of the warning knows whether that is the case.
-    """
-    now = code_version()
-    before = before if isinstance(before, list) else []  # a damaged record may hold anything
-    if before[-1:] == [now]:
-        return before
-    last = before[-1] if before else "one that was not recorded"
-    warn(f"{where}: made by another version of this project's code, {last}; goes on with {now}")
-    return [*before, now]

@@ -36,7 +36,6 @@ from outrider.errors import UserError
 from outrider.files import read_mapping, write_atomically, write_json
 from outrider.run_dirs import check_identity
 from outrider.settings import Settings, read_as
-from outrider.versions import code_history, code_version
 
 SUMMARY_FILE = "summary.json"
 SECONDS_FILE = "seconds.json"
@@ -166,24 +165,18 @@ def open_run(folder: Path, identity: Mapping[str, object]) -> None:
     write_json(folder / RUN_FILE, identity)
 
 
-def check_run(folder: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> list[str]:
-    """The versions of the code that made the responses of a directory, the current one last.
+def check_run(folder: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> None:
+    """Raise `UserError` if the directory holds responses and resume is off, or responses with another identity.
 
     identity: everything that determines the responses; config: its source, for options newer than the responses.
-
-    Raises `UserError` if the directory holds responses and resume is off, or responses with another identity.
     """
     if not resume and shards(folder):
         raise UserError(
             f"out_dir={folder}: holds responses already; resume=true continues them, another out_dir keeps both"
         )
     path = folder / RUN_FILE
-    if not (resume and path.exists()):
-        return [code_version()]
-    before = read_mapping(path, "record of a run", "give another out_dir")
-    code = before.pop("code", [])
-    check_identity(before, identity, folder, config)
-    return code_history(code, folder)
+    if resume and path.exists():
+        check_identity(read_mapping(path, "record of a run", "give another out_dir"), identity, folder, config)
 
 
 def summarise(folder: Path) -> dict[str, object]:

@@ -44,6 +44,7 @@ from outrider.errors import UserError
 from outrider.files import require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage
+from outrider.versions import code_version
 
 Facts = dict[str, Any]
 
@@ -99,7 +100,8 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     kernels = "a server's" if server else kernels_here(state.device, dtype)
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
     require_same_kernels(identity["kernels"], kernels)
-    identity["code"] = check_run(folder, identity, config.resume, config)
+    check_run(folder, identity, config.resume, config)
+    identity["code"] = code_version()
     done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
     first += state.process_index
     state.wait_for_everyone()  # all processes list the shards before a new one appears

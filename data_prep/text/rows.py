@@ -38,10 +38,8 @@ from draft_models.losses import IGNORE
 from draft_models.targets.fingerprint import tokenizer_digest
 from outrider.errors import UserError, require
 from outrider.progress import Stage
-from outrider.settings import keyed
 
 FORMAT = 3  # part of every cache key: increment it when rows of the same input change
-_KEYED_AT_FIRST = ("source", "layout", "column", "template", "max_records", "heldout_fraction")
 # Options that select the content, whose digest is part of the key.
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix"}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
@@ -327,7 +325,7 @@ def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
 
 
 def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> str:
-    parts = {key: value for key, value in keyed(config, _KEYED_AT_FIRST).items() if key not in _IN_THE_CONTENT}
+    parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
     parts |= {
         "format": FORMAT,
         "content": content_digest(config),

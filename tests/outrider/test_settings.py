@@ -22,7 +22,6 @@ from outrider.settings import (
     decides,
     default_at,
     free,
-    keyed,
     only,
 )
 
@@ -98,12 +97,9 @@ def test_what_is_not_marked_decides() -> None:
     assert [own.name for own in dataclasses.fields(Outer) if not decides(own)] == ["log"]
 
 
-def test_a_key_is_the_same_where_an_option_newer_than_it_has_its_default() -> None:
-    first = ("kind", "rate", "inner")
-    assert keyed(Outer(), first) == {"kind": "plain", "rate": 1.0, "inner": {"size": 1}}
-    assert keyed(Outer(exact=False, log=True), first) == keyed(Outer(), first) | {"exact": False}
-    assert keyed(Outer(inner=Inner(2)), ()) == {"inner": {"size": 2}}
-    assert default_at(Outer(), "log") is default_at(Outer(), "inner.where") is ABSENT  # which decide nothing
+def test_what_decides_nothing_has_no_default() -> None:
+    assert default_at(Outer(), "rate") == 1.0
+    assert default_at(Outer(), "log") is default_at(Outer(inner=Inner(2)), "inner.where") is ABSENT
 
 
 def test_an_option_newer_than_a_run_had_its_default_then(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import setuptools
 
-from outrider.versions import PACKAGES, code_history, code_version
+from outrider.versions import PACKAGES, code_version
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,14 +46,3 @@ def test_an_edit_is_another_version_and_a_document_is_none(tmp_path: Path) -> No
     source = tmp_path / "inference" / "core" / "verify.py"
     source.write_text(source.read_text() + "\n")
     assert version_now() != before
-
-
-def test_another_version_is_said_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    now = code_version()
-    assert code_history([now], tmp_path) == [now]
-    assert capsys.readouterr().err == ""
-    assert code_history(["0.1+a", "0.1+b"], tmp_path) == ["0.1+a", "0.1+b", now]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"warning: {tmp_path}: made by another version of this project's code, 0.1+b; goes on with {now}"
-    assert code_history([], tmp_path) == [now]
-    assert "one that was not recorded" in capsys.readouterr().err

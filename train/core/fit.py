@@ -25,6 +25,7 @@ from outrider.errors import UserError, require
 from outrider.files import write_json
 from outrider.processes import from_main, join_processes
 from outrider.settings import Settings, read_as
+from outrider.versions import code_version
 from train.core import run_dir, sharding
 from train.core.engine import Engine
 from train.core.loop import train
@@ -94,7 +95,7 @@ def fit(
     IGNORE). The loop divides it by the number of these positions in the global batch. Only parameters that require a
     gradient are trained, saved and restored.
     identity: JSON-able, everything that determines the result besides `config`: data, model, their seeds. A resumed run
-    must match it. A different version of the code causes a warning, and is recorded in every checkpoint.
+    must match it. Every checkpoint records the version of the code that wrote it.
     settings: the config that `identity` was built from (see `run_dir.open_run`).
     evaluate: called on every process, every `eval_every` steps and at the end, with the model in eval mode, without
     gradients, and with the number of steps done. The metrics it returns are logged as eval_<name>.
@@ -116,7 +117,7 @@ def fit(
     config.micro_rows(state.num_processes)  # raises before anything is written
     run = {"steps": most, "rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **(identity or {})}
     start = run_dir.open_run(out_dir, run, resume, settings)
-    run["code"] = run_dir.code_of(start)
+    run["code"] = code_version()
     staging = from_main(state, lambda: run_dir.own_staging(out_dir))  # the main process's, for all
     state.wait_for_everyone()  # no process writes before all have read
 

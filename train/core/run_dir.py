@@ -18,7 +18,6 @@ from outrider.errors import UserError
 from outrider.files import read_mapping, require_writable
 from outrider.run_dirs import check_identity
 from outrider.settings import Settings
-from outrider.versions import code_history, code_version
 
 RUN_FILE = "run.json"  # in every checkpoint: the run's identity
 STAGING = ".staging"  # incomplete files, by process; never read
@@ -71,17 +70,8 @@ def open_run(
     if not found:
         return None
     before = read_mapping(found[-1] / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
-    made = {key: value for key, value in before.items() if key != "code"}
-    check_identity(made, identity, found[-1], settings)
+    check_identity(before, identity, found[-1], settings)
     return found[-1]
-
-
-def code_of(start: Path | None) -> list[str]:
-    """The "code" entry of the record of a run that begins at `start` (see `code_history`)."""
-    if start is None:
-        return [code_version()]
-    record = read_mapping(start / RUN_FILE, "record of a run", "remove the checkpoint, or give another out_dir")
-    return code_history(record.get("code", []), start)
 
 
 def own_staging(out_dir: Path) -> Path:

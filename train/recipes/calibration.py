@@ -32,7 +32,6 @@ from inference.settings.method import MethodConfig
 from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, say
-from outrider.settings import keyed
 from train.core.driver import run_training
 from train.core.training import Metrics, Trained, Training
 from train.parts.calibration_model import CalibrationModel, Examples
@@ -176,8 +175,8 @@ class Recipe:
 
     def _settings(self, target: str, dtype: str, ends: Collection[int]) -> dict[str, object]:
         """What decides what is captured of a text. target: its digest. ends: the tokens that end a text."""
-        decided = keyed(self.config, ("dtype", "new_tokens", "max_draft"))
-        return {key: value for key, value in decided.items() if key not in ("fit", "l2", "odds")} | {
+        decided = self.config.deciding().items()
+        return {key: value for key, value in decided if key not in ("fit", "l2", "odds")} | {
             "drafter": self.digest,
             "target": target,
             "dtype": dtype,
