@@ -78,8 +78,8 @@ from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError
 from outrider.files import read_mapping, require_writable, write_json
-from outrider.settings import listed
 from outrider.streams import Streams
+from outrider.words import listed
 
 RECORD = "inflated.json"
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")

@@ -33,9 +33,9 @@ from outrider.cli import COMMANDS, crashing, print_anything, say, usage
 from outrider.errors import UserError
 from outrider.progress import command
 from outrider.run_dirs import made_for_something
-from outrider.settings import Named, Settings, construct, listed
+from outrider.settings import Named, Settings, construct
 from outrider.shown import clean, shown
-from outrider.words import did_you_mean, in_shell, option
+from outrider.words import did_you_mean, in_shell, listed, option
 
 Config = TypeVar("Config")
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130

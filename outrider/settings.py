@@ -21,7 +21,6 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.errors import UserError, require
 from outrider.files import is_local, read_json
-from outrider.words import gone
 
 Made = TypeVar("Made")
 _hints: Callable[[Any], dict[str, object]] = functools.cache(
@@ -229,7 +228,7 @@ def _construct_dataclass(kind: type, value: Mapping[str, object], path: str) -> 
     hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
     unknown = next((key for key in value if key not in fields), None)
     if unknown is not None:
-        raise UserError(f"{_at(path, unknown)}: unknown; expected some of {', '.join(fields)}{gone(unknown)}")
+        raise UserError(f"{_at(path, unknown)}: unknown; expected some of {', '.join(fields)}")
     for name, field in fields.items():
         if name not in value and field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{_at(path, name)}: missing")
@@ -315,7 +314,7 @@ def _is_fixed(kind: object) -> bool:
 
 def _refuse(kinds: tuple[object, ...], value: object, path: str) -> typing.NoReturn:
     found = f"{path}={value!r}" if path else f"found {value!r}"
-    raise UserError(f"{found}: expected {_either(kinds)}{gone(value)}")
+    raise UserError(f"{found}: expected {_either(kinds)}")
 
 
 def _either(kinds: Sequence[object]) -> str:
@@ -347,11 +346,6 @@ def _shown(choice: object) -> str:
 
 def _at(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
-
-
-def listed(words: Sequence[str], limit: int = 6) -> str:
-    """The first few of `words`, and the number of the others."""
-    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
 
 
 class _Absent:

@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _BARE = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # Hydra takes it as it is
 _FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
@@ -24,10 +24,8 @@ def gone(name: object) -> str:
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Why `given` is gone, or the word of `known` most similar to it; empty if none is similar."""
-    if given in GONE:
-        return gone(given)
     close = difflib.get_close_matches(given, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return gone(given) or (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def in_words(seconds: float) -> str:
@@ -66,3 +64,8 @@ class Shown(str):
         if spec == "json":
             return json.dumps(self, ensure_ascii=False).replace("'", "\\u0027")
         return in_shell(quoted(self)) if spec == "option" else shlex.quote(self) if spec == "shell" else str(self)
+
+
+def listed(words: Sequence[str], limit: int = 6) -> str:
+    """The first few of `words`, and the number of the others."""
+    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, final
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, cast, final
 
 from outrider.errors import UserError, require, warn
 from outrider.files import is_text, parse_json
@@ -288,17 +288,17 @@ def _message(turn: Raw, number: int) -> Message:
     message |= {key: turn[key] for key in _OF_TOOLS.get(str(role), ()) if turn.get(key)}
     try:
         if calls := _items(message.get("tool_calls"), "tool_calls"):
-            message["tool_calls"] = [_call(call) for call in calls]
+            message["tool_calls"] = [_call(call) for call in cast("list[dict[str, dict[str, object]]]", calls)]
     except (TypeError, KeyError, UserError) as error:
         raise SkipRecordError("malformed", f"turn {number}: no calls of tools ({error})") from None
     return message
 
 
-def _call(call: Any) -> Raw:
+def _call(call: Mapping[str, dict[str, object]]) -> Raw:
     """A call with its arguments as a mapping, as chat templates take them."""
     function = {**call["function"], "name": str(call["function"]["name"])}
     if isinstance(function.get("arguments"), str):
-        function["arguments"] = parse_json(function["arguments"] or "{}")
+        function["arguments"] = parse_json(str(function["arguments"]) or "{}")
     return {**call, "function": function}
 
 
@@ -317,7 +317,7 @@ def _role_turns(items: list[object], role: str, content: str) -> list[Raw]:
     return [{**turn, "role": _ROLES[str(turn[role])], "content": turn.get(content)} for turn in turns]
 
 
-def _items(value: Any, column: str) -> Any:
+def _items(value: object, column: str) -> object:
     """A list as a table may hold it: as JSON in a text, or as a mapping of lists, one for each field."""
     if isinstance(value, str) and column not in _TEXT_COLUMNS and _LIST.match(value):
         try:

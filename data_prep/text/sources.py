@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from data_prep.text.prompt_records import asked_record, asks, to_prompt
 from data_prep.text.records import (
@@ -32,7 +32,10 @@ from data_prep.text.records import (
 from data_prep.text.settings import DataConfig, matching
 from outrider.errors import UserError
 from outrider.files import parse_json
-from outrider.settings import listed
+from outrider.words import listed
+
+if TYPE_CHECKING:
+    import pyarrow
 
 Split = Literal["train", "heldout"]
 RUN_FILE, RESPONSES = "run.json", "responses-*.jsonl"  # files of generate-responses in its output directory
@@ -250,7 +253,7 @@ def read_file(path: Path, counts: Counts | None = None) -> Iterator[tuple[int, o
 
 
 def _kind(path: Path) -> str:
-    return path.with_suffix("").suffix if path.suffix in _PACKED else path.suffix
+    return path.with_suffix("").suffix if path.suffix in {*_PACKED, ".zst"} else path.suffix
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
@@ -294,7 +297,7 @@ def _table_rows(path: Path) -> Iterator[tuple[int, object]]:
         raise _unreadable(path, error) from error
 
 
-def _batches(path: Path) -> Iterator[Any]:
+def _batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
     """The record batches of a parquet file, or of an Arrow one, as a stream or as a file."""
     import pyarrow
     import pyarrow.parquet
@@ -359,20 +362,23 @@ def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def _zstandard(path: Path, mode: str) -> Any:
-    import pyarrow
+def _open(path: Path) -> io.BufferedReader:
+    """A file's bytes, unpacked by its suffix."""
+    if path.suffix == ".zst":
+        import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return io.BufferedReader(_PACKED.get(path.suffix, open)(path, "rb"))
 
 
-_PACKED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstandard}
+_PACKED = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be", codecs.BOM_UTF8: ""}
 
 
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file, unpacked, and in UTF-8 if its byte-order mark says in what they are."""
     try:
-        with _PACKED.get(path.suffix, open)(path, "rb") as file:
+        with _open(path) as file:
             begin = file.peek(4)
             mark = next((mark for mark in _MARKS if begin.startswith(mark)), b"")
             file.read(len(mark))

@@ -27,7 +27,7 @@ from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
 from outrider.errors import UserError, reason
 from outrider.files import read_mapping
-from outrider.settings import listed
+from outrider.words import listed
 
 D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
 MADE_WITH = "made_with"  # key in config.json of heads trained here: this toolkit's version

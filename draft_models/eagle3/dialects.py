@@ -141,7 +141,7 @@ class _Switches:
         return found[0] if found else default
 
 
-def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
     """The config's `eagle_config`; empty without one. Raises `UserError` if it is no mapping."""
     inner = config.get("eagle_config") or {}
     if not isinstance(inner, dict):

@@ -18,7 +18,7 @@ from draft_models.targets.introspection import observe
 from draft_models.targets.model_spec import ModelSpec
 from draft_models.targets.stack import LayerStack, module_list
 from outrider.errors import UserError, reason
-from outrider.settings import listed
+from outrider.words import listed
 
 _KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
 

@@ -13,7 +13,8 @@ from data_prep.formats.door import as_described
 from draft_models.targets.empty_models import model_spec
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError
-from outrider.settings import differences, listed
+from outrider.settings import differences
+from outrider.words import listed
 
 # The fields of config.json that decide no number; any other, also one unknown here, does.
 NOT_DECIDING = {
@@ -135,7 +136,7 @@ def changed_parts(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
     return [f"the weights differ in {listed(parts)}"] if parts else []
 
 
-def config_differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+def config_differences(old: object, new: object) -> list[tuple[str, object, object]]:
     """`differences` in meaning of two `deciding_config`s: a field spelt out is no other than the same by default."""
     return differences(old, new) and differences(_completed(old), _completed(new))
 

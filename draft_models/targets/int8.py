@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.errors import UserError
-from outrider.settings import listed
+from outrider.words import listed
 
 LARGEST = 127  # largest code: −128 is unused, so that a weight and its opposite get opposite codes
 BLOCK = 2**24  # bytes of codes converted to floats at a time: small enough for the C library's heap to reuse

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 
@@ -76,11 +76,11 @@ class TensorFiles:
         """The tensors in `names`, which transformers will read, as `stage` counts; for the meta device only shapes."""
         only_shapes = torch.device(device).type == "meta"
 
-        def read(name: str, one: SafeTensor) -> Tensor:
+        def read(name: str, one: SafeTensor, _: object) -> Tensor:
             stage.advance()
             return torch.empty(one.shape, device=device) if only_shapes else self._read(name, one)
 
-        return {name: replace(one, load=lambda _, n=name, t=one: read(n, t)) for name, one in self.stored(names)}
+        return {name: replace(one, load=partial(read, name, one)) for name, one in self.stored(names)}
 
     @property
     def complete(self) -> bool:

@@ -39,8 +39,8 @@ from inference.settings.method import number
 from inference.shapes.shapes import find_shape
 from outrider.errors import UserError, reason, require, warn
 from outrider.machine import describe_machine
-from outrider.settings import listed
 from outrider.versions import code_version
+from outrider.words import listed
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from inference.settings.compare import CompareConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.run_dirs import only_run
-from outrider.settings import listed
 from outrider.streams import Streams
 from outrider.tables import Table
+from outrider.words import listed
 
 COMPARISON = "compare.json"
 Value = Callable[[PromptResult, str], float]  # a figure of a method on a prompt

@@ -41,10 +41,7 @@ MANDATORY = {
     "calibrate": ["checkpoint=c"],
     "export": ["checkpoint=c"],
     "compare_reports": ["compare=[a,b]"],
-    **{
-        name: ["target=t"]
-        for name in ("auto", "eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")
-    },
+    **{name: ["target=t"] for name in ("eesd", "finetune_drafter", "eagle3", "generate_responses", "convert_target")},
     "chat": ["target=t"],
     "audit": ["target=t", "answers=a"],
 }

@@ -3,9 +3,7 @@
 import pytest
 
 from conf.methods import settings_of
-from inference.settings.method import MethodConfig, StructureConfig
 from outrider.errors import UserError
-from outrider.settings import construct
 from outrider.words import GONE, did_you_mean
 
 
@@ -17,12 +15,3 @@ def test_the_suggestion_for_a_name_that_is_gone_is_why(name: str) -> None:
 def test_a_method_that_is_gone_says_why() -> None:
     with pytest.raises(UserError, match=r"small_lm/fused: no such method; fused is gone: one tree .* There are"):
         settings_of("small_lm/fused")
-    with pytest.raises(UserError, match=r"^kind='fused': expected one of chain.*; fused is gone: one tree"):
-        StructureConfig(kind="fused")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("option", ["structure.join", "ngrams.keep", "ngrams.keep_mb"])
-def test_an_option_that_is_gone_says_why(option: str) -> None:
-    part, name = option.split(".")
-    with pytest.raises(UserError, match=f"^{option}: unknown; .*; {name} is gone: "):
-        construct(MethodConfig, {part: {name: "x"}})

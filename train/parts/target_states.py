@@ -27,7 +27,7 @@ from outrider.files import read_mapping, require_writable, write_json
 from outrider.processes import from_main, only_run_of
 from outrider.progress import counted
 from outrider.run_dirs import changes
-from outrider.settings import listed
+from outrider.words import listed
 from train.parts.eagle3 import Eagle3Student
 
 GROUP = 32

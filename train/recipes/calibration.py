@@ -21,6 +21,7 @@ from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.decode import speculative
 from inference.core.stopwatch import Round
+from inference.drafters.shaped import ModelDrafterPlugin
 from inference.engines.packing import lay_out
 from inference.loading.drafters import prepare
 from inference.loading.memory_plan import plan_capture
@@ -120,6 +121,7 @@ class Recipe:
             warn(f"data.template={' and '.join(sorted(other))}: the drafter in {config.checkpoint} learned by {told}")
         model = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
 
+        assert isinstance(plugin, ModelDrafterPlugin)  # each kind that has a head
         draft_model = partial(plugin.draft_model, model, MethodConfig(self.kind.name))
 
         @cache

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from outrider.errors import UserError
-from outrider.settings import listed
+from outrider.words import listed
 
 _current: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
 _imposed: ContextVar[bool] = ContextVar("imposed", default=False)
