@@ -237,7 +237,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eesd", "target=HERE/mute", "target=.*mute: no usable tokenizer"),
         ("eesd", "target=HERE/bare data=local data.path=HERE/talk.jsonl", "bare' has no chat template"),
         ("eesd", "target=HERE/chat data=local data.path=HERE/odd.jsonl", r"odd\.jsonl:1: cannot tell the layout"),
-        ("eesd", "target=HERE/chat data=local data.path=HERE/nothing.jsonl", "data: no record in it"),
+        ("eesd", "target=HERE/chat data=local data.path=HERE/nothing.jsonl", "data: no usable record in path="),
         ("finetune_drafter", "target=HERE/bare data=local data.path=HERE/talk.jsonl", "bare' has no chat template"),
         ("generate_responses", "target=HERE/bare data=local data.path=HERE/asked.jsonl", "bare' has no chat template"),
         ("evaluate_checkpoint", "target=HERE/bare method=prompt_lookup prompts=HERE/asked.jsonl", "no chat template"),
