@@ -1,20 +1,21 @@
-"""The model in a GGUF file: its tensors, dequantised, with Hugging Face's names and order of rows."""
+"""The model in a GGUF file: its tensors, dequantised, with the names and the layout that transformers' maps say."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from data_prep.formats.gguf_config import IGNORED, gguf_config, head_counts, require_family
+from data_prep.formats.gguf_config import IGNORED, gguf_config, require_family
 from data_prep.formats.gguf_file import GgufFile, TensorPlace, open_gguf
 from data_prep.formats.gguf_tokenizer import gguf_tokenizer
 from data_prep.formats.original import HEAD, Stored
@@ -23,7 +24,7 @@ from outrider.errors import UserError, reason
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-_PLAIN = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_package() -> ModuleType:
@@ -65,14 +66,20 @@ class GgufModel:
         """
         file = self.file
         for one, following in pairwise(sorted(file.tensors.values(), key=lambda place: place.begin)):
-            if one.begin + math.prod(one.shape[:-1]) * _row_size(file, one)[1] > following.begin:
+            if _end(file, one) > following.begin:
                 raise UserError(f"{file.path}: tensors {one.name!r} and {following.name!r} overlap; fetch it again")
-        held = {name: _located(file, place) for name, place in file.tensors.items() if name not in IGNORED}
-        names = _names(file)
-        for name in sorted(names.keys() ^ held.keys()):
-            what = "holds no tensor" if name in names else "has a tensor that its metadata know nothing of:"
+        model, family = _empty_model(file), require_family(file)
+        names, held = tensor_names(model, family), file.tensors.keys() - IGNORED
+        for name in sorted(names.keys() ^ held):
+            what = "holds no tensor" if name in names else f"has a tensor that {family} models have not:"
             raise UserError(f"{file.path}: {what} {name!r}; fetch it again, or convert it again")
-        return {theirs: held[name] for name, theirs in names.items()}
+        layout = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=model.config.to_dict())
+        parts: dict[str, list[TensorPlace]] = {}
+        for name, theirs in names.items():
+            parts.setdefault(theirs, []).append(file.tensors[name])
+        state = model.state_dict()
+        made = {name: _Made(file, name, tuple(state[name].shape), parts[name], layout) for name in parts}
+        return {name: one.stored() for name, one in made.items()}
 
     def describe(self, folder: Path) -> None:
         """Write config, generation config and tokenizer according to its metadata.
@@ -86,57 +93,87 @@ class GgufModel:
         self.tensors()
 
 
-def _names(file: GgufFile) -> dict[str, str]:
-    """ggml's name → Hugging Face's name, for every tensor of the model that the metadata describe."""
+def _empty_model(file: GgufFile) -> PreTrainedModel:
+    """The model that the metadata describe, without weights. Raises `UserError`."""
     config = gguf_config(file)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # any error of an architecture for an unexpected config
         raise UserError(f"{file.path}: its metadata describe no model ({reason(error)}); fetch it again") from error
-    return tensor_names(model, require_family(file))
 
 
 def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
-    """ggml's name → Hugging Face's name, for every tensor of `model`, whose architecture ggml calls `family`."""
-    gguf, config = load_package(), model.config
-    architecture = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-    known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    parts = (name.rpartition(".") for name in model.state_dict() if not (name == HEAD and config.tie_word_embeddings))
-    return {f"{known.get_name(stem)}.{last}": f"{stem}.{last}" for stem, _, last in parts}
+    """ggml's name → Hugging Face's name, for every tensor of `model`, whose architecture ggml calls `family`.
 
-
-def _located(file: GgufFile, place: TensorPlace) -> Stored:
-    kind, row = _row_size(file, place)
-    heads = _rotated_heads(file, place)
-    rows = math.prod(place.shape[:-1])
-    if place.begin + rows * row > file.path.stat().st_size:
-        raise UserError(f"{file.path}: ends within tensor {place.name!r}; fetch it again")
-    dtype = _PLAIN[kind.name][1] if kind.name in _PLAIN else torch.float32
-    return Stored(dtype, place.shape, partial(_read, file.path, place, kind, (rows, row), heads))
-
-
-def _read(
-    path: Path, place: TensorPlace, kind: "GGMLQuantizationType", stored: tuple[int, int], heads: int | None
-) -> Tensor:
-    """A tensor in Hugging Face's order of rows. stored: the number of rows in the file, and bytes per row."""
-    raw = np.ascontiguousarray(np.memmap(path, np.uint8, "r", place.begin, stored))
-    if kind.name in _PLAIN:
-        plain, dtype = _PLAIN[kind.name]
-        tensor = torch.from_numpy(raw.view(plain).copy()).view(dtype)
-    else:
-        tensor = torch.from_numpy(load_package().quants.dequantize(raw, kind))
-    tensor = tensor.reshape(place.shape)
-    return tensor if heads is None else _in_halves(tensor, heads)
-
-
-def _in_halves(tensor: Tensor, heads: int) -> Tensor:
-    """A Llama's q or k projection [heads · size, …] in Hugging Face's order of rows.
-
-    Hugging Face rotates value i of a head with value i + half, llama.cpp rotates neighbours 2i and 2i + 1. So its
-    converter moved row i of a Llama's head to 2i, and row i + half to 2i + 1. Qwen's rows are stored unchanged.
+    Two of ggml's tensors may be parts of one of Hugging Face's, whose experts have one matrix for gates and values.
     """
-    return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+    load_package()
+    state, tied = model.state_dict(), HEAD if model.config.tie_word_embeddings else None
+    layout = TENSOR_PROCESSORS.get(family, TensorProcessor)()
+    # of all their parts, which transformers goes through in seconds, the base model alone has names that others lack
+    base = SimpleNamespace(state_dict=model.base_model.state_dict, named_children=list)
+    whole: Any = SimpleNamespace(state_dict=lambda: state, named_children=lambda: [(model.base_model_prefix, base)])
+    known = get_gguf_hf_weights_map(whole, layout, family, model.config.num_hidden_layers)
+    found = {name: theirs for name, theirs in known.items() if theirs in state and theirs != tied}
+    # transformers names experts without the suffix that they have in a file
+    return {name if name.endswith((".weight", ".bias")) else f"{name}.weight": theirs for name, theirs in found.items()}
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The tensor that Hugging Face calls `name`, of `shape`, made of those at `places` by transformers' `layout`."""
+
+    file: GgufFile
+    name: str
+    shape: tuple[int, ...]
+    places: Sequence[TensorPlace]
+    layout: TensorProcessor
+
+    def stored(self) -> Stored:
+        """It, not read yet. Raises `UserError` if it does not lie in the file, or has another size there."""
+        size = self.file.path.stat().st_size
+        for place in self.places:
+            if math.prod(place.shape) * len(self.places) != math.prod(self.shape):
+                raise self._misshapen(place)
+            if _end(self.file, place) > size:
+                raise UserError(f"{self.file.path}: ends within tensor {place.name!r}; fetch it again")
+        kinds = {_row_size(self.file, place)[0].name for place in self.places}
+        dtype = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+        return Stored(dtype, self.shape, lambda: self.read().to(dtype))
+
+    def read(self) -> Tensor:
+        """It, in float32, which has every value of the other types."""
+        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # where a layout leaves what it joins of several tensors
+        for place in self.places:
+            names = {place.name.removesuffix(".weight"): self.name}
+            try:
+                found = self.layout.process(
+                    _dequantised(self.file, place), place.name, tensor_key_mapping=names, parsed_parameters=joined
+                )
+            except ValueError:  # numpy's, of rows that do not divide into heads
+                raise self._misshapen(place) from None
+            if found.name is not None:
+                joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(found.weights))
+        return joined["tensors"][self.name].reshape(self.shape)
+
+    def _misshapen(self, place: TensorPlace) -> UserError:
+        return UserError(
+            f"{self.file.path}: tensor {place.name!r} of shape {list(place.shape)}, of which {list(self.shape)} is to "
+            "be made by the metadata; fetch it again"
+        )
+
+
+def _end(file: GgufFile, place: TensorPlace) -> int:
+    """The byte after a tensor."""
+    return place.begin + math.prod(place.shape[:-1]) * _row_size(file, place)[1]
+
+
+def _dequantised(file: GgufFile, place: TensorPlace) -> "np.ndarray[Any, np.dtype[np.float32]]":
+    """A tensor of the file as float32, in ggml's layout."""
+    kind, row = _row_size(file, place)
+    raw = np.array(np.memmap(file.path, np.uint8, "r", place.begin, (math.prod(place.shape[:-1]), row)))
+    return load_package().quants.dequantize(raw, kind).reshape(place.shape)
 
 
 def _row_size(file: GgufFile, place: TensorPlace) -> tuple["GGMLQuantizationType", int]:
@@ -152,21 +189,9 @@ def _row_size(file: GgufFile, place: TensorPlace) -> tuple["GGMLQuantizationType
             f"{file.path}: tensor {place.name!r} is quantised as {kind.name if kind else place.kind}, which the gguf "
             "package cannot undo; take a file of another quantisation, or a newer gguf"
         ) from None
-    if len(place.shape) > 2 or place.shape[-1] % block or 0 in place.shape:
+    if place.shape[-1] % block:
         raise UserError(
-            f"{file.path}: tensor {place.name!r} of shape {list(place.shape)}: expected one or two dimensions, "
-            f"and rows of whole blocks of {block} values ({kind.name}); fetch it again"
+            f"{file.path}: tensor {place.name!r} of shape {list(place.shape)}: expected rows of whole blocks of "
+            f"{block} values ({kind.name}); fetch it again"
         )
     return kind, place.shape[-1] // block * size
-
-
-def _rotated_heads(file: GgufFile, place: TensorPlace) -> int | None:
-    """The number of heads of a Llama's q or k projection; None for any other tensor."""
-    heads = dict(zip(("attn_q", "attn_k"), head_counts(file), strict=True)).get("".join(place.name.split(".")[2:3]))
-    if file.metadata["general.architecture"] != "llama" or heads is None:
-        return None
-    if place.shape[0] % (2 * heads):
-        raise UserError(
-            f"{file.path}: tensor {place.name!r} has {place.shape[0]} rows: expected {heads} heads of an even size"
-        )
-    return heads

@@ -13,6 +13,7 @@ _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens, in "token_type"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "▁"  # SentencePiece's space
+_KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # the only tokens of Phi 3 that leave a space after them
 
 # The patterns that split a text before merges apply. Each is from its model's published tokenizer.json.
 _LLAMA3 = "|".join(
@@ -30,7 +31,8 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 PATTERNS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    **dict.fromkeys(("gpt-2", "smollm"), None),
+    "bloom": r" ?[^(\s|.,!?…。，、।۔،)]+",
+    **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact", "falcon"), None),
 }
 
 
@@ -42,6 +44,8 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
             f"{file.path}: {_KEY}model={kind!r}; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
         )
     tokens = file.texts(f"{_KEY}tokens")
+    if _is_gemma(file):  # llama.cpp's converter has put spaces in the place of a user-defined token's ▁
+        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     try:
         tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens)
         _add_tokens(tokenizer, file, tokens)
@@ -75,8 +79,13 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     before = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if cut == "smollm" else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, *digits, bytes_of])
+    after = []
+    if cut in ("smollm", "starcoder", "refact"):
+        before = [pre_tokenizers.Digits(individual_digits=True)]
+    elif cut == "falcon":
+        before = [pre_tokenizers.Punctuation("contiguous")]
+        after = [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.Split(Regex("[0-9]{3}"), "isolated")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of, *after])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -92,7 +101,7 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
             byte_fallback=True,
         )
     )
-    prefixed = file.get(f"{_KEY}add_space_prefix", bool, True)
+    prefixed = file.get(f"{_KEY}add_space_prefix", bool, not _is_gemma(file))
     prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
@@ -104,30 +113,44 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
 def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
     """All splits of a token into two tokens, best token first: merges equivalent to SentencePiece's BPE with scores.
 
-    That joins the two neighbours whose concatenation has the highest score.
+    That joins the two neighbours whose concatenation has the highest score. Gemma's Hugging Face tokenizers go by the
+    ids, and join to user-defined tokens, too.
     """
     given, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
     scores = [one for one in given if isinstance(one, float)]
     if len(scores) != len(tokens):
         raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
-    plain = {token: index for index, token in enumerate(tokens) if types[index] == _NORMAL}
-    found = []
+    gemma = _is_gemma(file)
+    joined = (_NORMAL, _USER_DEFINED) if gemma else (_NORMAL,)
+    plain = {token: index for index, token in enumerate(tokens) if types[index] in joined}
+    found: list[tuple[float, int, int, int, str, str]] = []
     for token, index in plain.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        pairs = [(left, right) for left, right in cuts if left in plain and right in plain]
-        found += [(-scores[index], index, plain[left], plain[right], left, right) for left, right in pairs]
+        for left, right in cuts:
+            if left in plain and right in plain:
+                rank = (0.0, index, -len(left)) if gemma else (-scores[index], index, plain[left])
+                found.append((*rank, plain[right], left, right))
     return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _is_gemma(file: GgufFile) -> bool:
+    return str(file.metadata.get("general.architecture")).startswith("gemma")
 
 
 def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> None:
     """Make control and unknown tokens special, and add user-defined tokens, which are never split."""
     types = _types(file, tokens)
+    phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
     for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
         special = kind == _CONTROL
         wanted = [
             token for token, one in zip(tokens, types, strict=True) if one == kind or (special and one == _UNKNOWN)
         ]
-        add([AddedToken(token, normalized=False, special=special) for token in wanted])
+        strips = phi3 and special  # Phi 3's own tokens take the spaces after them, which no key says
+        add(
+            [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _KEPT_SPACE)
+             for token in wanted]
+        )  # fmt: skip
 
 
 def _post_processor(

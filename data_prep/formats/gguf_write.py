@@ -7,20 +7,16 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import GGUF_CONFIG_MAPPING
 
-from data_prep.formats.gguf_config import FAMILIES, LLAMA3, ROPE_FACTORS, gguf_config, llama3_factors
+from data_prep.formats.gguf_config import LLAMA3, ROPE_FACTORS, gguf_config, llama3_factors
 from data_prep.formats.gguf_file import GgufFile, TensorPlace, Value
 from data_prep.formats.gguf_model import load_package, tensor_names
 from data_prep.formats.gguf_tokenizer import PATTERNS, SPECIAL, gguf_tokenizer
 from outrider.errors import UserError
 
 GGUF_FILE = "model.gguf"
-_FIELDS = {
-    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "vocab_size": "vocab_size",
-}  # fmt: skip
+_FAMILIES = ("llama", "qwen2", "qwen3")  # what is written; Mistral's models are "llama"
 # Fields of a config that change no logits of a frozen model, besides those that every config has.
 _FREE = {
     "initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "max_window_layers", "bos_token_id",
@@ -39,11 +35,12 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
     Raises `UserError` where the reader would read another config or tokenizer from them.
     """
     family = {"mistral": "llama"}.get(config.model_type, config.model_type)
-    if family not in FAMILIES:
-        raise _unsaid(f"model_type={config.model_type!r}; it is written of {', '.join(FAMILIES)} and mistral")
+    if family not in _FAMILIES:
+        raise _unsaid(f"model_type={config.model_type!r}; it is written of {', '.join(_FAMILIES)} and mistral")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
-    own: dict[str, Value] = {key: getattr(config, name) for key, name in _FIELDS.items()} | sizes
+    fields = {key: name for key, name in GGUF_CONFIG_MAPPING[family].items() if name and not key.startswith("rope.")}
+    own: dict[str, Value] = {key: getattr(config, name) for key, name in fields.items()} | sizes
     own["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:
         raise _unsaid(f"sliding_window={config.sliding_window}, as llama.cpp lets a Mistral see all")
