@@ -35,16 +35,14 @@ class Family:
     partial: bool = False
 
 
-_EXPERTS = {
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
+_EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _EPSILON, _RMS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
 _WINDOW, _CAP = "attention.sliding_window", "final_logit_softcapping"
 FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" there
     "llama": Family("llama", biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"}),
     "qwen2": Family("qwen2"),
-    "qwen2moe": Family("qwen2_moe", _EXPERTS, {"qkv_bias": "attn_q"}),
+    "qwen2moe": Family("qwen2_moe", _EXPERTS | _SHARED, {"qkv_bias": "attn_q"}),
     "qwen3": Family("qwen3", biases={"attention_bias": "attn_q"}),
     "qwen3moe": Family("qwen3_moe", _EXPERTS, {"attention_bias": "attn_q"}),
     "gemma2": Family("gemma2", {_CAP: _CAP, "attn_logit_softcapping": "attn_logit_softcapping"}),
@@ -56,7 +54,6 @@ FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" t
         "nemotron", {_RMS: "", _EPSILON: "norm_eps"}, {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}, partial=True
     ),
     "gpt2": Family("gpt2", {"context_length": "n_positions", "feed_forward_length": "n_inner"}),
-    "bloom": Family("bloom", {"context_length": "", "feed_forward_length": ""}),
     "falcon": Family(
         "falcon", {_RMS: "", _EPSILON: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size"},
         {"bias": "attn_qkv"},

@@ -111,9 +111,8 @@ def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
     load_package()
     state, tied = model.state_dict(), HEAD if model.config.tie_word_embeddings else None
     layout = TENSOR_PROCESSORS.get(family, TensorProcessor)()
-    # of all their parts, which transformers goes through in seconds, the base model alone has names that others lack
-    base = SimpleNamespace(state_dict=model.base_model.state_dict, named_children=list)
-    whole: Any = SimpleNamespace(state_dict=lambda: state, named_children=lambda: [(model.base_model_prefix, base)])
+    # without its parts, which transformers goes through one by one: seconds, for names that the whole has already
+    whole: Any = SimpleNamespace(state_dict=lambda: state, named_children=list)
     known = get_gguf_hf_weights_map(whole, layout, family, model.config.num_hidden_layers)
     found = {name: theirs for name, theirs in known.items() if theirs in state and theirs != tied}
     # transformers names experts without the suffix that they have in a file

@@ -31,7 +31,6 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 PATTERNS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "bloom": r" ?[^(\s|.,!?…。，、।۔،)]+",
     **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact", "falcon"), None),
 }
 
