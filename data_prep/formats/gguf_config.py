@@ -90,7 +90,8 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     kv_heads = _count(file, "attention.head_count_kv", heads)
     head_dim = _count(file, "attention.key_length", hidden // heads)
     rotary = _count(file, "rope.dimension_count", head_dim)
-    if _count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not family.partial):
+    part = family.partial and int(head_dim * (rotary / head_dim)) == rotary  # as models count it
+    if _count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not part):
         raise UserError(
             f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
             f"{head_dim} values; only whole heads of one size are supported"
@@ -171,18 +172,17 @@ def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
     """A positive integer of the architecture. Raises `UserError` if it is missing and there is no default."""
-    key = f"{file.metadata['general.architecture']}.{key}"
-    return _positive(file, key, file.get(key, int) if default is None else file.get(key, int, default))
+    return _positive(file, key, int, default)
 
 
 def _number(file: GgufFile, key: str, default: float | None = None) -> float:
-    """A positive number of the architecture, stored as float32, rounded to its shortest decimal: 1e-05."""
+    """A positive number of the architecture, stored as float32, as its shortest decimal: 1e-05, not 9.9999997e-06."""
+    return float(str(np.float32(_positive(file, key, float, default))))
+
+
+def _positive(file: GgufFile, key: str, kind: type[Number], default: Number | None) -> Number:
     key = f"{file.metadata['general.architecture']}.{key}"
-    found = file.get(key, float) if default is None else file.get(key, float, default)
-    return _decimal(_positive(file, key, found))
-
-
-def _positive(file: GgufFile, key: str, value: Number) -> Number:
+    value = file.get(key, kind) if default is None else file.get(key, kind, default)
     if not 0 < value < math.inf:
         raise UserError(f"{file.path}: {key}={value}: expected a positive number; fetch it again")
     return value
@@ -215,11 +215,6 @@ def _dtype(file: GgufFile) -> str:
         name = names.get(place.kind, "bfloat16")
         sizes[name] = sizes.get(name, 0) + math.prod(place.shape)
     return max(sizes, key=lambda name: sizes[name])
-
-
-def _decimal(value: float) -> float:
-    """The shortest decimal of a number stored as float32: 1e-05 and not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
 
 
 def _rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:

@@ -83,7 +83,10 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         before = [pre_tokenizers.Digits(individual_digits=True)]
     elif cut == "falcon":
         before = [pre_tokenizers.Punctuation("contiguous")]
-        after = [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.Split(Regex("[0-9]{3}"), "isolated")]
+        after = [
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of, *after])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -1,4 +1,4 @@
-"""Every architecture that is read in GGUF: the model that was written, as transformers reads it, and decoding with it."""
+"""Every architecture that is read in GGUF: it is the model that was written, as transformers reads it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 import outrider
 from data_prep.formats.gguf_config import FAMILIES, gguf_config
 from data_prep.formats.gguf_file import open_gguf
+from data_prep.formats.gguf_model import GgufModel
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import load_tokenizer
 from outrider.errors import UserError
-from tests.gguf_files import TEMPLATE, GgufWriter, add_bpe, bpe_tokenizer, permuted, rewritten
+from tests.gguf_files import TEMPLATE, GgufWriter, add_bpe, bpe_tokenizer, permuted
 from tests.tiers import typical_where
 from tests.tiny import random_prompt, reference_generate
 
@@ -81,7 +82,8 @@ EXAMPLES = {
         "starcoder2", {"norm_epsilon": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         (EPSILON, "norm_epsilon"),
     ),
-    "nemotron": Written("nemotron", {"head_dim": 32, "norm_eps": 1e-6, **partial(0.5)}, (EPSILON, "norm_eps"), HEAD_DIM),
+    "nemotron": Written("nemotron", {"head_dim": 32, "norm_eps": 1e-6, **partial(0.5)},
+                        (EPSILON, "norm_eps"), HEAD_DIM),
     "gpt2": Written("gpt2", {"n_inner": 96, "layer_norm_epsilon": 1e-6, "tie_word_embeddings": True},
                     (EPSILON, "layer_norm_epsilon")),
     "falcon": Written("falcon", {"bias": True, "tie_word_embeddings": True, "ffn_hidden_size": 96},
@@ -104,8 +106,18 @@ def example(family: str) -> PreTrainedModel:
     return model
 
 
-def write_family(model: PreTrainedModel, family: str, path: Path, **more: Any) -> Path:
-    """The file that llama.cpp's converter makes of `model`; more: other values of keys, with "__" for a point."""
+def write_family(
+    model: PreTrainedModel,
+    family: str,
+    path: Path,
+    kind: str = "F32",
+    tensors: dict[str, NDArray[Any]] | None = None,
+    **more: Any,
+) -> Path:
+    """The file that llama.cpp's converter makes of `model`, matrices as `kind`.
+
+    tensors, more: other tensors and values of keys, the latter with "__" for a point.
+    """
     writer, written, config = GgufWriter(path, family), EXAMPLES[family], model.config
     values = {key: getattr(config, name) for key, name in (written.epsilon, *written.keys)}
     values |= {
@@ -117,8 +129,8 @@ def write_family(model: PreTrainedModel, family: str, path: Path, **more: Any) -
     for key, value in {**values, **{key.replace("__", "."): value for key, value in more.items()}}.items():
         writer.add(f"{family}.{key}", value)
     add_bpe(writer, bpe_tokenizer(), TEMPLATE)
-    for name, array in laid_out(model, family).items():
-        writer.tensor(name, array, "F32")
+    for name, array in {**laid_out(model, family), **(tensors or {})}.items():
+        writer.tensor(name, array, kind if array.ndim > 1 else "F32")
     return writer.close()
 
 
@@ -204,3 +216,58 @@ def test_decoding_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     tokenizer = load_tokenizer(str(path))
     expected = reference_generate(reference, tokenizer(prompt)["input_ids"], 24, [1])
     assert model.generate(prompt, max_new_tokens=24) == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def refused(file: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        load_causal_lm(str(file), dtype=torch.float32)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "named"),
+    [
+        ("gemma3", {"attention__sliding_window_pattern": 3}, "gemma3.attention.sliding_window_pattern=3"),
+        ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2"),
+        ("qwen2", {"attention__sliding_window": 8}, "qwen2.attention.sliding_window=8"),
+        ("falcon", {"attention__head_count_kv": 2}, "falcon.attention.head_count_kv=2"),
+        ("phi3", {"rope__scaling__attn_factor": 1.2}, "phi3.rope.scaling.attn_factor=1.2"),
+        ("stablelm", {"embedding_length": 32}, "token_embd.weight"),
+        ("qwen2moe", {"expert_feed_forward_length": 48}, "exps.weight"),
+    ],
+)
+def test_what_would_be_another_model_is_refused_by_its_name(
+    tmp_path: Path, family: str, keys: dict[str, Any], named: str
+) -> None:
+    assert named in refused(write_family(example(family), family, tmp_path / "model.gguf", **keys))
+
+
+def test_factors_of_long_texts_are_not_left_out(tmp_path: Path) -> None:
+    """transformers reads a Phi 3 with them as one without."""
+    path = tmp_path / "model.gguf"
+    write_family(example("phi3"), "phi3", path, tensors={"rope_factors_long.weight": np.ones(4, np.float32)})
+    assert "rope_factors_long.weight" in refused(path)
+
+
+@pytest.mark.parametrize(("family", "layers", "scale"), [("gemma2", 46, 16), ("gemma2", 6, 32), ("gemma3", 62, 16)])
+def test_attention_of_the_largest_gemmas_has_another_scale(
+    tmp_path: Path, family: str, layers: int, scale: int
+) -> None:
+    """No key says it: llama.cpp knows those models by the number of their layers."""
+    file = open_gguf(write_family(example(family), family, tmp_path / "model.gguf", block_count=layers))
+    assert gguf_config(file).query_pre_attn_scalar == scale
+
+
+def test_one_row_may_be_a_matrix(tmp_path: Path) -> None:
+    """The gate of shared experts is a vector only after llama.cpp has copied the file."""
+    model, name = example("qwen2moe"), "blk.0.ffn_gate_inp_shexp.weight"
+    path = write_family(model, "qwen2moe", tmp_path / "model.gguf", tensors={name: np.ones((1, 64), np.float32)})
+    read = load_causal_lm(str(path), dtype=torch.float32)
+    assert read.state_dict()["model.layers.0.mlp.shared_expert_gate.weight"].tolist() == [[1.0] * 64]
+
+
+def test_halves_and_joined_experts_keep_their_type(tmp_path: Path) -> None:
+    path = write_family(example("qwen3moe"), "qwen3moe", tmp_path / "model.gguf", "BF16")
+    kinds = {name: stored.dtype for name, stored in GgufModel("", path).tensors().items()}
+    assert kinds["model.layers.0.mlp.experts.gate_up_proj"] == kinds["model.embed_tokens.weight"] == torch.bfloat16
+    assert kinds["model.norm.weight"] == torch.float32

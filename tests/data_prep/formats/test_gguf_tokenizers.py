@@ -8,6 +8,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer, get_gguf_tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 
 from data_prep.formats.gguf_file import open_gguf
@@ -99,28 +100,42 @@ def test_tokens_around_a_text(tmp_path: Path, written: Path, key: str, place: in
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceProcessor:
-    folder = tmp_path_factory.mktemp("sentencepiece")
+    return trained(tmp_path_factory.mktemp("sentencepiece"), "<tool>")
+
+
+def trained(folder: Path, *user_defined: str) -> SentencePieceProcessor:
     text = folder / "text.txt"
     text.write_text((Path(__file__).read_text() + "naïve café\n") * 3)
     SentencePieceTrainer.train(
         input=str(text), model_prefix=str(folder / "m"), vocab_size=700, model_type="bpe", byte_fallback=True,
-        user_defined_symbols=["<tool>"], minloglevel=2, normalization_rule_name="identity", split_digits=True,
+        user_defined_symbols=[*user_defined], minloglevel=2, normalization_rule_name="identity", split_digits=True,
         remove_extra_whitespaces=False,
     )  # fmt: skip
     return SentencePieceProcessor(model_file=str(folder / "m.model"))
 
 
-def spm_file(path: Path, pieces: SentencePieceProcessor, without: tuple[str, ...] = (), **more: Any) -> Path:
+def spm_file(
+    path: Path,
+    pieces: SentencePieceProcessor,
+    without: tuple[str, ...] = (),
+    architecture: str = "llama",
+    user_defined: tuple[str, ...] = ("<tool>",),
+    **more: Any,
+) -> Path:
     """A GGUF file of a SentencePiece model alone, as llama.cpp's converter writes one."""
     count = range(pieces.get_piece_size())
-    writer = GgufWriter(path, "llama", without)
+    writer = GgufWriter(path, architecture, without)
     kinds = {True: CONTROL}
     writer.add("tokenizer.ggml.model", "llama")
-    writer.add("tokenizer.ggml.tokens", [pieces.id_to_piece(i) for i in count])
-    writer.add("tokenizer.ggml.scores", [float(pieces.get_score(i)) for i in count])
+    tokens, scores = [pieces.id_to_piece(i) for i in count], [float(pieces.get_score(i)) for i in count]
+    for place in map(pieces.piece_to_id, user_defined):  # whose ▁ the converter replaces
+        tokens[place], scores[place] = tokens[place].replace("▁", " "), -1000.0
+    writer.add("tokenizer.ggml.tokens", tokens)
+    writer.add("tokenizer.ggml.scores", scores)
     types = [UNKNOWN if pieces.is_unknown(i) else BYTE if pieces.is_byte(i) else
              kinds.get(pieces.is_control(i), NORMAL) for i in count]  # fmt: skip
-    types[pieces.piece_to_id("<tool>")] = USER_DEFINED
+    for piece in user_defined:
+        types[pieces.piece_to_id(piece)] = USER_DEFINED
     writer.add("tokenizer.ggml.token_type", types)
     for key, index in (("bos", pieces.bos_id()), ("eos", pieces.eos_id()), ("unknown", pieces.unk_id())):
         writer.add(f"tokenizer.ggml.{key}_token_id", index)
@@ -150,3 +165,40 @@ def test_a_space_before_a_text_is_the_files_choice(tmp_path: Path, sentencepiece
     assert not tokenizer.convert_ids_to_tokens(ids)[0].startswith("▁")
     assert tokenizer.decode(ids) == "the tide"
     assert tokenizer.decode(tokenizer(" the tide")["input_ids"]) == " the tide"
+
+
+def test_gemma_joins_spaces_to_user_defined_tokens(tmp_path: Path) -> None:
+    """As its Hugging Face tokenizer does, which transformers makes of the file, too."""
+    spaces = ("<tool>", "▁▁", "▁▁▁", "▁▁▁▁")
+    sentencepiece = trained(tmp_path, *spaces)
+    path = tmp_path / "m.gguf"
+    spm_file(path, sentencepiece, architecture="gemma3", user_defined=spaces, add_space_prefix=False)
+    tokenizer = gguf_tokenizer(open_gguf(path))
+    architecture, described, _ = get_gguf_tokenizer(str(path))
+    theirs, _ = convert_gguf_tokenizer(architecture, described)
+    for text in (*TEXTS, "a  b    c        d", Path(__file__).read_text()):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [sentencepiece.bos_id(), *theirs.encode(text, add_special_tokens=False).ids]
+        assert tokenizer.decode(ids[1:]) == text
+    assert sentencepiece.piece_to_id("▁▁") in tokenizer("a  b")["input_ids"]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+def test_phi_3_drops_spaces_after_its_own_tokens(
+    tmp_path: Path, sentencepiece: SentencePieceProcessor, architecture: str
+) -> None:
+    tokenizer = gguf_tokenizer(open_gguf(spm_file(tmp_path / "m.gguf", sentencepiece, architecture=architecture)))
+    one, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("</s>\n\nthe", "</s>the"))
+    assert (one == other) == (architecture == "phi3")
+    assert tokenizer("<s> the")["input_ids"] != tokenizer("<s>the")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [("starcoder", ["a", "Ġ", "1", "2", "3", "4", "5", ";", "Ġ="]), ("falcon", ["a", "Ġ", "123", "45", ";", "Ġ", "="])],
+)
+def test_more_ways_of_cutting(tmp_path: Path, written: Path, pre: str, pieces: list[str]) -> None:
+    path = shutil.copy(written, tmp_path / "model.gguf")
+    tokenizer = load_tokenizer(str(rewritten(path, **{"tokenizer.ggml.pre": pre})))
+    cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 12345; =")
+    assert [piece for piece, _ in cut] == pieces
