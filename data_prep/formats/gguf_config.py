@@ -6,7 +6,7 @@ A key that neither knows is refused: it may change what the model computes.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,7 @@ FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" t
         {"bias": "attn_qkv"},
     ),
 }  # fmt: skip
+KEYS = cast(Mapping[str, Mapping[str, str | None]], GGUF_CONFIG_MAPPING)  # of a model type: fields by ggml's keys
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = {ROPE_FACTORS}  # tensors that belong to the config, not to the weights
 # Keys that a file need not have, as a rule tells their value, or that are read apart from the others.
@@ -158,7 +159,7 @@ def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int
 
     A missing key of `keys` has the config's default, unless the default is only one model's.
     """
-    own, theirs = _own_keys(file), GGUF_CONFIG_MAPPING["gemma3" if kind == "gemma3_text" else kind]
+    own, theirs = _own_keys(file), KEYS["gemma3" if kind == "gemma3_text" else kind]
     for key, value in own.items():
         if key not in {*theirs, *keys, *_OPTIONAL}:
             raise UserError(
@@ -223,7 +224,7 @@ def _rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
     rotary: how many values of a head have rotary positions. Raises `UserError` for an unsupported scaling.
     """
     found = _scaling(file, _number(file, "rope.freq_base", 10000.0), head_dim)
-    family = file.metadata["general.architecture"]
+    family = str(file.metadata["general.architecture"])
     if FAMILIES[family].partial:
         return {**found, "partial_rotary_factor": rotary / head_dim}
     if family == "gemma3":  # its layers with a window have another base, and no scaling

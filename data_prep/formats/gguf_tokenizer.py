@@ -77,8 +77,10 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    before = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
-    after = []
+    before: list[pre_tokenizers.PreTokenizer] = (
+        [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    )
+    after: list[pre_tokenizers.PreTokenizer] = []
     if cut in ("smollm", "starcoder", "refact"):
         before = [pre_tokenizers.Digits(individual_digits=True)]
     elif cut == "falcon":

@@ -7,9 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.integrations import GGUF_CONFIG_MAPPING
 
-from data_prep.formats.gguf_config import LLAMA3, ROPE_FACTORS, gguf_config, llama3_factors
+from data_prep.formats.gguf_config import KEYS, LLAMA3, ROPE_FACTORS, gguf_config, llama3_factors
 from data_prep.formats.gguf_file import GgufFile, TensorPlace, Value
 from data_prep.formats.gguf_model import load_package, tensor_names
 from data_prep.formats.gguf_tokenizer import PATTERNS, SPECIAL, gguf_tokenizer
@@ -39,7 +38,7 @@ def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | 
         raise _unsaid(f"model_type={config.model_type!r}; it is written of {', '.join(_FAMILIES)} and mistral")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
-    fields = {key: name for key, name in GGUF_CONFIG_MAPPING[family].items() if name and not key.startswith("rope.")}
+    fields = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
     own: dict[str, Value] = {key: getattr(config, name) for key, name in fields.items()} | sizes
     own["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
     if config.model_type == "mistral" and config.sliding_window is not None:

@@ -176,7 +176,7 @@ def test_gemma_joins_spaces_to_user_defined_tokens(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(open_gguf(path))
     architecture, described, _ = get_gguf_tokenizer(str(path))
     theirs, _ = convert_gguf_tokenizer(architecture, described)
-    for text in (*TEXTS, "a  b    c        d", Path(__file__).read_text()):
+    for text in (*TEXTS, "a  b    c        d", Path(__file__).with_name("test_gguf.py").read_text()):
         ids = tokenizer(text)["input_ids"]
         assert ids == [sentencepiece.bos_id(), *theirs.encode(text, add_special_tokens=False).ids]
         assert tokenizer.decode(ids[1:]) == text
