@@ -91,8 +91,8 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     kv_heads = _count(file, "attention.head_count_kv", heads)
     head_dim = _count(file, "attention.key_length", hidden // heads)
     rotary = _count(file, "rope.dimension_count", head_dim)
-    part = family.partial and int(head_dim * (rotary / head_dim)) == rotary  # as models count it
-    if _count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not part):
+    may_differ = family.partial and int(head_dim * (rotary / head_dim)) == rotary  # as models count it
+    if _count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not may_differ):
         raise UserError(
             f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
             f"{head_dim} values; only whole heads of one size are supported"

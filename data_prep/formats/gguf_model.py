@@ -7,10 +7,11 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
@@ -112,7 +113,7 @@ def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
     state, tied = model.state_dict(), HEAD if model.config.tie_word_embeddings else None
     layout = TENSOR_PROCESSORS.get(family, TensorProcessor)()
     # without its parts, which transformers goes through one by one: seconds, for names that the whole has already
-    whole: Any = SimpleNamespace(state_dict=lambda: state, named_children=list)
+    whole = SimpleNamespace(state_dict=lambda: state, named_children=list)
     known = get_gguf_hf_weights_map(whole, layout, family, model.config.num_hidden_layers)
     found = {name: theirs for name, theirs in known.items() if theirs in state and theirs != tied}
     # transformers names experts without the suffix that they have in a file
@@ -168,7 +169,7 @@ def _end(file: GgufFile, place: TensorPlace) -> int:
     return place.begin + math.prod(place.shape[:-1]) * _row_size(file, place)[1]
 
 
-def _dequantised(file: GgufFile, place: TensorPlace) -> "np.ndarray[Any, np.dtype[np.float32]]":
+def _dequantised(file: GgufFile, place: TensorPlace) -> NDArray[np.float32]:
     """A tensor of the file as float32, in ggml's layout."""
     kind, row = _row_size(file, place)
     raw = np.array(np.memmap(file.path, np.uint8, "r", place.begin, (math.prod(place.shape[:-1]), row)))
