@@ -196,12 +196,11 @@ def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig) -> Non
 
 
 def _export(config: AutoConfig, folder: Path, name: str) -> str:
-    """Write a drafter as an engine loads it: llama.cpp where it reads the target's file, else vLLM. Where it is."""
+    """Write a drafter as an engine loads it: llama.cpp where target and drafter are for it, else vLLM. Where it is."""
     out_dir = folder / "export" / name
     places = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir}
     words = [*(option(key, place) for key, place in places.items()), "resume=true"]
-    if config.target.endswith(".gguf") and name in ("eesd", "small_lm"):
-        words.append("engine=llama_cpp")
-    if run_command("train/export.py", words, folder / LOG):
+    first = [["engine=llama_cpp"]] if config.target.endswith(".gguf") and name in ("eesd", "small_lm") else []
+    if all(run_command("train/export.py", [*words, *engine], folder / LOG) for engine in [*first, []]):
         return f"no engine loads {folder / name}: {folder / LOG} says why"
     return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"

@@ -46,7 +46,9 @@ FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" t
     "qwen3": Family("qwen3", biases={"attention_bias": "attn_q"}),
     "qwen3moe": Family("qwen3_moe", _EXPERTS, {"attention_bias": "attn_q"}),
     "gemma2": Family("gemma2", {_CAP: _CAP, "attn_logit_softcapping": "attn_logit_softcapping"}),
-    "gemma3": Family("gemma3_text", {_CAP: _CAP, "rope.freq_base_swa": ""}),
+    "gemma3": Family(
+        "gemma3_text", {_CAP: _CAP, "rope.freq_base_swa": "", f"{_WINDOW}_pattern": "sliding_window_pattern"}
+    ),
     "phi3": Family("phi3", {_WINDOW: "sliding_window"}, partial=True),
     "stablelm": Family("stablelm", {"use_parallel_residual": ""}, {"use_qkv_bias": "attn_q"}, partial=True),
     "starcoder2": Family("starcoder2", biases={"use_bias": "attn_q"}),

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as _QWEN2
 
 from data_prep.formats.gguf_file import GgufFile, Value
 from data_prep.formats.original import AS_WRITTEN
@@ -15,19 +16,8 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 _SPACE = "▁"  # SentencePiece's space
 _KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # the only tokens of Phi 3 that leave a space after them
 
-# The patterns that split a text before merges apply. Each is from its model's published tokenizer.json.
-_LLAMA3 = "|".join(
-    (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+# The patterns that split a text before merges apply, as in the models' published tokenizer.json.
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 PATTERNS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),

@@ -15,6 +15,8 @@ from outrider.errors import UserError
 from tests.data_prep.formats.test_gguf_families import example, write_family
 from tests.gguf_files import rewritten
 from tests.tiny import reference_generate
+from train import auto_run
+from train.settings.auto import AutoConfig
 
 
 def test_a_quantised_gemma_3_is_converted_and_decoded_with(tmp_path: Path) -> None:
@@ -28,6 +30,22 @@ def test_a_quantised_gemma_3_is_converted_and_decoded_with(tmp_path: Path) -> No
     expected = reference_generate(plain, tokenizer(prompt)["input_ids"], 20, [tokenizer.eos_token_id])
     said = outrider.load(str(path), device="cpu", dtype="float32").generate(prompt, max_new_tokens=20)
     assert said == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_auto_exports_for_another_engine_what_llama_cpp_does_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Gemma 3 is read in GGUF, and not written."""
+    asked: list[list[str]] = []
+
+    def refuse_llama_cpp(script: str, words: list[str], log: Path) -> int:
+        asked.append(words)
+        return int("engine=llama_cpp" in words)
+
+    monkeypatch.setattr(auto_run, "run_command", refuse_llama_cpp)
+    said = auto_run._export(AutoConfig(target="gemma3.gguf"), tmp_path, "eesd")
+    assert [words[-1] == "engine=llama_cpp" for words in asked] == [True, False]
+    assert said.startswith("for engines:")
 
 
 @pytest.mark.parametrize("name", ["bert", "mamba", "gemma4", "gpt-oss", "bloom"])

@@ -227,7 +227,7 @@ def refused(file: Path) -> str:
 @pytest.mark.parametrize(
     ("family", "keys", "named"),
     [
-        ("gemma3", {"attention__sliding_window_pattern": 3}, "gemma3.attention.sliding_window_pattern=3"),
+        ("gemma3", {"attention__scale": 0.5}, "gemma3.attention.scale=0.5"),
         ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2"),
         ("qwen2", {"attention__sliding_window": 8}, "qwen2.attention.sliding_window=8"),
         ("falcon", {"attention__head_count_kv": 2}, "falcon.attention.head_count_kv=2"),
@@ -256,6 +256,13 @@ def test_attention_of_the_largest_gemmas_has_another_scale(
     """No key says it: llama.cpp knows those models by the number of their layers."""
     file = open_gguf(write_family(example(family), family, tmp_path / "model.gguf", block_count=layers))
     assert gguf_config(file).query_pre_attn_scalar == scale
+
+
+def test_the_layers_of_a_gemma_3_without_a_window_are_those_that_the_file_says(tmp_path: Path) -> None:
+    keys = {"attention__sliding_window_pattern": 2, "rope__freq_base_swa": 5000.0}
+    config = gguf_config(open_gguf(write_family(example("gemma3"), "gemma3", tmp_path / "model.gguf", **keys)))
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 3
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 5000.0
 
 
 def test_one_row_may_be_a_matrix(tmp_path: Path) -> None:
