@@ -38,6 +38,7 @@ from draft_models.targets.settings import HEAD_FOLDER
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.files import is_local, read_json, read_mapping, require_writable, write_json
+from outrider.saving import save_parts
 
 TOKENIZER_FILE = "tokenizer.json"
 AGAIN = "train the drafter again"
@@ -92,8 +93,8 @@ def ship_small_lm(source: Path, to: Path, dtype: torch.dtype) -> None:
 
     A calibration head is included, as for an early exit.
     """
-    load_causal_lm(str(source), None, role="small_lm", dtype=dtype).save_pretrained(to)
-    load_tokenizer(str(source), None, role="small_lm").save_pretrained(to)
+    model = load_causal_lm(str(source), None, role="small_lm", dtype=dtype)
+    save_parts(to, model, load_tokenizer(str(source), None, role="small_lm"))
     own = read_draft_vocabulary(str(source), None, read_config(str(source), role="small_lm"))
     if own is not None:
         save_tokens(to, own)

@@ -5,7 +5,7 @@ large vocabulary are rare. Verification stays exact: the drafter's probability o
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -67,24 +67,13 @@ def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
 
     The row for all other tokens is the mean of theirs.
     """
-    tokens = own.tokens
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    assert isinstance(head, nn.Linear)
-    tied = head.weight is embedding.weight
-    size = embedding.weight.shape[0]
-    others = torch.ones(size, dtype=torch.bool).index_fill_(0, tokens, False)
 
-    def cut(rows: Tensor) -> nn.Parameter:
+    def cut(rows: Tensor) -> Tensor:
+        others = torch.ones(len(rows), dtype=torch.bool).index_fill_(0, own.tokens, False)
         rest = rows[others] if bool(others.any()) else rows
-        return nn.Parameter(torch.cat([rows[tokens], rest.mean(0, keepdim=True)]))
+        return torch.cat([rows[own.tokens], rest.mean(0, keepdim=True)])
 
-    embedding.weight = cut(embedding.weight)
-    embedding.num_embeddings, embedding.padding_idx = len(tokens) + 1, None
-    head.weight = embedding.weight if tied else cut(head.weight)
-    if head.bias is not None:
-        head.bias = cut(head.bias)
-    head.out_features = len(tokens) + 1
+    _replace_rows(model, cut)
     narrow_config(model.config, own)
     model.draft_vocabulary = own
 
@@ -96,20 +85,44 @@ def widen(model: PreTrainedModel, own: DraftVocabulary, special: Mapping[str, ob
     Every other token is read as its row for all others, and never found likeliest (see `whole_rows`).
     """
     size, count = own.vocabulary, len(own.tokens)
+
+    def whole(rows: Tensor, others: Tensor) -> Tensor:
+        return whole_rows(rows[:count], others, own.tokens, size)
+
+    _replace_rows(model, lambda read: whole(read, read[count]), lambda said: whole(said, said[:count].mean(0)))
+    model.config.update({"vocab_size": size, "tie_word_embeddings": False, **special})
+    delattr(model.config, MARK)
+
+
+@torch.no_grad()
+def fit_rows(model: PreTrainedModel, size: int, special: Mapping[str, object]) -> None:
+    """Give `model` the `size` rows of its target, for engines in which both have one size. special: ids in a config.
+
+    Embeddings are padded to various sizes. No text has an id of the padding. A new row is the mean of all, and never
+    found likeliest (see `whole_rows`).
+    """
+    config = model.config.get_text_config()
+    if config.vocab_size == size:
+        return
+    kept = torch.arange(min(size, config.vocab_size))
+    _replace_rows(model, lambda rows: whole_rows(rows[: len(kept)], rows.mean(0), kept, size))
+    config.update({"vocab_size": size, **special})
+
+
+def _replace_rows(
+    model: PreTrainedModel, read: Callable[[Tensor], Tensor], said: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """Replace the rows of embedding and head by `read` and `said` of them; said: None to leave tied ones tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     assert isinstance(head, nn.Linear)
-
-    def whole(rows: Tensor, others: Tensor) -> nn.Parameter:
-        return nn.Parameter(whole_rows(rows[:count], others, own.tokens, size))
-
-    read, said = embedding.weight, head.weight  # one tensor where they are tied
-    embedding.weight, embedding.num_embeddings = whole(read, read[count]), size
-    head.weight, head.out_features = whole(said, said[:count].mean(0)), size
+    tied, before = said is None and head.weight is embedding.weight, head.weight
+    embedding.weight = nn.Parameter(read(embedding.weight))
+    head.weight = embedding.weight if tied else nn.Parameter((said or read)(before))
     if head.bias is not None:
-        head.bias = whole(head.bias, head.bias[:count].mean(0))
-    model.config.update({"vocab_size": size, "tie_word_embeddings": False, **special})
-    delattr(model.config, MARK)
+        head.bias = nn.Parameter((said or read)(head.bias))
+    embedding.num_embeddings = head.out_features = len(head.weight)
+    embedding.padding_idx = None
 
 
 def save_tokens(folder: Path, own: DraftVocabulary) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from data_prep.text.settings import DataConfig
+from draft_models.targets.model_spec import UNLIMITED
 from inference.measure.verdict import MIN_PROMPTS
 from outrider.errors import require
 from outrider.words import option
@@ -36,6 +38,7 @@ _ALWAYS = ("ngrams", "prompt_lookup")
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
 _MORE = 1.2  # times the minutes in which all prompts are answered at the rate of the first ones
+_HELDOUT = 8  # answers that a training holds out at least, of so many prompts
 _QUICK = 1.5  # minutes of all that neither loads a target nor has a limit: prompts, table, pages, exports
 _FEWEST = 2.0  # minutes that answers and report need at least
 _REPORT_LOADS = 3.0  # times the loading of a step, after which a report has compared, laid out and tuned its models
@@ -51,8 +54,8 @@ class Look:
     """What is known of the machine, and what the first answers of a target told; before them, nothing.
 
     rows: prompts that are answered together. tokens_per_second: of answers. answer_tokens: of one, the mean. prompts:
-    to be answered, of which `answered` are. loading: minutes in which a step starts and loads the target. spent:
-    minutes so far.
+    to be answered, of which `answered` are. context: the target's, in tokens. loading: minutes in which a step starts
+    and loads the target. spent: minutes so far.
     """
 
     device: Device
@@ -60,9 +63,15 @@ class Look:
     tokens_per_second: float = 0.0
     answer_tokens: float = 0.0
     prompts: int = 0
+    context: int = UNLIMITED
     loading: float = 0.0
     spent: float = 0.0
     answered: int = 0
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a measured text: half of a short context."""
+        return min(_LONGEST, self.context // 2)
 
     def report(self, kinds: Sequence[Trained], tokens: float) -> float:
         """The minutes of a report on the fewest prompts that have a verdict, of so many tokens each; an estimate.
@@ -79,7 +88,7 @@ class Look:
         if minutes and self.tokens_per_second:
             before = self.report(kinds, 0)
             held = (minutes - before) / (self.report(kinds, 1) - before)
-        return round(max(_SHORTEST, min(_LONGEST, self.answer_tokens, held)))
+        return round(min(self.longest, max(_SHORTEST, min(self.answer_tokens, held))))
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,9 @@ def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: 
         for reader in base.steps:
             if "data" in _options(base, reader):
                 own.setdefault(reader, []).append(f"data.template={config.template}")
+    share = min(0.5, _HELDOUT / look.prompts) if look.prompts else 0.0
+    for name in _STEPS.values() if share > DataConfig.heldout_fraction else ():
+        own.setdefault(name, []).append(f"data.heldout_fraction={share:.3g}")
     steps = {}
     for name, step in base.steps.items():
         if name in left_out:

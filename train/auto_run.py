@@ -9,14 +9,18 @@ from pathlib import Path
 import psutil
 import torch
 
+from data_prep.python_docs.prompt_files import own_split
 from data_prep.responses.directory import SUMMARY_FILE, seconds_spent
 from data_prep.targets.fetched import fetch_target
 from data_prep.targets.settings import FetchConfig
+from data_prep.text.benchmarks import prompt_file
 from data_prep.text.chat import render_prompt
 from draft_models.card import CARD_FILE
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
 from inference.engines.footprint import Place, cache_bytes, weight_bytes
 from inference.loading.memory_plan import GB, evaluation_bytes
+from inference.measure.bench import require_fits
 from inference.measure.time_limit import TimeLimit
 from inference.report.wording import busy_sentences, measure_again, recommendation
 from outrider.errors import UserError
@@ -26,7 +30,7 @@ from outrider.run_dirs import check_identity, only_run, rehearsal_folder
 from outrider.settings import read_as
 from outrider.words import in_shell, option
 from train.auto_plan import ORDER, Choice, Device, Look, choose, describe, look_minutes, outlook, pipeline_of, rows_of
-from train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, run_pipeline
+from train.pipeline_run import ConfigFor, check_steps, fitted, reports_in, run_command, run_pipeline
 from train.pipeline_settings import STEPS, TIME, PipelineConfig
 from train.settings.auto import PACKAGED, TRAINED, AutoConfig
 
@@ -57,13 +61,15 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     began = time.monotonic()
     if config.target == PACKAGED:
         config = replace(config, target=_fetched())
-    base: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
     target, device = open_target(config.target, by_layers=False), _device()
     render_prompt(("a question",), target.tokenizer, config.template)  # raises now where there is no template
+    there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    unseen = Look(device, _rows(target, device, there), context=context_limit(target.config))
+    _check_prompts(config, target, unseen)
+    made: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
+    base = fitted(replace(made, target=config.target))
     unfit = _unfit(config)
     every = Choice(tuple(kind for kind in TRAINED if kind not in unfit), {}, {})
-    there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
-    unseen = Look(device, _rows(target, device, there))
     check_steps(pipeline_of(config, base, every, unseen), config_for)
     memory = _memory(base, target, there, config_for)
     print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
@@ -92,6 +98,17 @@ def _fetched() -> str:
     fetch = FetchConfig(resume=True)
     fetch_target(fetch)
     return fetch.out_dir
+
+
+def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
+    """Raise `UserError` for too few prompts, and for a held-out one that the report could not measure."""
+    if config.prompts is None:
+        return
+    prompts = own_split(prompt_file(config.prompts))["heldout"]
+    asked = ((one, config.template if one.chat else "none", f"prompt {one.id}") for one in prompts)
+    tokenizer, most = target.tokenizer, look.context
+    rendered = [render_prompt(one.turns[:1], tokenizer, how, most=most, where=where) for one, how, where in asked]
+    require_fits(prompts, rendered, look.context - look.longest)
 
 
 def _device() -> Device:

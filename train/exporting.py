@@ -25,6 +25,7 @@ from draft_models.small_lm.model import load_whole_lm
 from draft_models.targets.architectures import read_config
 from draft_models.targets.open_target import load_tokenizer, open_target, stored_dtype
 from draft_models.targets.settings import Dialect
+from draft_models.targets.vocabulary import for_rows
 from inference.drafters.ngram.ngrams import open_table
 from inference.serving.engine_worker import ir_command
 from inference.serving.page import serving_page
@@ -135,18 +136,25 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
-    """One over some of the tokens is written over all of them; others as they are, for engines with own formats."""
+    """One over some of the tokens is written over all of them, one of another size than its target in that; others as
+    they are, for engines with own formats."""
     shape = read_config(config.checkpoint, role="small_lm")
     own = read_draft_vocabulary(config.checkpoint, None, shape)
-    if own is None and config.engine in PLAIN_ENGINES:
+    rows = None
+    if config.target is not None:
+        with suppress(UserError):  # it may be a name for the page alone
+            rows = read_config(config.target, config.revision).get_text_config().vocab_size
+    if own is None and rows in (None, shape.vocab_size) and config.engine in PLAIN_ENGINES:
         said = "a small LM is an ordinary causal LM, which engines load as it is; its README.md has their commands"
         raise UserError(f"checkpoint={config.checkpoint}: {said}")
-    tokenizer, dtype = load_tokenizer(config.checkpoint, None, role="small_lm"), _dtype(config, stored_dtype(shape))
-    whole, count = (shape.vocab_size,) * 2 if own is None else (own.vocabulary, len(own.tokens))
+    count = shape.vocab_size if own is None else len(own.tokens)
+    whole = rows or (count if own is None else own.vocabulary)
     shape.update({"vocab_size": whole})
+    tokenizer = for_rows(load_tokenizer(config.checkpoint, None, role="small_lm"), whole)
     _require_writable(config, shape, tokenizer)
-    said = _write_lm(config, load_whole_lm(config.checkpoint, tokenizer, dtype), tokenizer, out_dir)
-    facts = {"small LM": config.checkpoint, "drafts": f"{count} of {whole} tokens"}
+    model = load_whole_lm(config.checkpoint, tokenizer, _dtype(config, stored_dtype(shape)), rows)
+    said = _write_lm(config, model, tokenizer, out_dir)
+    facts = {"small LM": config.checkpoint, "drafts": f"{min(count, whole)} of {whole} tokens"}
     write_card(out_dir, f"{SMALL_LM}\n\n{serving(5, config.engine)}", config.target or "MODEL", facts)
     return f"kind=small_lm tokens={count} {said}"
 

@@ -6,8 +6,9 @@ from train.pipeline_settings import PipelineConfig
 
 @entry("pipeline", PipelineConfig)
 def main(config: PipelineConfig) -> None:
-    from train.pipeline_run import check_steps, run_pipeline
+    from train.pipeline_run import check_steps, fitted, run_pipeline
 
+    config = fitted(config)
     check_steps(config, config_for)
     run_pipeline(config)
 

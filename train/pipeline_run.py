@@ -18,6 +18,8 @@ from typing import Any
 
 import outrider
 from data_prep.text.given import read_some
+from draft_models.targets.model_spec import context_limit
+from draft_models.targets.open_target import open_target
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_json
@@ -48,6 +50,28 @@ class Record:
 
 
 ConfigFor = Callable[[str, Sequence[str]], Any]  # the settings of a script, by its options
+
+
+def fitted(config: PipelineConfig) -> PipelineConfig:
+    """`config`, with numbers of its experiment cut to what the target has. Yours stay, and are refused by the steps."""
+    if config.target is None:  # a step makes it, for which the numbers are
+        return config
+    try:
+        target = open_target(config.target, by_layers=False).config
+    except UserError:  # which the checks of the steps raise, with the step's name
+        return config
+    context = context_limit(target)
+    most = {"draft_vocabulary": target.vocab_size, "seq_len": context, "decode_tokens": context // 2}
+
+    def cut(option: str) -> str:
+        key, _, value = option.partition("=")
+        return f"{key}={min(int(value), most[key])}" if key in most and value.isdecimal() else option
+
+    steps = {
+        name: replace(step, overrides=[*map(cut, step.overrides)], debug=[*map(cut, step.debug)])
+        for name, step in config.steps.items()
+    }
+    return replace(config, steps=steps)
 
 
 def check_steps(config: PipelineConfig, config_for: ConfigFor) -> None:

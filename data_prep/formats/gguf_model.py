@@ -21,6 +21,7 @@ from data_prep.formats.gguf_file import GgufFile, TensorPlace, open_gguf
 from data_prep.formats.gguf_tokenizer import gguf_tokenizer
 from data_prep.formats.original import HEAD, Stored
 from outrider.errors import UserError, reason
+from outrider.saving import save_parts
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -88,9 +89,7 @@ class GgufModel:
         Raises `UserError`, also for a file whose tensors cannot be read.
         """
         config = gguf_config(self.file)
-        gguf_tokenizer(self.file).save_pretrained(folder)
-        config.save_pretrained(folder)
-        GenerationConfig.from_model_config(config).save_pretrained(folder)
+        save_parts(folder, gguf_tokenizer(self.file), config, GenerationConfig.from_model_config(config))
         self.tensors()
 
 

@@ -128,7 +128,7 @@ def _write(config: PromptsConfig, folder: Path) -> None:
         print(f"{folder}: finished already")
         return
     made: dict[str, dict[str, object]] = {}
-    for split, records in (_documented(config) if own is None else _parted(config, own)).items():
+    for split, records in (_documented(config) if own is None else _parted(own, config.heldout_fraction)).items():
         content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
         write_atomically(folder / FILES[split], content)
         categories = dict(sorted(Counter(str(record["category"]) for record in records).items()))
@@ -150,21 +150,26 @@ def _documented(config: PromptsConfig) -> dict[Split, list[Json]]:
     return {split: sorted(some, key=lambda record: str(record["id"])) for split, some in records.items()}
 
 
-def _parted(config: PromptsConfig, path: Path) -> dict[Split, list[Json]]:
-    """The prompts of a file, each once, the held-out ones evenly spread; all of one first turn are on one side."""
+def _parted(path: Path, heldout_fraction: float) -> dict[Split, list[Json]]:
+    return {split: [*map(as_record, some)] for split, some in own_split(path, heldout_fraction).items()}
+
+
+def own_split(path: Path, heldout_fraction: float = PromptsConfig.heldout_fraction) -> dict[Split, list[Prompt]]:
+    """The prompts of a user's file, each once, the held-out ones evenly spread; all of one first turn are on one side.
+
+    Raises `UserError` for too few.
+    """
     groups: dict[str, list[Prompt]] = {}
     for prompt in {prompt.turns: prompt for prompt in read_prompts(str(path))}.values():
         groups.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
     if len(groups) < _FEWEST:
-        raise UserError(
-            f"file={config.file}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}"
-        )
-    count = max(round(config.heldout_fraction * len(groups)), min(_HELDOUT, len(groups) // 2))
+        raise UserError(f"{path}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}")
+    count = max(round(heldout_fraction * len(groups)), min(_HELDOUT, len(groups) // 2))
     held = {number * len(groups) // count for number in range(count)}
-    records: dict[Split, list[Json]] = {"train": [], "heldout": []}
+    parted: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
     for number, group in enumerate(groups.values()):
-        records["heldout" if number in held else "train"] += map(as_record, group)
-    return records
+        parted["heldout" if number in held else "train"] += group
+    return parted
 
 
 def questions(subject: Subject, most: int) -> list[Json]:

@@ -76,16 +76,16 @@ def _plan(config: GenerateConfig) -> str:
 
 
 def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Callable[[Task], bool]) -> Todo:
-    """The prompts to answer. Raises `UserError` for data without any."""
+    """The prompts to answer. Raises `UserError` for data without any, or of which none can be answered."""
     warn_of_template(config.data, target.tokenizer)
     todo = Todo(context)
     for task in read_tasks(config, target.tokenizer, todo):
         if wanted(task):
             todo.add(task, target.tokenizer)
-    if not todo.counts["prompts"]:
+    if len(todo.skipped) == todo.counts["prompts"]:
         found = ", ".join(f"{name}={count}" for name, count in todo.counts.items()) or "nothing"
         why = todo.counts.first or "give more data"
-        raise UserError(f"data source={config.data.source}: no prompt in it (found {found}); {why}")
+        raise UserError(f"data source={config.data.source}: no prompt in it can be answered (found {found}); {why}")
     return todo
 
 

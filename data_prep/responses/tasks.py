@@ -1,6 +1,6 @@
 """The prompts that a run answers: read from the data, each once, with the state of their answers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +13,7 @@ from data_prep.text.records import Counts, Message, Read, Record, warn_of_unused
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from draft_models.targets.model_spec import UNLIMITED
+from draft_models.targets.vocabulary import UnusableTextError, require_rows
 from outrider.errors import UserError
 
 _CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
@@ -23,7 +24,8 @@ class Task:
     """A prompt, and its answers so far.
 
     source: the location of the record. prompt: token ids to continue now. messages: the conversation up to and
-    including the user's turn to answer; None for a plain text. upcoming: the user's turns after that.
+    including the user's turn to answer; None for a plain text. bare: what is rendered for that without a template.
+    upcoming: the user's turns after `messages`.
     """
 
     id: str
@@ -31,6 +33,7 @@ class Task:
     template: str
     prompt: list[int]
     messages: list[Message] | None = None
+    bare: Sequence[str | Message] = ()
     upcoming: list[str] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     top: TopK | None = None  # distributions at the answers' tokens
@@ -68,12 +71,13 @@ class Todo:
 
     def add(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
         """Add a task; it is skipped if it has a problem or fills the target's context."""
-        if task.messages and not task.problem:  # not earlier: most tasks may belong to other processes, or be done
+        if not task.problem:  # not earlier: most tasks may belong to other processes, or be done
             render(task, tokenizer, self.context)
         if not task.problem and len(task.prompt) >= self.context:
             task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {self.context}"
         if task.problem:
             self.skipped.append(task.skipped)
+            self.counts.refuse("skipped", f"{task.source}: {task.detail or task.problem}")
         else:
             self.tasks.append(task)
 
@@ -87,7 +91,7 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
     parts = [part for _, _, part in config.data.parts()] or [config.data]
     for data in parts:
         for record in read_records(data, "train", todo.counts, asking=True):
-            task = _to_task(record, data, config, tokenizer, todo.context)
+            task = _to_task(record, data, config, tokenizer)
             if task.id in seen:
                 todo.counts["duplicates"] += 1
                 continue
@@ -100,12 +104,9 @@ def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo:
     warn_of_unused(todo.counts, todo.counts.first)
 
 
-def _to_task(
-    record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, context: int
-) -> Task:
+def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     if "text" in record and record.get("asked"):
-        ids = render_prompt((record["text"],), tokenizer, "none", most=context)
-        return Task(prompt_id(text=record["text"]), record["id"], data.template, ids)
+        return Task(prompt_id(text=record["text"]), record["id"], data.template, [], bare=(record["text"],))
     if "text" in record:
         beginning = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
         ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
@@ -124,18 +125,17 @@ def _to_task(
     if any("tools" in message or message["role"] == "tool" for message in asked):
         problem = "tools"  # their results are not the target's to write
     elif data.template == "none" and turns:  # a text to continue: what comes back is its continuation, to the letter
-        ids = render_prompt(first, tokenizer, "none", most=context)
-        return Task(prompt_id(first), record["id"], data.template, ids)
-    return Task(prompt_id(messages), record["id"], data.template, [], first, turns[1:], problem=problem)
+        return Task(prompt_id(first), record["id"], data.template, [], bare=first)
+    return Task(prompt_id(messages), record["id"], data.template, [], first, upcoming=turns[1:], problem=problem)
 
 
 def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
-    """Set the prompt of a task from its messages, or its problem if the chat template refuses them."""
-    assert task.messages is not None
+    """Set the prompt of a task, or its problem if that cannot be used."""
+    template, said = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
     try:
-        said = [answer.tokens for answer in task.answers]
-        task.prompt = render_prompt(task.messages, tokenizer, task.template, TEMPLATE, said, context)
-    except UserError as error:
-        if task.template == "tokenizer" and not tokenizer.chat_template:
-            raise
-        task.problem, task.detail = "template", str(error)
+        if turns := task.messages or task.bare:
+            task.prompt = render_prompt(turns, tokenizer, template, TEMPLATE, said, context)
+        else:
+            require_rows(task.prompt, tokenizer, "prompt")
+    except UnusableTextError as error:
+        task.problem, task.detail = error.reason, str(error)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
 from data_prep.text.pieces import encode_all
-from data_prep.text.records import ChatRecord, Counts, Message, Record, require_encodable, warn_of_text
+from data_prep.text.records import Counts, Message, Record, require_encodable, warn_of_text
 from data_prep.text.settings import DataConfig, PromptTemplate
 from data_prep.text.sources import RUN_FILE, resolve_paths
+from draft_models.targets.vocabulary import UnusableTextError, require_rows
 from outrider.errors import UserError, reason, require_choice, warn
 from outrider.files import read_mapping
 
@@ -30,6 +32,7 @@ TEMPLATE = "data.template"  # the option of most commands that train
 _MOST_TEXT, _MOST_TIMES = 2**20, 16  # limits: characters a template adds, and repetitions of each message
 _CHARS_A_TOKEN = 16  # of a beginning that is tokenised first, for each token of the context
 _MARK = "\ue000"  # a private-use character, which templates leave unchanged
+_Rendered = tuple[str, list[tuple[int, int]] | None]  # a text, and the spans of the assistant's turns; None for text
 
 
 class Document(NamedTuple):
@@ -43,7 +46,9 @@ class Document(NamedTuple):
 # ------------------------------------------------------------------------------------- records → tokens
 
 
-def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
+def encode(
+    records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str, counts: Counts | None = None
+) -> list[Document]:
     """The documents of records, in order: one each, or of a record with the target's own tokens one for each text that
     the target has read. Only its answers are supervised, token for token. Where they are of another tokenizer or
     template the text is tokenised as that of any record, and a warning says so.
@@ -57,13 +62,31 @@ def encode(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, templa
     token is supervised if it begins inside an assistant turn. The end-of-turn token counts as inside, unless the answer
     is truncated. The whole rendering is tokenised at once, which needs a fast tokenizer that reports text offsets.
 
+    A record that the template refuses, with calls of tools that it leaves out, or with a token that the model has no
+    row for, is left out and counted in `counts`; None: it raises `UnusableTextError`.
+
     Raises `UserError` for a tokenizer without chat template or offsets, and for a chat template that does not
     reproduce the history.
     """
-    own = [_own_documents(record, tokenizer, template) for record in records]
-    texts = [record for record, documents in zip(records, own, strict=True) if not documents]
-    others = iter(_tokenised(texts, tokenizer, template))
-    return [document for documents in own for document in documents or [next(others)]]
+    counted = nullcontext if counts is None else counts.refusing
+    found = [_own_documents(record, tokenizer, template) for record in records]
+    rendered: dict[int, _Rendered] = {}
+    for number, record in enumerate(records):
+        if not found[number]:
+            with counted():
+                rendered[number] = _render_record(record, tokenizer, template)
+    texts = [records[number] for number in rendered]
+    for number, document in zip(rendered, _tokenised(texts, [*rendered.values()], tokenizer, template), strict=True):
+        found[number] = [document]
+        if counts is not None and not document.supervised.any():
+            counts.first = counts.first or f"{records[number]['id']}: no answer of the assistant"
+    usable: list[Document] = []
+    for record, documents in zip(records, found, strict=True):
+        with counted():
+            for document in documents:
+                require_rows(document.ids, tokenizer, record["id"])
+            usable += documents
+    return usable
 
 
 def _own_documents(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
@@ -96,11 +119,9 @@ def _digest_of(tokenizer: PreTrainedTokenizerBase, _: int) -> str:
     return tokenizer_digest(tokenizer)[:16]
 
 
-def _tokenised(records: Sequence[Record], tokenizer: PreTrainedTokenizerBase, template: str) -> list[Document]:
-    rendered: list[tuple[str, list[tuple[int, int]] | None]] = [
-        (record["text"], None) if "text" in record else _render_conversation(record, tokenizer, template)
-        for record in records
-    ]
+def _tokenised(
+    records: Sequence[Record], rendered: Sequence[_Rendered], tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[Document]:
     chat = any(spans is not None for _, spans in rendered)
     if chat and not tokenizer.is_fast:
         raise UserError(
@@ -140,6 +161,7 @@ def render_prompt(
     option: str = "template",
     said: Sequence[Sequence[int]] = (),
     most: int | None = None,
+    where: str = "prompt",
 ) -> list[int]:
     """Token ids to decode from: the conversation so far and the opening of the assistant's next turn.
 
@@ -151,8 +173,8 @@ def render_prompt(
     in the prompt as far as the template gives their text again after the same prompt. most: the context, see
     `ids_within`.
 
-    Raises `UserError` if the tokenizer has no chat template although one is needed, if it refuses the turns, and for
-    a lone surrogate.
+    Raises `UserError` if the tokenizer has no chat template although one is needed, and for a lone surrogate, and
+    `UnusableTextError`, naming `where`, if the template refuses the turns or a token has no row in the model.
     """
     require_choice("template", template, PROMPT_TEMPLATES)
     messages = [
@@ -165,9 +187,11 @@ def render_prompt(
     known: list[list[int]] = []
     for place, ids in zip(answers, said, strict=False):
         if ids and place:
-            before = _render(messages[:place], tokenizer, template, option, most)
+            before = _render(messages[:place], tokenizer, template, option, most, where)
             known.append([*_with_known(before, known, tokenizer), *ids])
-    return _with_known(_render(messages, tokenizer, template, option, most), known, tokenizer)
+    rendered = _with_known(_render(messages, tokenizer, template, option, most, where), known, tokenizer)
+    require_rows(rendered, tokenizer, where)
+    return rendered
 
 
 def _render(
@@ -176,11 +200,12 @@ def _render(
     template: str,
     option: str = TEMPLATE,
     most: int | None = None,
+    where: str = "prompt",
 ) -> list[int]:
     """Token ids of messages, and of the opening of an answer if the last is the user's."""
     opening = messages[-1]["role"] == "user"
     if template in ("auto", "tokenizer"):
-        return ids_within(_apply(tokenizer, messages, "prompt", option, opening=opening), tokenizer, most)
+        return ids_within(_apply(tokenizer, messages, where, option, opening=opening), tokenizer, most)
     text = _vicuna(messages, tokenizer)[0] + "ASSISTANT:" * opening if template == "vicuna" else _bare(messages)[0]
     ids = ids_within(text, tokenizer, most)
     if adds_bos(tokenizer) and ids[:1] != [tokenizer.bos_token_id]:
@@ -298,15 +323,20 @@ def _inside(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
 # --------------------------------------------------------------------------------------------- templates
 
 
-def _render_conversation(
-    record: ChatRecord, tokenizer: PreTrainedTokenizerBase, template: str
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation up to its last answer, and the spans of the assistant's turns in it."""
+def _render_record(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> _Rendered:
+    """The text of a record; of a conversation up to its last answer."""
+    if "text" in record:
+        return record["text"], None
     messages = record["messages"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         return "", []
     messages = messages[: answers[-1] + 1]
+    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    text = _apply(tokenizer, messages, record["id"]) if calls and template == "tokenizer" else ""
+    if left_out := [name for name in calls if name not in text]:
+        said = f"it calls tools ({left_out[0]!r}), which its chat template does not render"
+        raise UnusableTextError(f"{record['id']}: {said}")
     text, spans = _render_answers(messages, tokenizer, template, record["id"])
     if record.get("truncated"):  # the last span ends where a mark appended to its text is rendered
         last = messages[-1] | {"content": messages[-1]["content"].rstrip() + _MARK}
@@ -364,13 +394,13 @@ def _apply(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=opening
         )
     except Exception as error:  # a template is code: it may raise any error, to refuse the turns or by a bug
-        raise UserError(
+        raise UnusableTextError(
             f"{where}: the chat template of {_name(tokenizer)} refuses this conversation ({reason(error)}); "
-            + _other_template(option)
+            "leave it out; what its system message says may begin the user's first turn"
         ) from error
     given = sum(len(message["content"]) for message in messages)
     if len(rendered) > _MOST_TEXT + _MOST_TIMES * given:
-        raise UserError(
+        raise UnusableTextError(
             f"{where}: the chat template of {_name(tokenizer)} makes {len(rendered)} characters of {given}; "
             + _other_template(option)
         )
@@ -389,25 +419,6 @@ def _bare(messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         text += ("\n" if text else "") + message["content"]
         spans += [(start, len(text))] if message["role"] == "assistant" else []
     return text, spans
-
-
-def renderable(
-    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, template: str, counts: Counts
-) -> Iterator[Record]:
-    """The records without those with calls of tools that `template` does not render, which are counted as malformed."""
-    for record in records:
-        messages = record["messages"] if "messages" in record else []  # noqa: SIM401 (a text has none)
-        if messages and all(message["role"] != "assistant" for message in messages):
-            counts.first = counts.first or f"{record['id']}: no answer of the assistant"
-        calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
-        try:
-            text = _apply(tokenizer, messages, "it calls tools") if calls and template == "tokenizer" else ""
-            if left_out := [name for name in calls if name not in text]:
-                raise UserError(f"it calls tools ({left_out[0]!r}), which its chat template does not render")
-            yield record
-        except UserError as error:
-            counts["records"] -= 1
-            counts.refuse("malformed", f"{record['id']}: {error}")
 
 
 def _vicuna(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[tuple[int, int]]]:

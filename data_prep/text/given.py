@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from data_prep.text.chat import encode, render_prompt, renderable
+from data_prep.text.chat import encode, render_prompt
 from data_prep.text.prompts import read_prompts
-from data_prep.text.records import Counts, Record
+from data_prep.text.records import Counts
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from draft_models.targets.encoder import open_encoder
@@ -55,20 +55,18 @@ def _sources(config: Any) -> Iterator[tuple[str, DataConfig]]:
 def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:
     counts = Counts()
     both = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
-    records: Iterator[Record] = chain.from_iterable(both)
-    if tokenizer is not None and not asking:
-        records = renderable(records, tokenizer, data.template, counts)
-    record = next(records, None)
-    if record is None:
-        raise UserError(f"{key}: no usable record in path={list(data.path)}; the first: {counts.first or 'none'}")
-    if tokenizer is None:
-        return
-    if "messages" in record:
-        users = [place for place, message in enumerate(record["messages"]) if message["role"] == "user"]
-        first = record["messages"][: users[0] + 1] if users else ("a question",)
-        render_prompt(first, tokenizer, data.template, f"{key}.template")
-    if not asking:
-        encode([record], tokenizer, data.template)
+    for record in chain.from_iterable(both):
+        with counts.refusing():
+            if tokenizer is None:
+                return
+            if "messages" in record:
+                users = [place for place, message in enumerate(record["messages"]) if message["role"] == "user"]
+                first = record["messages"][: users[0] + 1] if users else ("a question",)
+                render_prompt(first, tokenizer, data.template, f"{key}.template", where=record["id"])
+            if not asking:
+                encode([record], tokenizer, data.template)
+            return
+    raise UserError(f"{key}: no usable record in path={list(data.path)}; the first: {counts.first or 'none'}")
 
 
 def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:

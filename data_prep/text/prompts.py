@@ -50,6 +50,8 @@ def read_prompts(
         ]
     if not found:
         raise UserError(f"prompts={prompts}: no prompt in it")
+    if limit is not None and len(found) < limit and isinstance(prompts, str):
+        print(f"num_prompts={limit}: {prompts} has {len(found)} prompts, and all of them are taken", flush=True)
     found = _with_own_ids(found)
     return found if limit is None else _spread(found, limit)
 

@@ -5,11 +5,13 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, cast, final
 
+from draft_models.targets.vocabulary import UnusableTextError
 from outrider.errors import UserError, require, warn
 from outrider.files import is_text, parse_json
 from outrider.settings import construct
@@ -114,13 +116,22 @@ class Counts(Counter[str]):
         self[kind] += 1
         self.first = self.first or why
 
+    @contextmanager
+    def refusing(self, among: str = "records") -> Iterator[None]:
+        """Count an `UnusableTextError` in place of raising it, and its record no longer `among` the usable ones."""
+        try:
+            yield
+        except UnusableTextError as error:
+            self[among] -= 1
+            self.refuse("refused", str(error))
+
 
 def warn_of_unused(counts: Mapping[str, int], first: str) -> None:
     """Warn of what could not be used, if `first` says why."""
     if first:
-        kinds = ("empty", "malformed", "unreadable", "unsupervised")
+        kinds = ("empty", "malformed", "unreadable", "unsupervised", "refused", "skipped")
         found = " ".join(f"{kind}={counts[kind]}" for kind in kinds if counts.get(kind))
-        warn(f"data: left out {found}; the first: {first}")
+        warn(f"data: left out {found}; one of them: {first}")
 
 
 def find_layout(record: object, layout: str, column: str | None, where: str) -> FileLayout:

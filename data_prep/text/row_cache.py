@@ -25,6 +25,7 @@ COUNTS = (
     "malformed",
     "unreadable",
     "dropped_rows",
+    "refused",
 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.text.chat import Document, encode, renderable, warn_of_template
+from data_prep.text.chat import Document, encode, warn_of_template
 from data_prep.text.mixing import interleave, rows_taken
 from data_prep.text.pieces import batches
 from data_prep.text.records import Counts, Record, warn_of_unused
@@ -36,6 +36,7 @@ from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split, content_digest, read_records
 from draft_models.losses import IGNORE
 from draft_models.targets.fingerprint import tokenizer_digest
+from draft_models.targets.vocabulary import rows_of
 from outrider.errors import UserError, require
 from outrider.progress import Stage
 
@@ -244,9 +245,9 @@ def _documents(
 ) -> Iterator[Document]:
     """Tokenised records. Conversations are clipped to seq_len, and dropped without labels; both are counted."""
     with Stage(f"tokenising {split}", unit="records") as stage:
-        records = renderable(read_records(config, split, counts), tokenizer, config.template, counts)
+        records = read_records(config, split, counts)
         for batch in batches(records, _characters, _CHARACTERS_A_BATCH, _RECORDS_A_BATCH):
-            for ids, supervised, whole in encode(batch, tokenizer, config.template):
+            for ids, supervised, whole in encode(batch, tokenizer, config.template, counts):
                 if whole:
                     counts["clipped"] += len(ids) > seq_len
                     ids, supervised = ids[:seq_len], supervised[:seq_len]
@@ -309,7 +310,7 @@ def _count_row(row: tuple[np.ndarray, np.ndarray, np.ndarray], counts: Counter[s
 
 def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
     found = ", ".join(f"{name}={counts[name]}" for name in COUNTS if counts[name]) or "nothing"
-    first = f"; the first: {counts.first}" if counts.first else ""
+    first = f"; one of them: {counts.first}" if counts.first else ""
     where = f"data source={config.source} path={', '.join(config.path)}" if config.path else "data"
     if not counts["records"]:
         remedy = "give more data or raise heldout_fraction" if split == "heldout" else "give more data"
@@ -332,6 +333,7 @@ def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: 
         "tokenizer": [tokenizer_digest(tokenizer), tokenizer.chat_template],
         "seq_len": seq_len,
         "split": split,
+        "embedding_rows": rows_of(tokenizer),  # which decides what is left out
     }
     return _digest(parts)
 

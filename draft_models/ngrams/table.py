@@ -179,6 +179,13 @@ class TrigramTable:
                 f"this one is {digest[:12]}); build it again with tokenizer= the target's"
             )
 
+    def require_rows(self, rows: int, where: str) -> None:
+        """Raise `UserError` if the table could draft an id of `rows` or more; its tokenizer may have more ids."""
+        kept, larger = self.suffixes, self.vocabulary > rows
+        found = larger and any(bool((level.tokens >= rows).any()) for level in self.levels.values())
+        if found or (larger and kept is not None and kept.starts[rows] < kept.starts[-1]):
+            raise UserError(f"{where}: it holds ids beyond the target's {rows}; build it from other texts")
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""

@@ -4,13 +4,15 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.card import serving
-from draft_models.draft_vocabulary import read_draft_vocabulary, widen
+from draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
 from draft_models.targets.architectures import read_config, why_not_by_layers
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.model_spec import UNLIMITED
 from draft_models.targets.open_target import load_proven, load_tokenizer, special_tokens
 from draft_models.targets.proof import NotByLayersError, prove_rows, require_all_kept
 from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Target
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.targets.whole_model import WholeModel
 from outrider.errors import UserError
@@ -50,14 +52,23 @@ def load_small_lm(
     return layer_stack(model)
 
 
-def load_whole_lm(source: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str) -> PreTrainedModel:
+def last_id(lm: Target) -> int:
+    """The highest id that `lm` can read; no limit for one with a draft vocabulary, which reads all others as one."""
+    return UNLIMITED if lm.predicted is not None else lm.config.vocab_size - 1
+
+
+def load_whole_lm(
+    source: str, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype | str, rows: int | None
+) -> PreTrainedModel:
     """The causal LM in `source` as engines load it: one over some of the tokens is widened to all of them.
 
-    Raises `UserError` if it cannot be loaded.
+    rows: of its target's embedding, which its own gets too; None: not known. Raises `UserError` if it cannot be loaded.
     """
     model = load_causal_lm(source, None, role="small_lm", dtype=dtype)
     if (own := read_draft_vocabulary(source, None, read_config(source, role="small_lm"))) is not None:
         widen(model, own, special_tokens(tokenizer))
+    if rows is not None:
+        fit_rows(model, rows, special_tokens(tokenizer))
     return model
 
 

@@ -24,7 +24,7 @@ from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import TensorFiles, open_tensors
-from draft_models.targets.vocabulary import vocabulary_digest
+from draft_models.targets.vocabulary import for_rows, rows_of, vocabulary_digest
 from outrider.errors import UserError, reason
 
 
@@ -46,8 +46,8 @@ class OpenTarget:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer."""
-        return load_tokenizer(self.source, self.revision)
+        """Its tokenizer, which knows how many of its tokens the embedding has rows for (see `for_rows`)."""
+        return for_rows(load_tokenizer(self.source, self.revision), self.config.get_text_config().vocab_size)
 
     @cached_property
     def vocabulary_digest(self) -> str:
@@ -135,8 +135,10 @@ def load_proven(
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """The tokenizer's special token ids, under their names in model configs."""
-    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    """The tokenizer's special token ids, under their names in model configs; None for one without a row (`rows_of`)."""
+    found = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    rows = rows_of(tokenizer)
+    return {name: None if rows and token is not None and token >= rows else token for name, token in found.items()}
 
 
 def open_target(source: str, revision: str | None = None, *, by_layers: bool = True) -> OpenTarget:

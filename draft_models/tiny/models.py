@@ -25,6 +25,7 @@ from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.targets.vocabulary import vocabulary_digest
 from outrider.errors import reason
+from outrider.saving import save_parts
 
 WINDOW = 48  # of sliding attention: shorter than the texts of a rehearsal
 # By the `model_type` of transformers: what its config needs beside the sizes that all have (see `save_tiny_model`).
@@ -137,10 +138,9 @@ def save_tiny_model(
             dtype=torch.float32,
             trust_remote_code=False,
         )
-    model.save_pretrained(path)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    tokenizer.save_pretrained(path)
+    save_parts(path, model, tokenizer)
 
 
 def tiny_head(target: PreTrainedConfig) -> Eagle3:

@@ -21,7 +21,7 @@ def main(config: ChatConfig) -> None:
         config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
         small_lm=config.small_lm, eagle3=config.eagle3, table=config.table, dtype=config.dtype, device=config.device,
         runtime=config.runtime, template=config.template, target=config.target if config.checkpoint else None,
-        conversations=True,
+        conversations=config.system or True,
     )  # fmt: skip
     screen = open_screen(sys.stdout)
     try:

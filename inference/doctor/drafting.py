@@ -6,6 +6,7 @@ from transformers.cache_utils import DynamicCache
 
 from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit.model import EarlyExit
+from draft_models.small_lm.model import last_id
 from draft_models.targets.band import Band
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Target
@@ -59,5 +60,5 @@ def draft_by_exit(drafter: EarlyExit, stack: LayerStack, recording: Recording) -
 def draft_by_lm(lm: Target, recording: Recording) -> Tensor:
     """Logits [1, places, V'] of a small LM; its vocabulary size V' may differ from the target's."""
     start = recording.places[0] - 1
-    logits, _ = read(lm, recording.tokens.tolist(), start)
+    logits, _ = read(lm, recording.tokens.clamp(max=last_id(lm)).tolist(), start)
     return logits[None, [place - 1 - start for place in recording.places]]

@@ -6,6 +6,7 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.text.chat import encode
+from data_prep.text.records import Counts
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from draft_models.targets.fingerprint import Fingerprint
@@ -67,7 +68,7 @@ def learned_from(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Fact
         return Fact("learned from", "not looked at: its data lies on the Hub")
     try:
         records = list(islice(read_records(config, "train"), RECORDS))
-        documents = encode(records, tokenizer, config.template)
+        documents = encode(records, tokenizer, config.template, Counts())
     except UserError as error:
         return Fact("learned from", f"not known: its data cannot be read any more ({error})")
     tokens = sum(len(one.ids) for one in documents)

@@ -21,6 +21,7 @@ from inference.engines.footprint import Place, cache_bytes, count, pass_bytes
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
+from outrider.saving import save_parts
 
 
 class EarlyExitSource:
@@ -135,7 +136,7 @@ class EarlyExitPlugin(ModelDrafterPlugin[Calibrated[EarlyExit]]):
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         drafter = from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
-        as_causal_lm(drafter, target, dtype).save_pretrained(folder)
+        save_parts(folder, as_causal_lm(drafter, target, dtype))
 
     def draft_model(self, model: Calibrated[EarlyExit], method: MethodConfig) -> DraftModel:
         return EarlyExitSource(model.drafter)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from draft_models.calibration.checkpoint import drafter_digest
 from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.checkpoint import holds_head
-from draft_models.small_lm.model import TRAINING_FILE, SmallLM, load_small_lm, load_whole_lm
+from draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm
 from draft_models.targets.architectures import position_limit, read_config
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.narrowed import is_narrowed
@@ -30,6 +30,7 @@ from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError
+from outrider.saving import save_parts
 
 
 class SmallLMSource:
@@ -58,7 +59,8 @@ class SmallLMSource:
             )
         self.target = session
         self.vocabulary = session.vocabulary
-        prompt = session.tokens.to(self.lm.device)
+        self._last = last_id(self.lm)
+        prompt = self._known(session.tokens.to(self.lm.device))
         self.session = session.draft_session(self.lm)
         self.session.feed(prompt, chain_parents(0, len(prompt)))
         self.session.commit(range(len(prompt)))
@@ -72,9 +74,13 @@ class SmallLMSource:
         elif waiting:
             parents = [parent + waiting for parent in parents]
         skip = waiting if first else 0
-        hidden, logits = self.session.extend(tokens, parents, len(parents) - skip)
+        hidden, logits = self.session.extend(self._known(tokens), parents, len(parents) - skip)
         self.hidden = hidden[skip:]
         return logits if self.predicted is not None else fit_vocabulary(logits, self.vocabulary)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The ids, with the last one that it has a row for in place of higher ones, of which a text may have some."""
+        return tokens if self._last >= self.vocabulary - 1 else tokens.clamp(max=self._last)
 
     @property
     def target_hidden(self) -> Tensor:
@@ -147,7 +153,7 @@ class SmallLMPlugin(ModelDrafterPlugin[Model]):
         return None if own is None else own.tokens.tolist()
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
-        load_whole_lm(where, target.tokenizer, dtype).save_pretrained(folder)
+        save_parts(folder, load_whole_lm(where, target.tokenizer, dtype, target.vocabulary_size))
 
     def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
         config = read_config(where, role="small_lm")

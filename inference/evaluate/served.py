@@ -37,6 +37,7 @@ from inference.settings.serving import MODULES, draft_length, python_in, why_not
 from outrider.errors import require
 from outrider.files import write_atomically
 from outrider.progress import counted
+from outrider.saving import save_parts
 from outrider.streams import Streams
 
 FILE = "served.jsonl"
@@ -223,7 +224,7 @@ def _exported(config: EvaluateConfig, setup: TargetSetup, source: str, where: st
     if not made.exists():
         part = made.with_suffix(".part")  # a stopped run may have left one
         config.plugin(KINDS[source]).serve(where, setup.target, setup.dtype, part)
-        setup.tokenizer.save_pretrained(part)
+        save_parts(part, setup.tokenizer)
         part.rename(made)
     return made
 

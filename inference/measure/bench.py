@@ -13,6 +13,7 @@ import torch
 from data_prep.text.chat import render_prompt, spoken
 from data_prep.text.prompts import Prompt
 from draft_models.targets.model_spec import context_limit
+from draft_models.targets.vocabulary import UnusableTextError
 from inference.core.runtime import KernelChoice
 from inference.core.stopwatch import Clock, synchronized_clock
 from inference.loading.targets import Models, TargetSetup, context_length
@@ -60,8 +61,8 @@ class Prepared:
 
 def render(setup: TargetSetup, prompt: Prompt, texts: Sequence[str], said: Sequence[Sequence[int]] = ()) -> list[int]:
     """The ids of `texts`, alternating user turns and answers (`said`: their ids), rendered as `prompt` requires."""
-    template = setup.chat_template if prompt.chat else "none"
-    return render_prompt(texts, setup.tokenizer, template, said=said, most=context_limit(setup.config))
+    template, most = setup.chat_template if prompt.chat else "none", context_limit(setup.config)
+    return render_prompt(texts, setup.tokenizer, template, said=said, most=most, where=f"prompt {prompt.id}")
 
 
 def longest_text(turns: Sequence[Sequence[Sequence[int]]], max_new_tokens: int, context: int) -> int:
@@ -196,11 +197,16 @@ def measure_prompt(
     context = context_length(setup, models.drafters)
     for number, turn in enumerate(prompt.turns):
         texts.append(turn)
-        ids = first if number == 0 else render(setup, prompt, texts, [result.answer for result in results])
+        try:
+            known = [result.answer for result in results]
+            ids, why = render(setup, prompt, texts, known) if results else first, ""
+        except UnusableTextError as error:  # by what the target has answered
+            ids, why = [], str(error)
         if len(ids) + config.max_new_tokens > context:
-            print(f"skipped prompt={prompt.id} turn={number + 1} tokens={len(ids)}: beyond the context", flush=True)
-            room = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
-            reasons = itertools.chain([room], itertools.repeat("a turn before it was left out"))
+            why = f"{len(ids)} tokens and {config.max_new_tokens} new ones in a context of {context}"
+        if why:
+            print(f"skipped prompt={prompt.id} turn={number + 1}: {why}", flush=True)
+            reasons = itertools.chain([why], itertools.repeat("a turn before it was left out"))
             return tuple(results), tuple(map(Skipped, names[number:], reasons))
         result = measure(
             bench.arms,

@@ -133,6 +133,5 @@ class NgramProposer:
     @cached_property
     def _table(self) -> TrigramTable:
         table = TrigramTable.open(self._where)
-        limit = f"a table of ids below the model's {self._vocabulary}, not {table.vocabulary}"
-        require(table.vocabulary <= self._vocabulary, TABLE_VARIABLE, self._where, limit)
+        table.require_rows(self._vocabulary, f"{TABLE_VARIABLE}={self._where}")
         return table

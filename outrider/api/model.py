@@ -127,13 +127,14 @@ class Model:
     last text that was generated to its end, by whichever thread.
     """
 
-    def __init__(self, config: EvaluateConfig, name: str, conversations: bool = False):
+    def __init__(self, config: EvaluateConfig, name: str, conversations: bool | str = False):
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
         with Stage("loading"):
             self.setup = setup = find_setup(config)
-            if conversations:
-                self._ids([{"role": "user", "content": "?"}])  # raises if no template is known
+            if conversations is not False:  # it raises if no template is known, or if that refuses a system message
+                system = [{"role": "system", "content": conversations}] if isinstance(conversations, str) else []
+                self._ids([*system, {"role": "user", "content": "?"}])
             target, dtype, device = setup.target, setup.dtype, setup.device
             self.drafters = load_drafters(config, target, dtype=dtype, device=device)
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
@@ -279,13 +280,13 @@ class Model:
                 require(0 <= token < most, f"{key}[{place}]", token, f"a token id of the target: 0 to {most - 1}")
             return [*prompt]
         if isinstance(prompt, str):
-            ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config))
+            ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config), where=key)
         else:
             talk, template = _conversation(prompt, key), self.setup.chat_template
             written = [message.get("ids") for message in talk if message["role"] == "assistant"]
             said = [self._ids(own, f"{key}: ids") if _are_ids(own) else [] for own in written]
-            most = context_limit(self.setup.config)
-            ids = render_prompt(cast("list[Message]", talk), self.tokenizer, template, said=said, most=most)
+            most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
+            ids = render_prompt(turns, self.tokenizer, template, said=said, most=most, where=key)
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
         return ids
 
@@ -362,7 +363,7 @@ def load(
     device: str = "auto",
     runtime: Runtime = "auto",
     template: PromptTemplate = "auto",
-    conversations: bool = False,
+    conversations: bool | str = False,
 ) -> Model:
     """Load a target with a drafter, ready to decode.
 
@@ -373,8 +374,8 @@ def load(
     name: a name for your own settings.
     target: the drafter's target; for an early exit, the target's current path.
     small_lm, eagle3, table, drafters, template: as the options of evaluate-checkpoint.
-    conversations: whether there will be some: then it is an error now, before the weights are loaded, if no template
-    for them is known.
+    conversations: whether there will be some, or the system message of all: then it is an error now, before the weights
+    are loaded, if no template for them is known.
 
     Raises `UserError` for missing or unusable inputs.
     """

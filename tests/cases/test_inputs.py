@@ -339,7 +339,7 @@ def test_calls_of_tools_that_a_template_leaves_out_are_told(tmp_path: Path, caps
     alone.write_text(jsonl([tool_talk(0, "no JSON"), tool_talk(1)]))
     assert rows_of(mixed).counts["records"] == len(TALKS)
     assert "mixed.jsonl:1: it calls tools" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"malformed=2.*alone\.jsonl:1: turn 2"):
+    with pytest.raises(UserError, match=r"malformed=1.*refused=1.*alone\.jsonl:1: turn 2"):
         rows_of(alone)
 
 

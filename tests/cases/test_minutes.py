@@ -234,7 +234,8 @@ def test_with_none_a_prompt_is_its_text_and_the_answer_continues_it(tmp_path: Pa
     tokenizer, question = byte_tokenizer(), "The first prime is"
     (tmp_path / "p.jsonl").write_text(json.dumps({"turns": [question, "More?"]}))
     words = ["target=t", "data=local", f"data.path={tmp_path}/p.jsonl", "data.layout=prompts", "data.template=none"]
-    (task,) = read_tasks(compose_and_build("generate_responses", words), tokenizer, Todo())
+    (task,) = read_tasks(compose_and_build("generate_responses", words), tokenizer, todo := Todo())
+    todo.add(task, tokenizer)
     assert (task.messages, task.prompt) == (None, render_prompt([question], tokenizer, "none"))
     talk = [{"role": "user", "content": question}, {"role": "assistant", "content": "2"}]
     (document,) = encode([{"id": "t", "messages": talk}], tokenizer, "none")

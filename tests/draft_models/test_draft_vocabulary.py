@@ -1,5 +1,6 @@
 """A drafter over some tokens of the vocabulary: chosen by frequency, stored, decoded with, and still lossless."""
 
+import copy
 import itertools
 import json
 from dataclasses import replace
@@ -10,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
-from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, places
+from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, fit_rows, places
 from draft_models.early_exit.checkpoint import (
     WEIGHTS_FILE,
     from_pretrained,
@@ -33,7 +35,7 @@ from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiers import quick_where, typical_where
-from tests.tiny import LAYERS, VOCABULARY, random_prompt, save_target
+from tests.tiny import LAYERS, VOCABULARY, open_stack, random_prompt, save_target
 from tests.train import jobs
 from train.recipes.early_exit import train_early_exit
 
@@ -62,6 +64,23 @@ def test_other_tokens_have_no_probability_at_any_temperature(dtype: torch.dtype)
         distribution = (whole.float() / temperature).softmax(-1)
         assert distribution[..., TOKENS].sum(-1).allclose(torch.ones(2, 3))
         assert (distribution > 0).sum() <= 2 * 3 * 5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rows", [200, VOCABULARY, 400])
+def test_rows_are_cut_or_padded_and_padding_is_never_likeliest(rows: int, tied: bool, tmp_path: Path) -> None:
+    whole, _ = open_stack(save_target(tmp_path, tied=tied))
+    fitted, ids = copy.deepcopy(whole), torch.tensor([random_prompt(20)]).clamp(max=199)
+    fit_rows(fitted, rows, {"pad_token_id": None})
+    shared = min(rows, VOCABULARY)
+    before, after = whole(ids).logits, fitted(ids).logits
+    assert after.shape[-1] == rows == fitted.config.vocab_size
+    assert torch.equal(before[..., :shared], after[..., :shared])
+    assert int(after.argmax(-1).max()) < shared
+    fitted.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(again(ids).logits, after)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
 
 
 def test_labels_by_their_place() -> None:

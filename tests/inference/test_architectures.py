@@ -230,7 +230,7 @@ def test_prompts_are_checked_against_both_models(tmp_path: Path, monkeypatch: py
         target=str(target), small_lm=str(small), methods={"m": MethodConfig(source="small_lm")}, max_new_tokens=100,
         out_dir=str(tmp_path / "out"),
     )  # fmt: skip
-    monkeypatch.setattr(bench, "render_prompt", lambda *_: random_prompt(29))
+    monkeypatch.setattr(bench, "render_prompt", lambda *_, **__: random_prompt(29))
     with pytest.raises(UserError, match="29 tokens, expected 1 to 28"):
         compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
 

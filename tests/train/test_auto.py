@@ -72,6 +72,18 @@ def test_all_minutes_are_given_out() -> None:
         choose(replace(CONFIG, minutes=4.0), LOOK, {})
 
 
+def test_of_few_answers_enough_are_held_out() -> None:
+    """And a measured text takes half of a short context at most."""
+    shares = {}
+    for prompts in (10, 40, 4000):
+        look = replace(LOOK, prompts=prompts, context=120)
+        pipeline = pipeline_of(replace(CONFIG, train=TRAINED), BASE, Choice(TRAINED, {}, {}), look)
+        said = [option for option in pipeline.options("eesd") if option.startswith("data.heldout_fraction=")]
+        shares[prompts] = float(said[0].partition("=")[2]) if said else None
+        assert "max_new_tokens=60" in pipeline.options("report")
+    assert shares == {10: 0.5, 40: 0.2, 4000: None}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kinds", [(), ("early_exit",), ("small_lm", "eagle3"), TRAINED])
 def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...]) -> None:

@@ -284,7 +284,7 @@ def test_openvino_gets_what_its_own_tool_makes(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_tokenizer_is_refused(tiny_models: Path, tmp_path: Path) -> None:
-    WIDE_TARGET.save_pretrained(tmp_path / "target")
+    save_target(tmp_path / "target")
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(tmp_path / "target")

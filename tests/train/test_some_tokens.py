@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draft_models.draft_vocabulary import TOKENS_FILE, narrow, places, widen
+from draft_models.draft_vocabulary import TOKENS_FILE, narrow, places, read_draft_vocabulary, widen
 from draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
 from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.architectures import load_config
+from draft_models.targets.architectures import load_config, read_config
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.narrowed import DraftVocabulary, is_narrowed
 from draft_models.targets.open_target import load_tokenizer, open_target
@@ -194,5 +194,12 @@ def test_a_finished_one_of_some_tokens_goes_on(tmp_path: Path) -> None:
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-9)
     assert (tmp_path / "one" / TOKENS_FILE).read_bytes() == (tmp_path / "two" / TOKENS_FILE).read_bytes()
+    save_target(tmp_path / "padded", kv_heads=2, vocab_size=384)
+    padded = replace(on, target=str(tmp_path / "padded"), teacher="online", out_dir=str(tmp_path / "for padded"))
+    finetune_drafter(padded)
+    config = read_config(padded.out_dir, role="small_lm")
+    found = read_draft_vocabulary(padded.out_dir, None, config)
+    assert found is not None
+    assert found.vocabulary == 384
     with pytest.raises(UserError, match="draft_vocabulary=24: expected null, as drafter"):
         finetune_drafter(replace(on, draft_vocabulary=24, out_dir=str(tmp_path / "three")))

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from outrider.errors import UserError, reason
+from outrider.files import write_atomically
 from train.core import sharding
 
 WEIGHTS_FILE = "model.safetensors"
@@ -22,7 +23,7 @@ def save_trained(model: nn.Module, folder: Path, write: bool) -> None:
     weights = sharding.whole_parameters(trained_parameters(model).items())
     if write:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.contiguous() for name, value in weights.items()}, folder / WEIGHTS_FILE)
+        write_atomically(folder / WEIGHTS_FILE, save({name: value.contiguous() for name, value in weights.items()}))
 
 
 def load_trained(model: nn.Module, folder: Path) -> None:

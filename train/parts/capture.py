@@ -24,7 +24,7 @@ from inference.drafters.shaped import ModelDrafter
 from inference.measure.time_limit import TimeLimit, spread_order
 from inference.shapes.factory import Chain
 from inference.stopping.interface import Step
-from outrider.errors import UserError
+from outrider.errors import UserError, require
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import say
 from outrider.progress import counted
@@ -83,8 +83,13 @@ def capture_splits(
     begun = bool(run_dir.checkpoints(out_dir))  # then the set of examples is fixed
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
     minutes, texts = config.minutes, sum(counts.values())  # the remaining minutes and texts
-    for split, count in counts.items():
-        prompts = texts_of(split, count)
+    every = {split: texts_of(split, count) for split, count in counts.items()}
+    for split, prompts in every.items():  # known before a target is loaded
+        require(bool(prompts), "data", config.data.source, f"a text of the {split} split that can be continued")
+        if len(prompts) < counts[split]:
+            say(f"calibrate split={split}: {len(prompts)} texts, not {counts[split]}: there are no more")
+    for split, prompts in every.items():
+        count = counts[split]
         known = [text.prompt if text.answer is None else text for text in prompts]
         folder = require_writable(out_dir / "captured" / f"{split}-{digest_of([settings, known])}")
         limit = TimeLimit(minutes and minutes * count / texts)

@@ -21,24 +21,21 @@ from train.settings.fit import FitConfig
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
 
 
-def pick_tokens(
-    size: int | None, target: OpenTarget, rows: TrainRows, heldout: TrainRows, limit: int | None = None
-) -> Tensor | None:
-    """The draft vocabulary [size]; prints its coverage. None for all tokens. Raises `UserError`.
+def require_vocabulary(size: int | None, target: PreTrainedConfig) -> None:
+    """Raise `UserError` if a draft vocabulary of `size` tokens is larger than the target's."""
+    if size is not None and size > target.vocab_size:
+        raise UserError(f"draft_vocabulary={size}: the target has {target.vocab_size} tokens; expected at most as many")
 
-    limit: the vocabulary size of the model that the drafter starts from, if it differs from the target's.
-    """
+
+def pick_tokens(size: int | None, target: OpenTarget, rows: TrainRows, heldout: TrainRows) -> Tensor | None:
+    """The draft vocabulary [size]; prints its coverage. None for all tokens."""
     if size is None:
         return None
     vocabulary = target.config.vocab_size
-    most = vocabulary if limit is None else min(vocabulary, limit)
-    if size > most:
-        who = "the target" if most == vocabulary else "the model that training starts from"
-        raise UserError(f"draft_vocabulary={size}: {who} has {most} tokens; expected at most as many")
     step = -(-len(rows) // COUNTED_ROWS)
     counts = count_tokens((rows[index] for index in range(0, len(rows), step)), vocabulary)
-    always = [token for token in sorted(end_tokens(target)) if token < most][:size]
-    tokens = choose_tokens(counts[:most], size, always)
+    always = [token for token in sorted(end_tokens(target)) if token < vocabulary][:size]
+    tokens = choose_tokens(counts, size, always)
     held = count_tokens((heldout[index] for index in range(len(heldout))), vocabulary)
     shares = f"coverage_train={coverage(counts, tokens):.4f} coverage_heldout={coverage(held, tokens):.4f}"
     print(f"draft_vocabulary={size} of={vocabulary} {shares}", flush=True)

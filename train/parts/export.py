@@ -5,13 +5,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draft_models.draft_vocabulary import save_tokens
 from draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.errors import UserError
+from outrider.saving import save_parts
 from train.core import run_dir
+
+_REMEDY = "free space, then resume=true"
 
 
 def export(
@@ -27,13 +29,12 @@ def export(
     staged = run_dir.own_staging(out_dir)
     shutil.rmtree(staged, ignore_errors=True)
     try:
-        lm.save_pretrained(staged)
-        tokenizer.save_pretrained(staged)
+        save_parts(staged, lm, tokenizer, remedy=_REMEDY)
         if (own := draft_vocabulary_of(lm)) is not None:
             save_tokens(staged, own)
         for file in sorted(convert(staged).iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, out_dir / file.name)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"out_dir={out_dir}: cannot be written ({error}); free space, then resume=true") from None
+    except OSError as error:
+        raise UserError(f"out_dir={out_dir}: cannot be written ({error}); {_REMEDY}") from None
     finally:
         run_dir.drop_staging(staged)

@@ -21,6 +21,7 @@ from inference.loading.targets import end_tokens
 from inference.measure.statistics import acceptance_by_position, decode_statistics
 from inference.shapes.factory import Chain
 from inference.stopping.fixed import FixedLength
+from outrider.processes import say
 from outrider.progress import counted
 from train.core.trained_weights import trained_parameters
 from train.core.training import Batch, Metrics, Student, TrainRows
@@ -58,6 +59,8 @@ class Decoding:
     def of(cls, target: OpenTarget, rows: TrainRows, prompts: int, new_tokens: int) -> Self:
         """Prompts from the beginnings of the first rows, short enough that the new tokens fit the target's context."""
         longest = context_limit(target.config) - new_tokens
+        if len(rows) < prompts:
+            say(f"decode_prompts={prompts}: {len(rows)} held-out rows are decoded, there are no more")
         return cls(heldout_prompts(rows, prompts, longest), new_tokens, end_tokens(target))
 
     def __call__(self, stack: LayerStack, model: DraftModel) -> Metrics:

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from draft_models.draft_vocabulary import narrow, narrow_config, places, read_draft_vocabulary
+from draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, places, read_draft_vocabulary
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.small_lm.model import require_same_vocabulary
 from draft_models.targets.architectures import load_config
@@ -74,10 +74,10 @@ def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> Draf
     if config.draft_vocabulary is not None:
         raise UserError(f"draft_vocabulary={config.draft_vocabulary}: expected null, as drafter.path={path} has its "
                         f"own {len(own.tokens)} tokens")  # fmt: skip
-    if own.vocabulary != target.vocab_size:
+    if int(own.tokens.max()) >= target.vocab_size:
         raise UserError(f"drafter.path={path}: its tokens are some of {own.vocabulary}, the target has "
                         f"{target.vocab_size}; give the drafter of this target")  # fmt: skip
-    return own
+    return DraftVocabulary(own.tokens, target.vocab_size)  # which may be padded to another size
 
 
 def start_lm(
@@ -86,9 +86,11 @@ def start_lm(
     tokenizer: PreTrainedTokenizerBase,
     device: torch.device,
     own: DraftVocabulary | None = None,
+    rows: int | None = None,
 ) -> PreTrainedModel:
     """The drafter before training, float32: a fixed function of config, files and draft vocabulary `own` (None: all).
 
+    rows: of the target's embedding, which its own gets as well (see `fit_rows`); None: as it is.
     Exactly the parameters to train require a gradient.
     """
     drafter = config.drafter
@@ -109,9 +111,12 @@ def start_lm(
             layers = range(shape.num_hidden_layers)
             lm = load_proven(files, shape, layers, dtype=torch.float32, role="drafter.path")
             if own is not None and is_narrowed(shape):
+                narrow_config(lm.config, own)
                 lm.draft_vocabulary = own
-            elif own is not None:
-                narrow(lm, own)
+            else:
+                fit_rows(lm, rows or shape.vocab_size, special_tokens(tokenizer))
+                if own is not None:
+                    narrow(lm, own)
             lm.requires_grad_(True)
         if config.lora_rank:
             alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha

@@ -1,7 +1,6 @@
 """Packed rows with the target's cached top-k, for distillation from responses of data_prep/generate_responses.py."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
@@ -14,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.responses.answers import TopK
 from data_prep.responses.directory import Response, read_shard, top_k_documents
 from data_prep.text.chat import Document
-from data_prep.text.records import Record, SkipRecordError, find_layout, split_key, to_record
+from data_prep.text.records import Counts, Record, SkipRecordError, find_layout, split_key, to_record, warn_of_unused
 from data_prep.text.rows import PackedRows, load_rows, pack
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split, is_heldout, resolve_paths
 from draft_models.losses import IGNORE
+from draft_models.targets.vocabulary import require_rows
 from outrider.errors import UserError
 from outrider.processes import join_processes
 
@@ -112,15 +112,16 @@ def load_top_k_rows(
     Skips responses without a top-k, and responses whose text is now tokenised differently from its generation. Prints
     the counts. Raises `UserError` if no response is left, or if they have different k.
     """
-    counts = Counter(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised"), 0))
+    counts = Counts(dict.fromkeys(("responses", "without_top_k", "retokenised", "unsupervised", "refused"), 0))
     examples = list(_examples(config, tokenizer, seq_len, split, counts))
     found = " ".join(f"{name}={count}" for name, count in counts.items())
     if join_processes().is_main_process:
         print(f"data top-k split={split} {found}", flush=True)
+        warn_of_unused(counts, counts.first)
     if not examples:
         raise UserError(
             f"data path={', '.join(config.path)}: no response with the target's top-k for the {split} split (found "
-            f"{found}); make more of them with outrider generate-responses top_k_logits=K"
+            f"{found}); {counts.first or 'make more of them with outrider generate-responses top_k_logits=K'}"
         )
     widths = {top.ids.shape[1] for _, _, top in examples}
     if len(widths) > 1:
@@ -129,7 +130,7 @@ def load_top_k_rows(
 
 
 def _examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: Counter[str]
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split, counts: Counts
 ) -> Iterator[tuple[Document, np.ndarray, TopK]]:
     files = resolve_paths(config.path)
     read = ((response, file) for file in files for response in read_shard(file))
@@ -141,8 +142,13 @@ def _examples(
         if response.top is None:
             counts["without_top_k"] += 1
             continue
-        found = top_k_documents(response, tokenizer, config.template)
-        counts["retokenised"] += not found
+        found = []
+        with counts.refusing("responses"):
+            for ids in (response.top.ids, response.sequence):
+                if ids is not None:
+                    require_rows(ids.numpy(), tokenizer, f"{file}: {response.record['id']}")
+            found = top_k_documents(response, tokenizer, config.template)
+            counts["retokenised"] += not found
         for document, places, top in found:
             kept = (places > 0) & (places < seq_len)
             if not kept.any():

@@ -4,7 +4,7 @@ The training step is `CalibrationModel` (train/parts/calibration_model.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from accelerate import PartialState
 from torch import nn
 
 from data_prep.text.rehearsal import rehearsable
+from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split
 from draft_models.calibration.checkpoint import save_calibration
 from draft_models.calibration.head import CalibrationHead
@@ -57,6 +58,7 @@ def calibrate(config: CalibrateConfig) -> None:
         print(plan_capture(config, kind, config.checkpoint, target, positions, _layers_read(config, kind)), flush=True)
         return
     join_processes()
+    config = with_its_heldout(config, kind)
     digest = kind.load_plugin().reading(config.reading).digest(config.checkpoint)  # before anything is written there
     run_training(config, Recipe(config, kind, digest).prepare, config.checkpoint)
 
@@ -80,6 +82,21 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
             f"target=null: expected the model that the {kind.name} in checkpoint={config.checkpoint} is for"
         )
     return kind
+
+
+def with_its_heldout(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
+    """`config` with the held-out share that is recorded of the drafter's training: what it learned from tells nothing.
+
+    Another share than the default was given on purpose; it is kept, with a warning.
+    """
+    data = kind.load_plugin().reading(config.reading).data_of(config.checkpoint) or {}
+    recorded, given = data.get("heldout_fraction"), config.data.heldout_fraction
+    if not isinstance(recorded, float) or not 0 < recorded < 1 or recorded == given:
+        return config
+    kept = given != DataConfig.heldout_fraction
+    said = f"data.heldout_fraction={recorded:g} in the training of {config.checkpoint}"
+    (warn if kept else say)(f"{said}, {given:g} here" if kept else f"{said}, taken over")
+    return config if kept else replace(config, data=replace(config.data, heldout_fraction=recorded))
 
 
 def _layers_read(config: CalibrateConfig, kind: Kind) -> int | None:

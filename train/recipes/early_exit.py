@@ -27,7 +27,7 @@ from inference.loading.drafters import prepare
 from outrider.processes import from_main, say
 from train.core.driver import run_training
 from train.core.training import Batch, Metrics, Trained, Training, TrainRows
-from train.parts.drafter import pick_tokens, require_context
+from train.parts.drafter import pick_tokens, require_context, require_vocabulary
 from train.parts.early_exit import as_started, default_exit_layer, describe, make_student
 from train.parts.heldout import Decoding, HeldOutText, evaluation
 from train.parts.plans import describe_plan, make_plan
@@ -45,6 +45,7 @@ def train_early_exit(config: EesdConfig) -> None:
     target = open_target(config.target, config.revision)
     start, config = config.start, as_started(config)
     exit_layer = config.exit_layer or default_exit_layer(target.config)
+    require_vocabulary(config.draft_vocabulary, target.config)
     if config.plan:
         plan = make_plan(config, target.config, exit_layer)
         print(describe_plan(plan, exit_layer, target.config.num_hidden_layers), flush=True)

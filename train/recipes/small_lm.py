@@ -25,7 +25,7 @@ from inference.drafters.small_lm import SmallLMSource
 from outrider.processes import from_main, say
 from train.core.driver import run_training
 from train.core.training import Metrics, Trained, Training, TrainRows
-from train.parts.drafter import parameters_of, pick_tokens, require_context, write_record
+from train.parts.drafter import parameters_of, pick_tokens, require_context, require_vocabulary, write_record
 from train.parts.export import export
 from train.parts.heldout import Decoding, HeldOutText, evaluation, judged
 from train.parts.small_lm import OnPolicy, SmallLMStudent, drafter_config, start_lm, tokens_of_finished
@@ -47,14 +47,14 @@ def prepare(config: FinetuneConfig, state: PartialState) -> Training[SmallLMStud
     """The training. Raises `UserError` for unusable or incompatible inputs."""
     target = open_target(config.target, config.revision)
     shape = drafter_config(config.drafter, target.config, target.tokenizer)
+    require_vocabulary(config.draft_vocabulary, target.config)
     for whose, model in (("target", target.config), ("drafter", shape)):
         require_context(model, config.seq_len, config.decode_tokens, whose)
     rows = load_taught_rows(config.data, target.tokenizer, config.seq_len, "train", cached=config.teacher == "cached")
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
     own = None if config.drafter.path is None else tokens_of_finished(config, target.config)
     if own is None:
-        limit = None if config.drafter.path is None else shape.vocab_size
-        tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout, limit))
+        tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
         own = None if tokens is None else DraftVocabulary(tokens, target.config.vocab_size)
     stack = None
     if config.online or state.is_main_process:  # other processes do not decode
@@ -62,7 +62,7 @@ def prepare(config: FinetuneConfig, state: PartialState) -> Training[SmallLMStud
         stack = target.stack(dtype=dtype, device=state.device)
     sampled = OnPolicy(config.on_policy, config.on_policy_tokens, config.fit.seed, target.tokenizer.eos_token_id)
     student = SmallLMStudent(
-        start_lm(config, shape, target.tokenizer, state.device, own),
+        start_lm(config, shape, target.tokenizer, state.device, own, target.config.vocab_size),
         config.objective,
         stack if config.online else None,
         sampled if config.on_policy > 0 else None,

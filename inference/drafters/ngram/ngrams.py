@@ -28,7 +28,6 @@ from inference.settings.kinds import DrafterPlugin, Placed, recorded_data
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
 from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from inference.sizing.policy import Tuning
-from outrider.errors import require
 from outrider.streams import Streams
 
 _Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, continuations
@@ -220,8 +219,8 @@ def open_table(where: str, digest: str, vocabulary: int | None = None) -> Trigra
     """
     table = TrigramTable.open(where)
     table.require_tokenizer(digest, f"table={where}")
-    limit = table.vocabulary if vocabulary is None else vocabulary
-    require(table.vocabulary <= limit, "table", where, f"ids below the target's {limit}, not {table.vocabulary}")
+    if vocabulary is not None:
+        table.require_rows(vocabulary, f"table={where}")
     return table
 
 

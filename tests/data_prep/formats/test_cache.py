@@ -13,6 +13,7 @@ import httpx
 import pytest
 import torch
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from transformers import PreTrainedTokenizerFast
 
 from data_prep.formats import cache, convert, door
 from data_prep.formats.cache import RECORD_FILE, cache_folder, content_key
@@ -360,6 +361,25 @@ def test_a_disk_that_fills_meanwhile_is_told_too(kept: Path, written: Path, monk
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); free space, or say by OUTRI"):
         as_safetensors(str(written))
     assert not list(kept.glob("*.part"))
+
+
+def test_a_disk_that_fills_under_a_tokenizer_is_told_and_leaves_nothing(
+    kept: Path, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library that writes tokenizers raises a bare exception, after a part of the file."""
+
+    def full(_: object, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_text("{")
+        raise Exception("No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        with pytest.raises(UserError, match=r"cannot be written \(No space left on device .*; free space"):
+            as_safetensors(str(written))
+    assert entries(kept) == []
+    assert not list(kept.glob("*.part"))
+    assert Path(as_safetensors(str(written))[0], "tokenizer.json").exists()
 
 
 def test_a_place_that_cannot_be_written_is_named(

@@ -21,8 +21,11 @@ QUESTIONS = [{"id": i, "turns": [f"question {i}", "and more of it?" + "x" * (5 *
 
 
 def _tasks(config):
-    todo = Todo()
-    return list(read_tasks(config, letter_tokenizer(), todo)), todo.counts
+    todo, tokenizer = Todo(), letter_tokenizer()
+    tasks = list(read_tasks(config, tokenizer, todo))
+    for task in tasks:
+        todo.add(task, tokenizer)
+    return tasks, todo.counts
 
 
 @pytest.mark.parametrize("layout", ["auto", "prompts"])

@@ -10,9 +10,10 @@ from tokenizers import Regex, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.text import chat as rendering
-from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, ids_within, render_prompt, warn_of_template
-from data_prep.text.records import FileLayout, SkipRecordError, find_layout, to_record
+from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, ids_within, render_prompt, warn_of_template, written_by
+from data_prep.text.records import Counts, FileLayout, Read, SkipRecordError, Written, find_layout, to_record
 from data_prep.text.settings import DataConfig, MixPart
+from draft_models.targets.vocabulary import for_rows
 from outrider.errors import UserError
 from tests.tiers import as_many
 
@@ -21,6 +22,12 @@ QUESTION, ANSWER = (
     {"role": "assistant", "content": "How are you?"},
 )
 TALK = [QUESTION, ANSWER, {"role": "user", "content": "Well."}, {"role": "assistant", "content": "Good, é ☃"}]
+
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
 
 
 def chat(*messages):
@@ -281,8 +288,32 @@ def test_a_template_that_rewrites_the_history_is_refused(make_tokenizer):
 
 def test_a_template_that_refuses_a_conversation_is_reported(make_tokenizer):
     strict = make_tokenizer(chat_template="{{ raise_exception('System role not supported') }}")
-    with pytest.raises(UserError, match=r"talk.jsonl:1: .*refuses .*System role not supported.*template=vicuna"):
+    with pytest.raises(UserError, match=r"talk.jsonl:1: .*refuses .*System role not supported"):
         encode([chat(QUESTION, ANSWER)], strict, "tokenizer")
+
+
+def test_what_is_refused_is_counted_and_the_others_are_as_without_it(make_tokenizer):
+    """By the template, and for a token beyond the rows of the model, also where the ids themselves are kept."""
+    tokenizer = make_tokenizer(chat_template=NO_SYSTEM)
+    tokenizer.add_tokens([token := "<more>"])
+    last = tokenizer.convert_tokens_to_ids(token)
+    for_rows(tokenizer, last)
+    bad = [chat({"role": "system", "content": "x"}, QUESTION, ANSWER), {"id": "t:2", "text": f"a {token}"}]
+    good = [chat(QUESTION, ANSWER), {"id": "t:3", "text": "a text"}]
+    for kind, ids in ((bad, [1, last + 1]), (good, [1, last - 1])):
+        text = {"id": "t:4", "text": "a"}
+        written = Written(*written_by(text, tokenizer, "tokenizer"), "", [Read(ids, [(1, 2)])])
+        kind.append({**text, "written": written})
+    counts = Counts(records=6)
+    found = encode([record for pair in zip(bad, good, strict=True) for record in pair], tokenizer, "tokenizer", counts)
+    assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in encode(good, tokenizer, "tokenizer")]
+    assert found[-1].ids.tolist() == [1, last - 1]
+    assert counts == {"records": 3, "refused": 3}
+    assert "no system" in counts.first
+    places = "talk.jsonl:1: .*no system", rf"t:2 holds the token .*id {last}", rf"t:4 holds .*id {last + 1}"
+    for record, said in zip(bad, places, strict=True):
+        with pytest.raises(UserError, match=said):
+            encode([record], tokenizer, "tokenizer")
 
 
 def test_a_template_that_writes_without_end_is_reported(make_tokenizer):

@@ -158,7 +158,7 @@ def test_the_counts_are_printed_on_one_line(data, tokenizer, capsys, monkeypatch
     rows = load_rows(data(records), tokenizer, 40, "train")
     said = capsys.readouterr()
     (line,) = [line for line in said.out.splitlines() if " records=" in line]
-    assert ".jsonl:4: no answer of the assistant" in said.err
+    assert ".jsonl:7: no turn has a text" in said.err
     expected = {"records": 6, "clipped": 2, "empty": 1, "unsupervised": 2, "malformed": 2, "dropped_rows": 0}
     assert expected.items() <= rows.counts.items()
     assert line == "data source=local split=train " + " ".join(f"{name}={rows.counts[name]}" for name in COUNTS)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.planted_faults import rope_scaled
 from data_prep.text.prompts import Prompt
 from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.vocabulary import UnusableTextError
 from inference.evaluate import compare
 from inference.measure import bench
 from inference.measure.prompt_results import read_results
@@ -55,8 +56,11 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
     seen: list[list[str]] = []
     written: list[Sequence[Sequence[int]]] = []
 
-    def noted(texts: Sequence[str], _: object, template: str, *, said: Sequence[Sequence[int]], most: int) -> list[int]:
+    def noted(
+        texts: Sequence[str], _: object, template: str, *, said: Sequence[Sequence[int]], most: int, where: str
+    ) -> list[int]:
         assert template == "vicuna"
+        assert where == "prompt p"
         seen.append(list(texts))
         written.append(said)
         return [byte % 250 for byte in texts[-1].encode()]
@@ -82,6 +86,24 @@ def test_a_conversation_goes_on_with_the_targets_own_answers(
         {"prompt_id": "p/turn3", "reason": "247 tokens and 10 new ones in a context of 256"},
         {"prompt_id": "p/turn4", "reason": "a turn before it was left out"},
     ]
+
+
+def test_a_turn_that_an_answer_makes_unusable_ends_its_conversation(
+    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read again as text, an answer may have a token that the model has no row for; the run goes on."""
+
+    def refusing(texts: Sequence[str], *_: object, **__: object) -> list[int]:
+        if len(texts) > 1:
+            raise UnusableTextError("holds the token", "token")
+        return [byte % 250 for byte in texts[-1].encode()]
+
+    monkeypatch.setattr(bench, "render_prompt", refusing)
+    made = config("unusable", template="vicuna")
+    evaluate(made, [Prompt("p", "chat", ("who?", "and?"), True), Prompt("q", "text", ("once",), False)])
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]
+    assert report["skipped"] == [{"prompt_id": "p/turn2", "reason": "holds the token"}]
+    assert report["turns"] == 2
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def evaluate(path: Path, out_dir: Path, prompt: list[int] = PROMPT, **options: A
         target=str(path), small_lm=str(path), methods=METHODS, max_new_tokens=NEW, device="cpu", threads=1,
         out_dir=str(out_dir), **options,
     )  # fmt: skip
-    with patch.object(bench, "render_prompt", lambda *_: prompt):
+    with patch.object(bench, "render_prompt", lambda *_, **__: prompt):
         compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
     lines = map(json.loads, (out_dir / "generations.jsonl").read_text().splitlines())
     return {line["arm"]: line["tokens"] for line in lines}

@@ -220,7 +220,7 @@ def test_what_cannot_serve_is_refused_when_the_server_starts(
     config: Any = vllm_config(MOST, LONGEST, VOCABULARY)
     with pytest.raises(UserError, match="OUTRIDER_TABLE='': expected the directory of an n-gram table"):
         NgramProposer(config)
-    with pytest.raises(UserError, match=r"a table of ids below the model's 4, not 5"):
+    with pytest.raises(UserError, match=r"ids beyond the target's 4"):
         opened(places["grams"], vocabulary=VOCABULARY - 1)
     with pytest.raises(UserError, match=r"table\.json"):
         opened(tmp_path)

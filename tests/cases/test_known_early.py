@@ -1,0 +1,349 @@
+"""What can be known before the first minute, in every command: tokens, sizes, templates, prompts, files."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import outrider
+from conf import config_for
+from data_prep.responses.generate import generate_responses
+from data_prep.responses.settings import GenerateConfig
+from data_prep.text.prompts import read_prompts
+from data_prep.text.rows import load_rows
+from data_prep.text.settings import DataConfig
+from draft_models.ngrams.table import TrigramTable
+from draft_models.small_lm.model import TRAINING_FILE
+from draft_models.targets.open_target import open_target
+from inference.audit.answers import read_answers
+from inference.drafters.ngram.ngrams import open_table
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.method import MethodConfig
+from outrider.errors import UserError
+from tests.data_prep.responding import skipped
+from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
+from tests.tiny import byte_tokenizer, save_target
+from tests.train import jobs
+from train.auto_run import run_auto
+from train.exporting import export_drafter
+from train.pipeline_run import fitted
+from train.recipes import calibration
+from train.recipes.calibration import calibrate
+from train.recipes.eagle3 import train_eagle3
+from train.recipes.early_exit import train_early_exit
+from train.recipes.small_lm import finetune_drafter
+from train.settings.auto import AutoConfig
+from train.settings.drafters import DrafterConfig
+from train.settings.export import ExportConfig
+
+ROWS = 258  # the tokenizer's <pad> is the id 258
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + jobs.CHAT
+USERS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": jobs.TEXT}]} for i in range(20)
+]
+SYSTEM = {"messages": [{"role": "system", "content": "be kind"}, *USERS[0]["messages"]]}
+
+
+def save(path: Path, template: str = jobs.CHAT, **changes: Any) -> Path:
+    """A target with a chat template."""
+    save_target(path, **changes)
+    byte_tokenizer(template).save_pretrained(path)
+    return path
+
+
+def write(file: Path, records: list[dict[str, Any]], **options: Any) -> DataConfig:
+    file.write_text("\n".join(map(json.dumps, records)))
+    data = DataConfig(source="local", path=str(file), heldout_fraction=0.2, cache_dir=str(file.parent / "cache"))
+    return replace(data, **options)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose tokenizer has a token for padding that the embedding has no row for."""
+    return save(tmp_path_factory.mktemp("short") / "target", vocab_size=ROWS)
+
+
+def responding(target: Path, data: DataConfig, out_dir: Path) -> GenerateConfig:
+    return GenerateConfig(target=str(target), data=data, max_new_tokens=4, out_dir=str(out_dir))
+
+
+TRAININGS: dict[str, Callable[[Path, DataConfig, Path], None]] = {
+    "small_lm": lambda *given: finetune_drafter(jobs.finetuning(*given)),
+    "small_lm of some": lambda *given: finetune_drafter(jobs.finetuning(*given, draft_vocabulary=40)),
+    "early_exit": lambda *given: train_early_exit(jobs.distilling(*given, draft_vocabulary=40)),
+    "eagle3": lambda *given: train_eagle3(jobs.heading(*given, draft_vocabulary=40)),
+}
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_a_token_without_a_row_is_in_nobodys_way(kind: str, short: Path, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    """A tokenizer that has one trains; a record that contains it is left out, with a count and its place."""
+    data = jobs.write_corpus(tmp_path)
+    with (tmp_path / "text.jsonl").open("a") as file:
+        file.write("\n" + "\n".join(json.dumps({"text": f"the mask <pad> {i}"}) for i in range(10)))
+    TRAININGS[kind](short, data, tmp_path / "out")
+    said = capsys.readouterr()
+    assert "refused=" in said.out
+    assert "text.jsonl:61" in said.err
+    assert "'<pad>' (id 258)" in said.err
+    assert "258 rows" in said.err
+
+
+def test_a_text_with_such_a_token_is_refused_by_its_name(short: Path, tmp_path: Path) -> None:
+    what = r"holds the token '<pad>' \(id 258\).* 258 rows"
+    model = outrider.load(str(short), dtype="float32")
+    assert model.generate("hello", max_new_tokens=2) is not None
+    for prompt in ("a <pad>", [{"role": "user", "content": "a <pad>"}]):
+        with pytest.raises(UserError, match=f"prompt {what}"):
+            model.generate(cast(Any, prompt))
+    config = EvaluateConfig(
+        target=str(short),
+        methods={"lookup": MethodConfig("prompt_lookup")},
+        max_new_tokens=4,
+        out_dir=str(tmp_path / "out"),
+    )
+    asked = replace(QUESTIONS[0], turns=("the <pad> is where",))
+    with pytest.raises(UserError, match=f"prompt {asked.id} {what}"):
+        evaluate(config, [*QUESTIONS[1:], asked])
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"prompt": "<pad>", "text": "b"}))
+    with pytest.raises(UserError, match=rf"answers.jsonl:1: .*{what}"):
+        read_answers(str(tmp_path / "answers.jsonl"), open_target(str(short)))
+    none = write(tmp_path / "none.jsonl", [{"text": f"<pad> {i} {jobs.TEXT}"} for i in range(9)])
+    for run in TRAININGS.values():
+        with pytest.raises(UserError, match=rf"no usable train record .*none.jsonl:\d {what}"):
+            run(short, none, tmp_path / "trained")
+    with pytest.raises(UserError, match=rf"skipped=9.*none.jsonl:1: prompt {what}"):
+        generate_responses(responding(short, replace(none, heldout_fraction=0.0), tmp_path / "answers"))
+
+
+def test_rows_of_another_target_are_not_taken_for_its_own(short: Path, tmp_path: Path) -> None:
+    """Two targets with one tokenizer, of which one has a row for each of its tokens."""
+    whole = save(tmp_path / "whole")
+    data = write(tmp_path / "t.jsonl", [{"text": f"{'<pad>' * (i % 2)} {i} {jobs.TEXT}"} for i in range(30)])
+    counts = [
+        load_rows(data, open_target(str(path)).tokenizer, 48, "train").counts for path in (whole, short, whole, short)
+    ]
+    assert counts[0] == counts[2]
+    assert counts[1] == counts[3]
+    assert counts[0]["refused"] == 0 < counts[1]["refused"]
+
+
+def test_a_table_is_refused_for_its_ids_and_not_for_its_tokenizers(short: Path, tmp_path: Path) -> None:
+    target = open_target(str(short))
+    for name, text, suffixes in (("known", [1, 2, 3], True), ("level", [1, 258, 3], False), ("text", [258], True)):
+        table = TrigramTable.from_documents([text], (2,), 259, target.vocabulary_digest, suffixes=suffixes)
+        table.save(tmp_path / name)
+    assert open_table(str(tmp_path / "known"), target.vocabulary_digest, ROWS).vocabulary > ROWS
+    for name in ("level", "text"):
+        with pytest.raises(UserError, match=f"table=.*{name}.* ids beyond the target's {ROWS}"):
+            open_table(str(tmp_path / name), target.vocabulary_digest, ROWS)
+
+
+@pytest.mark.parametrize("rows", [256, 257])
+def test_what_every_text_has_is_refused_before_the_target_is_loaded(rows: int, tmp_path: Path) -> None:
+    """The token that ends texts."""
+    path = save(tmp_path / "target", vocab_size=rows)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=rf"any text holds the token '</s>' \(id 257\).* {rows} rows"):
+        _ = open_target(str(path), by_layers=False).tokenizer
+
+
+# ------------------------------------------------------------------------------------------- padded vocabularies
+
+
+@pytest.mark.parametrize(
+    ("of_target", "of_drafter", "tied"), [(260, 384, False), (384, 260, True), (384, 260, False), (ROWS, 384, True)]
+)
+def test_a_trained_small_lm_has_its_targets_rows(of_target: int, of_drafter: int, tied: bool, tmp_path: Path) -> None:
+    """transformers drafts with what is saved, as with a model that export writes of one of another size."""
+    target, small = tmp_path / "target", tmp_path / "small"
+    save(target, vocab_size=of_target)
+    save(small, vocab_size=of_drafter, tied=tied, seed=1)
+    config = jobs.finetuning(target, jobs.write_corpus(tmp_path), tmp_path / "out", drafter=DrafterConfig(str(small)))
+    finetune_drafter(config)
+    exported = tmp_path / "exported"
+    given = ExportConfig(checkpoint=str(small), target=str(target), engine="transformers", out_dir=str(exported))
+    export_drafter(given)
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
+    asked = tokenizer("the quick", return_tensors="pt")
+    plain = whole.generate(**asked, max_new_tokens=8, do_sample=False)
+    for folder in (tmp_path / "out", exported):
+        made = AutoModelForCausalLM.from_pretrained(folder)
+        embedding, head = made.get_input_embeddings().weight, made.get_output_embeddings().weight
+        assert made.config.vocab_size == of_target == len(head) == len(embedding)
+        assert made.config.tie_word_embeddings == tied == torch.equal(head, embedding)
+        assert torch.equal(plain, whole.generate(**asked, max_new_tokens=8, do_sample=False, assistant_model=made))
+        assert int(made(**asked).logits.argmax(-1).max()) < min(of_target, of_drafter)
+    with pytest.raises(UserError, match="engines load as it is"):
+        export_drafter(replace(given, checkpoint=config.out_dir, out_dir=str(tmp_path / "no")))
+
+
+def test_a_small_lm_with_fewer_rows_than_the_text_has_ids_drafts(short: Path, tmp_path: Path) -> None:
+    """The other way round: the target has a row for the token, and the small LM has none."""
+    target = save(tmp_path / "target")
+    plain = outrider.load(str(target), dtype="float32", method="prompt_lookup")
+    drafted = outrider.load(str(target), small_lm=str(short), dtype="float32", method="vanilla")
+    prompt = "the <pad> is <pad> quick"
+    assert drafted.generate(prompt, max_new_tokens=16) == plain.generate(prompt, max_new_tokens=16)
+    config = EvaluateConfig(
+        target=str(target), small_lm=str(short), methods={"vanilla": MethodConfig("small_lm")}, max_new_tokens=4,
+        compare_transformers=False, doctor=True, out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    evaluate(config, [replace(QUESTIONS[0], turns=(prompt,)), *QUESTIONS[1:]])
+
+
+# ---------------------------------------------------------------------------------------------------- templates
+
+
+def test_a_record_that_the_template_refuses_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = save(tmp_path / "target", NO_SYSTEM)
+    data = write(tmp_path / "chat.jsonl", [*USERS, SYSTEM])
+    for config in (data, replace(data, cache_dir=str(tmp_path / "other"))):  # whichever split it is in
+        for split in ("train", "heldout"):
+            load_rows(config, open_target(str(target)).tokenizer, 128, cast(Any, split))
+    said = capsys.readouterr()
+    assert said.out.count("refused=1") == 2
+    assert "chat.jsonl:21" in said.err
+    assert "no system here" in said.err
+    config = responding(target, replace(data, heldout_fraction=0.0), tmp_path / "answers")
+    generate_responses(config)
+    assert re.search("chat.jsonl:21: .*no system here", capsys.readouterr().err)
+    (refused,) = [one for one in skipped(config) if one["reason"] == "template"]
+    assert refused["source"].endswith("chat.jsonl:21")
+    finetune_drafter(jobs.finetuning(target, data, tmp_path / "out", seq_len=128))
+
+
+def test_where_it_refuses_all_of_them_its_own_words_say_why(tmp_path: Path) -> None:
+    target = save(tmp_path / "target", NO_SYSTEM)
+    talks = [{"messages": [*SYSTEM["messages"][:2], {"role": "assistant", "content": f"{i}"}]} for i in range(20)]
+    data = write(tmp_path / "chat.jsonl", talks)
+    runs: list[Callable[[], None]] = [
+        *(lambda run=run: run(target, data, tmp_path / "out") for run in TRAININGS.values()),  # type: ignore[misc]
+        lambda: generate_responses(responding(target, data, tmp_path / "answers")),
+    ]
+    for run in runs:
+        with pytest.raises(UserError, match=r"chat\.jsonl:\d+.*no system here") as raised:
+            run()
+        assert "vicuna" not in str(raised.value)
+    with pytest.raises(UserError, match="no system here"):
+        outrider.load(str(target), conversations="be kind")
+
+
+# ------------------------------------------------------------------------------------- few tokens, few prompts
+
+
+def test_numbers_of_an_experiment_are_cut_to_the_target(tmp_path: Path) -> None:
+    """And yours are not: the steps refuse them."""
+    target = save(tmp_path / "target", max_position_embeddings=100)
+    base = config_for("train/pipeline.py", ["experiment=auto", 'steps.eesd.more=["draft_vocabulary=9000"]'])
+    pipeline = fitted(replace(base, target=str(target)))
+    said = {name: dict(option.split("=", 1) for option in pipeline.options(name)) for name in pipeline.steps}
+    assert said["small_lm"]["draft_vocabulary"] == said["eagle3"]["draft_vocabulary"] == "260"
+    assert said["eesd"]["draft_vocabulary"] == "9000"
+    assert said["eesd"]["seq_len"] == said["eagle3"]["seq_len"] == "100"
+    assert "seq_len=100" in pipeline.steps["eesd"].debug
+    assert fitted(base) == base
+
+
+def test_a_number_that_was_typed_is_refused_before_data_are_read(tmp_path: Path) -> None:
+    given = save(tmp_path / "target"), write(tmp_path / "none.jsonl", []), tmp_path / "out"
+    with pytest.raises(UserError, match="draft_vocabulary=9000: the target has 260"):
+        train_early_exit(jobs.distilling(*given, draft_vocabulary=9000))
+    with pytest.raises(UserError, match="draft_vocabulary=9000: the target has 260"):
+        finetune_drafter(jobs.finetuning(*given, draft_vocabulary=9000))
+
+
+def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
+    """Before anything is made: too few, one that is too long, and one with a token without a row."""
+    target = save(tmp_path / "target", vocab_size=ROWS, max_position_embeddings=256)
+    ask = AutoConfig(target=str(target), prompts=str(tmp_path / "p.jsonl"), out_dir=str(tmp_path / "out"))
+    for wrong, said in (
+        ([], "3 prompts with different first turns; expected at least 10"),
+        (["x" * 200] * 40, "200 tokens|expected 1 to 128"),
+        (["the <pad>"] * 40, r"'<pad>' \(id 258\)"),
+    ):
+        asked = [{"turns": [f"{text} {i}"]} for i, text in enumerate([*wrong, "a", "b", "c"])]
+        write(tmp_path / "p.jsonl", asked)
+        for config in (ask, replace(ask, plan=True)):
+            with pytest.raises(UserError, match=said):
+                run_auto(config, config_for)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fewer_prompts_than_asked_for_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "p.jsonl", [{"prompt": f"p{i}"} for i in range(3)])
+    assert len(read_prompts(str(tmp_path / "p.jsonl"), limit=1000)) == 3
+    assert "num_prompts=1000" in capsys.readouterr().out
+    jobs.save_for_calibration(tmp_path)
+    texts = (tmp_path / "text.jsonl").read_text().splitlines()
+    (tmp_path / "text.jsonl").write_text("\n".join(texts[:30]))
+    calibrate(jobs.calibrating(tmp_path, tmp_path / "out", prompts=900, heldout_prompts=800, new_tokens=3))
+    said = capsys.readouterr().out
+    assert "not 900" in said
+    assert "not 800" in said
+    given = tmp_path / "target", jobs.write_corpus(tmp_path), tmp_path / "small"
+    finetune_drafter(jobs.finetuning(*given, decode_prompts=99))
+    assert "decode_prompts=99" in capsys.readouterr().out
+
+
+def test_calibrate_finds_no_heldout_record_before_it_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs.save_for_calibration(tmp_path)
+    config = jobs.calibrating(tmp_path, tmp_path / "out")
+    monkeypatch.setattr(calibration.Recipe, "_load", lambda *_: pytest.fail("it was about to decode"))
+    with pytest.raises(UserError, match="no usable heldout record"):
+        calibrate(replace(config, data=replace(config.data, heldout_fraction=1e-6)))
+
+
+def test_calibrate_holds_out_what_its_drafter_has_not_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, corpus = save(tmp_path / "target"), jobs.write_corpus(tmp_path)
+    finetune_drafter(jobs.finetuning(target, replace(corpus, heldout_fraction=0.4), tmp_path / "drafter"))
+    assert (tmp_path / "drafter" / TRAINING_FILE).exists()
+    config = jobs.calibrating(tmp_path, tmp_path / "out", target=str(target))
+    for given, used in ((DataConfig.heldout_fraction, 0.4), (0.2, 0.2)):
+        asked = replace(config, data=replace(corpus, heldout_fraction=given))
+        found = calibration.with_its_heldout(asked, calibration.kind_to_calibrate(asked))
+        assert found.data.heldout_fraction == used
+    said = capsys.readouterr()
+    assert "data.heldout_fraction=0.4" in said.out
+    assert "data.heldout_fraction=0.4" in said.err
+
+
+# -------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_full_disk_is_said_and_nothing_is_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library that writes tokenizers raises a bare exception."""
+    target = save(tmp_path / "target")
+    config = jobs.finetuning(target, jobs.write_corpus(tmp_path), tmp_path / "out")
+
+    def full(*_: object, **__: object) -> None:
+        raise Exception("No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        with pytest.raises(UserError, match=r"out.*No space left.*free space"):
+            finetune_drafter(config)
+    assert not [*(tmp_path / "out").glob("config.json"), *(tmp_path / "out").glob("model.safetensors")]
+    finetune_drafter(replace(config, resume=True))
+    assert (tmp_path / "out" / TRAINING_FILE).exists()
+
+
+def test_files_that_libraries_write_have_the_mode_of_all_others(tmp_path: Path) -> None:
+    target, before = save(tmp_path / "target"), os.umask(0o027)
+    try:
+        finetune_drafter(jobs.finetuning(target, jobs.write_corpus(tmp_path), tmp_path / "out"))
+    finally:
+        os.umask(before)
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file() and not file.name.startswith(".")]
+    assert {"model.safetensors", "tokenizer.json", "log.jsonl"} <= {file.name for file in files}
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {oct(0o640)}
