@@ -2,12 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.errors import UserError, reason
 
+Part = PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig | GenerationConfig
 
-def save_parts(folder: Path, *parts: Any, remedy: str = "free space or choose another place") -> None:
+
+def save_parts(folder: Path, *parts: Part, remedy: str = "free space or choose another place") -> None:
     """Save a model, tokenizer or config of transformers to `folder`; its files then have the usual mode, which those of
     safetensors have not. Raises `UserError` if they cannot be written."""
     try:

@@ -14,16 +14,16 @@ import pytest
 from outrider.versions import PACKAGES
 
 ROOT = Path(__file__).parent.parent
-# At most. Lower one whenever it is beaten; raise one only with the reason in the commit's message.
+# At most. Lower one whenever it is beaten; never raise one: what grows removes something first.
 MOST = {
-    "source lines": 44_404,
+    "source lines": 44_230,
     "modules on the longest chain of imports": 14,
     "modules below the decode loop": 20,
-    "lines below the decode loop": 2_750,
+    "lines below the decode loop": 2_735,
     "modules below the drafter's interface": 9,
     "lines below the drafter's interface": 863,
-    "lines with Any": 229,
-    "lines with type: ignore": 17,
+    "lines with Any": 228,
+    "lines with type: ignore": 16,
     "presets of methods": 15,
 }
 Graph = dict[str, set[str]]

@@ -43,7 +43,7 @@ def weights(out_dir: Path) -> dict[str, Tensor]:
 def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
     """Its file is loaded like any other; every step agrees more with the target than before."""
     fit = replace(FIT, steps=36, lr=5e-3, eval_every=12, log_every=6, save_every=None)
-    train_eagle3(heading(sure, corpus, tmp_path / "out", fit=fit, draft_vocabulary=60))
+    train_eagle3(heading(sure, corpus, tmp_path / "out", fit=fit, draft_vocabulary=60, eval_rows=16))
     lines = log(tmp_path / "out")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
@@ -57,7 +57,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert record["metrics"]["tau"] == max(line["eval_tau"] for line in evaluated)
     assert PLUGIN.trained_seconds(str(tmp_path / "out")) == record["training_seconds"] > 0
     card = (tmp_path / "out" / CARD_FILE).read_text()
-    assert "evaluate-checkpoint target=TARGET eagle3=out " in card
+    assert f"evaluate-checkpoint target={sure} eagle3={tmp_path / 'out'} " in card
     assert f"- tau: {round(record['metrics']['tau'], 3)}\n" in card
     assert str(tmp_path) not in card
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from data_prep.formats.torch_files import SafeTensor
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
@@ -110,16 +111,16 @@ def test_the_head_is_that_of_the_whole_target(
     shared, drafter = (LAYERS - 1, folder / "drafter") if kind == "early_exit" else (0, folder / "small")
     target, stored = str(folder / "target"), drafter / ("" if shared else HEAD_FOLDER) / WEIGHTS_FILE
     run = by_record(folder, tmp_path / "recorded", checkpoint=str(drafter), target=target)
-    read, real = set[str](), TensorFiles.read
+    read, real = set[str](), TensorFiles.unread
 
-    def reading(files: TensorFiles, names: Iterable[str], *given: Any) -> dict[str, torch.Tensor]:
+    def reading(files: TensorFiles, names: Iterable[str], *given: Any) -> dict[str, SafeTensor]:
         names = [*names]
         read.update(names if files.source == target else ())
         return real(files, names, *given)
 
     with recorded():  # one choice of kernels
         with monkeypatch.context() as patch:
-            patch.setattr(TensorFiles, "read", reading)
+            patch.setattr(TensorFiles, "unread", reading)
             calibrate(run)
         layers = {int(found[1]) for name in read if (found := re.search(r"layers\.(\d+)", name))}
         assert layers == set(range(shared))
@@ -157,10 +158,14 @@ def test_an_answer_with_another_token_than_the_likeliest_is_left_out(
             (tmp_path / str(fault) / file.name).write_bytes(file.read_bytes())
         shard = next((tmp_path / str(fault)).glob("*.safetensors"))
         acceptances = load_file(shard)
-        for name in [name for name in acceptances if name.endswith(".tokens")][::3]:
-            acceptances[name][-1] ^= fault
-            acceptances[name.replace(".tokens", ".sequence")][-1] ^= fault
+        (answers,) = shard.parent.glob("*.jsonl")
+        records = [json.loads(line) for line in answers.read_text().splitlines()]
+        for record in records[::3]:
+            acceptances[f"{record['id']}.tokens"][-1] ^= fault
+            written = record["written"]["documents"][-1]
+            written["ids"][written["answers"][-1][1] - 1] ^= fault
         save_file(acceptances, shard)
+        answers.write_text("".join(json.dumps(record) + "\n" for record in records))
         calibrate(by_record(tmp_path, tmp_path / f"run{fault}", str(fault), checkpoint=str(folder / "drafter")))
         left_out.append([int(count) for count in re.findall(r"not_greedy=(\d+)", capsys.readouterr().out)])
     assert sum(left_out[0]) == 0 < sum(left_out[1])
