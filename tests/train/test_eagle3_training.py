@@ -59,7 +59,6 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     card = (tmp_path / "out" / CARD_FILE).read_text()
     assert f"evaluate-checkpoint target={sure} eagle3={tmp_path / 'out'} " in card
     assert f"- tau: {round(record['metrics']['tau'], 3)}\n" in card
-    assert str(tmp_path) not in card
 
     head = load_head(str(tmp_path / "out"), load_config(str(sure)), dtype=torch.float32)
     assert head.draft_tokens is not None
