@@ -78,7 +78,8 @@ def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
     meta, blob = read_meta(source), (source / WEIGHTS_FILE).read_bytes()
     if hashlib.sha256(blob).hexdigest() != meta.weights_sha256:
         raise UserError(f"{source / WEIGHTS_FILE}: truncated or altered; {AGAIN}")
-    blob = save({name: tensor.to(dtype) for name, tensor in load(blob).items()}, metadata={"format": "pt"})
+    held = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in load(blob).items()}
+    blob = save(held, metadata={"format": "pt"})
     written = dataclasses.replace(
         meta, dtype=str(dtype).removeprefix("torch."), weights_sha256=hashlib.sha256(blob).hexdigest()
     )

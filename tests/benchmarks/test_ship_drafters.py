@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
 from draft_models.card import write_card
 from draft_models.draft_vocabulary import narrow
-from draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
+from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
 from draft_models.early_exit.model import USE
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import TRAINING_FILE, load_small_lm
@@ -169,3 +169,17 @@ def test_the_drafters_of_the_repository_are_whole_and_small(folder: Path) -> Non
     assert {tensor.dtype for tensor in load_file(folder / "small_lm/model.safetensors").values()} == {torch.bfloat16}
     KINDS["small_lm"].load_plugin().known_tokens(str(folder / "small_lm"))  # raises if file and config disagree
     assert sorted(TrigramTable.open(folder / "trigrams").levels) == [2, 3, 4]
+
+
+def test_ids_of_tokens_stay_what_they_are(run: Path, tmp_path: Path) -> None:
+    """Numbers that 16 bits cannot hold."""
+    from ship_drafters import ship_early_exit
+
+    source, ids = shutil.copytree(run / "eesd", tmp_path / "eesd"), torch.tensor([1, 49151])
+    save_file({**load_file(source / WEIGHTS_FILE), "ids": ids}, source / WEIGHTS_FILE)
+    digest = hashlib.sha256((source / WEIGHTS_FILE).read_bytes()).hexdigest()
+    meta = json.loads((source / META_FILE).read_text())
+    (source / META_FILE).write_text(json.dumps(meta | {"weights_sha256": digest}))
+    (source / CALIBRATION_FILE).unlink()
+    ship_early_exit(source, tmp_path / "out", torch.bfloat16)
+    assert load_file(tmp_path / "out" / WEIGHTS_FILE)["ids"].tolist() == ids.tolist()
