@@ -201,9 +201,10 @@ def _filled(option: str, places: Mapping[str, str]) -> str:
     """`option` with `places` for their placeholders; each value in it that has one is read as the text it then is."""
 
     def fill(value: re.Match[str]) -> str:
-        text = _PLACE.sub(lambda place: places.get(place[0], place[0]), value[2] or value[0])
-        later, quote = _PLACE.search(text), value[1] or ""
-        return value[0] if text in value[0] else f"{quote}{text}{quote}" if later else quoted(text)
+        given, quote = value[2] or value[0], value[1] or ""
+        text = _PLACE.sub(lambda place: places.get(place[0], place[0]), given)
+        later = _PLACE.search(text)
+        return value[0] if text == given else f"{quote}{text}{quote}" if later else quoted(text)
 
     key, equals, values = option.partition("=")
     return key + equals + _VALUE.sub(fill, values)

@@ -43,23 +43,6 @@ def test_two_drafters_at_once_are_refused() -> None:
         tables(options=SimpleNamespace(**NONE | {"skip": [1], "checkpoint": "e"}))
 
 
-def test_the_papers_greedy_figures_follow_from_its_two_tables() -> None:
-    """Table 1 has the mean of greedy and top-p decoding, Table 2 that of top-p."""
-    from papers.gsd import tables
-
-    found = tables(options=SimpleNamespace(**NONE))
-    mean, sampled = ({row.name: row.paper for row in found[key].rows} for key in ("table_1", "table_2"))
-    greedy = []
-    for name in ("SSD", "TSD", "GSD"):
-        pairs = zip(mean[name][3].split(", "), sampled[name][0].split(", "), strict=True)
-        greedy.append([2 * float(both.rstrip("×")) - float(top_p.rstrip("×")) for both, top_p in pairs])
-    maths, summaries = ([f"{value:.2f}" for value in column] for column in zip(*greedy, strict=True))
-    assert maths == ["1.90", "1.81", "1.78"]
-    said = found["table_1"].note
-    assert f"{maths[0]}, {maths[1]} and {maths[2]} times on GSM8K" in said
-    assert f"{summaries[0]}, {summaries[1]} and {summaries[2]} on XSum" in said
-
-
 @settings(deadline=None, max_examples=as_many(60))
 @given(q=untied, theta=st.sampled_from([0.05, 0.3, 0.5, 0.66]))
 def test_weak_sibling_pruning_prunes_nothing_where_weak_tokens_are_pruned(q: Q, theta: float) -> None:

@@ -82,7 +82,7 @@ LOADERS: dict[str, Callable[[str], object]] = {
     "generate-responses": answering,
     "outrider.load": lambda source: outrider.load(source, device="cpu", dtype="float32").stack,
     "small_lm": lambda source: load_small_lm(source, byte_tokenizer(), dtype=FLOAT),
-    "export": lambda source: load_whole_lm(source, byte_tokenizer(), FLOAT),
+    "export": lambda source: load_whole_lm(source, byte_tokenizer(), FLOAT, None),
     "finetune-drafter": finetuned,
 }
 

@@ -225,7 +225,7 @@ def test_a_clock_chooses_no_kernel_of_a_resumed_run(
     assert kernels == report["kernels"]
     (layers,) = {name for name in kernels if name.startswith(f"{LAYERS} layers of")}
     assert kernels[layers] == ("at once" if begun else "one by one")
-    assert f"kernel: {layers}" in (Path(made.out_dir) / "report.html").read_text()
+    assert f"<dt>{layers}</dt>" in (Path(made.out_dir) / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -317,7 +317,8 @@ def test_what_an_engine_cannot_measure_is_said_first(
     changes: dict[str, Any], device: str, taken: dict[str, Any], processes: int, named: str, config: MakeConfig
 ) -> None:
     made = config("out", methods={"chain": METHODS["chain"]}, **{"engine": "vllm", **changes})
-    setup: Any = SimpleNamespace(device=torch.device(device), inherited=SimpleNamespace(taken=taken))
+    whole = SimpleNamespace(files=SimpleNamespace(wrapped=""), source="target")
+    setup: Any = SimpleNamespace(device=torch.device(device), inherited=SimpleNamespace(taken=taken), target=whole)
     with pytest.raises(UserError, match=named):
         require_served(made, setup, 8, processes)
 
