@@ -281,7 +281,8 @@ def explain(error: Exception, schema: type) -> str:
         return f"{error.override}: not an option; give it, {said}"
     if not key:
         return " ".join(str(error).split())
-    allowed = _fields_at(schema, key.rpartition(".")[0])
+    kind = _field_type(schema, key.rpartition(".")[0])
+    allowed = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     leaf = key.rpartition(".")[2]
     if allowed and leaf not in allowed:
         hint = did_you_mean(leaf, [*allowed, "experiment", "method"])
@@ -348,11 +349,6 @@ def _field_type(schema: type, key: str) -> object:
         else:
             return None
     return kind
-
-
-def _fields_at(schema: type, key: str) -> list[str]:
-    kind = _field_type(schema, key)
-    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
 def _describe(schema: type, key: str) -> str:

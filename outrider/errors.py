@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import cache
 from importlib import import_module
 
 
@@ -17,6 +18,9 @@ def warn(message: str) -> None:
     """Print a warning as one line on stderr, only in the first of a launcher's processes."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {UserError(message)}", file=sys.stderr, flush=True)
+
+
+warn_once = cache(warn)
 
 
 def require(condition: bool, key: str, given: object, expected: str) -> None:

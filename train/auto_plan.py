@@ -173,7 +173,7 @@ def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: 
     if config.template != "auto":
         own["report"].append(f"template={config.template}")
         for reader in base.steps:
-            if "data" in _options(base, reader):
+            if any(option.partition("=")[0] == "data" for option in base.steps[reader].overrides):
                 own.setdefault(reader, []).append(f"data.template={config.template}")
     share = min(0.5, _HELDOUT / look.prompts) if look.prompts else 0.0
     for name in _STEPS.values() if share > DataConfig.heldout_fraction else ():
@@ -189,10 +189,6 @@ def pipeline_of(config: AutoConfig, base: PipelineConfig, choice: Choice, look: 
         debug = [] if name in own and name == "prompts" else step.debug  # which is of prompts that are written here
         steps[name] = StepConfig([*step.overrides, *more, *timed], debug, step.more, expected)
     return replace(base, steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug, resume=True)
-
-
-def _options(base: PipelineConfig, step: str) -> set[str]:
-    return {option.partition("=")[0] for option in base.steps[step].overrides}
 
 
 def describe(choice: Choice, look: Look) -> str:

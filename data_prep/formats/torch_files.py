@@ -103,9 +103,8 @@ def open_pickled(path: str) -> Mapping[str, Stored]:
     if wrong:
         raise UserError(f"{path}: expected a mapping of names to dense tensors, found {wrong}; save its state_dict()")
     head = content.get(HEAD)
-    tied = head is not None and any(
-        _same_memory(head, other) for name, other in content.items() if "lm_head" not in name
-    )
+    held = [(one.data_ptr(), one.shape, one.stride()) for name, one in content.items() if "lm_head" not in name]
+    tied = head is not None and (head.data_ptr(), head.shape, head.stride()) in held
     return {
         name: Stored(one.dtype, one.shape, partial(one.clone, memory_format=torch.contiguous_format))
         for name, one in content.items()
@@ -132,10 +131,6 @@ def _first_other(content: Mapping[object, object]) -> str | None:
         if value.nbytes > held:  # a view that repeats its memory: a small file could become arbitrarily large when read
             return f"{name!r}: shape {list(value.shape)} in {held} bytes"
     return None
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 @contextmanager

@@ -99,7 +99,8 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     server = Server(*asked) if config.server else None
     kernels = "a server's" if server else kernels_here(state.device, dtype)
     identity = from_main(state, lambda: run_identity(config, target, dtype, server) | {"kernels": kernels})
-    require_same_kernels(identity["kernels"], kernels)
+    if (first := identity["kernels"]) != kernels:
+        raise UserError(f"one process multiplies by kernels {first!r}, another by {kernels!r}: use like machines")
     check_run(folder, identity, config.resume, config)
     identity["code"] = code_version()
     done, first, spent = from_main(state, lambda: (answered(folder), next_number(folder), seconds_spent(folder)))
@@ -330,12 +331,6 @@ def kernels_here(device: torch.device, dtype: torch.dtype) -> str:
     if not can_pack(device, dtype):
         return "PyTorch's"
     return "blocked" + (", steps by AMX" if has_amx() else "")
-
-
-def require_same_kernels(first: str, own: str) -> None:
-    """Raise `UserError` if a process would use other matrix kernels than the first one."""
-    if own != first:
-        raise UserError(f"one process multiplies by kernels {first!r}, another by {own!r}: start all on like machines")
 
 
 def lay_out_for_batches(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> CompiledSteps | None:

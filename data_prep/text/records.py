@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, cast, final
 
 from draft_models.targets.vocabulary import UnusableTextError
-from outrider.errors import UserError, require, warn
+from outrider.errors import UserError, require, warn, warn_once
 from outrider.files import is_text, parse_json
 from outrider.settings import construct
 
@@ -216,16 +215,13 @@ def require_encodable(text: str, where: str) -> str:
 def text_digest(record: Mapping[str, object]) -> str:
     """A digest of what is said in a record of generate-responses, whose tokens count as long as nobody changes it."""
     messages = record.get("messages")
-    texts = [one["content"] for one in messages if one["role"] != "system"] if isinstance(messages, list) else []
+    texts = [one["content"] for one in messages] if isinstance(messages, list) else []
     return hashlib.sha256(json.dumps(texts or record["text"]).encode()).hexdigest()[:16]
 
 
 def warn_of_text(identity: str, why: str) -> None:
     """Warn, once a file and reason, that the text of answers is read, though there are tokens beside it."""
-    _warn_once(f"{identity.rpartition(':')[0]}: the answers' text is tokenised anew, as {why}")
-
-
-_warn_once = lru_cache(warn)
+    warn_once(f"{identity.rpartition(':')[0]}: the answers' text is tokenised anew, as {why}")
 
 
 def alpaca_instruction(raw: Raw) -> str:

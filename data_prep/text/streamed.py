@@ -1,7 +1,7 @@
 """The text of tokens that come a few at a time."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,14 +12,14 @@ _REACH = 19  # how far from its end cleaned-up text may still change: what its t
 
 class StreamedText:
     """A text in pieces. Joined, with `rest`, they are `tokenizer.decode(tokens, skip_special_tokens=True)` of `tokens`,
-    which are all that came.
+    which are all that came, less the last one if it is of `ends`: an end token need not be a special one.
 
     A piece is text that no later token changes. Held back are an incomplete character, bytes that may be part of one
     (byte fallback), and the last characters where the tokenizer cleans up spaces.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._said, self.tokens = tokenizer, "", list[int]()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> None:
+        self._tokenizer, self._ends, self._said, self.tokens = tokenizer, ends, "", list[int]()
         ids = tokenizer(_SPACED, add_special_tokens=False)["input_ids"]
         plain = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         self._reach = 0 if self._decoded(ids) == plain else _REACH
@@ -47,4 +47,5 @@ class StreamedText:
         return bool(_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token)))) or not self._decoded([token])
 
     def _decoded(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        shown = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+        return str(self._tokenizer.decode(shown, skip_special_tokens=True))

@@ -24,7 +24,7 @@ from draft_models.eagle3.dialects import (
 )
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
-from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors
+from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_floats
 from outrider.errors import UserError, reason
 from outrider.files import read_mapping
 from outrider.words import listed
@@ -84,8 +84,9 @@ def open_head(
     if len(stored) < len(files.file_of):
         twice = sorted(set(files.file_of) - set(stored.values()))
         raise UserError(f"eagle3={source}: tensors stored twice, under two names: {listed(twice)}; fetch it again")
-    by_stored = {name: tuple(tensor.shape) for name, tensor in files.stored(files.file_of)}
-    shapes = {name: by_stored[theirs] for name, theirs in stored.items()}
+    held = dict(files.stored(files.file_of))
+    require_floats(f"eagle3={source}", held, [theirs for name, theirs in stored.items() if name not in (D2T, T2D)])
+    shapes = {name: tuple(held[theirs].shape) for name, theirs in stored.items()}
     try:
         declared = read_config(config, shapes, target.num_hidden_layers, source)
     except UserError:

@@ -207,7 +207,7 @@ class Eagle3(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [...] → their embeddings [..., H]."""
-        return F.embedding(tokens, self._embedding)
+        return F.embedding(tokens, self.shared_embedding[0] if self.embed_tokens is None else self.embed_tokens.weight)
 
     def features(self, aux: Tensor) -> Tensor:
         """taps [B, Q, k · H_t], the target's concatenated aux hidden states (`reading.taps`) → features [B, Q, H]."""
@@ -261,10 +261,6 @@ class Eagle3(nn.Module):
         """The same over the vocabulary [..., V], where other tokens have probability 0."""
         logits = self.draft_logits(hidden)
         return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.reading.vocabulary)
-
-    @property
-    def _embedding(self) -> Tensor:
-        return self.shared_embedding[0] if self.embed_tokens is None else self.embed_tokens.weight
 
 
 def _rotary_of(reading: Reading) -> LlamaRotaryEmbedding:

@@ -17,7 +17,7 @@ from draft_models.targets.attention import ATTENTION
 from draft_models.targets.introspection import observe
 from draft_models.targets.model_spec import ModelSpec
 from draft_models.targets.stack import LayerStack, module_list
-from outrider.errors import UserError, reason
+from outrider.errors import UserError, reason, warn_once
 from outrider.words import listed
 
 _KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
@@ -109,11 +109,12 @@ def number_layer(layer: nn.Module, index: int) -> None:
             module.layer_idx = index  # type: ignore[assignment]
 
 
-def fitted(kind: Any, where: str | None, name: str, *, exact: bool, **options: object) -> PreTrainedModel:
+def fitted(kind: Any, where: str | None, name: str, *, exact: bool | None, **options: object) -> PreTrainedModel:
     """What `kind.from_pretrained` loads from `where`, a causal LM; it makes up nothing for tensors that do not fit.
 
-    name: the model's option and value. exact: whether the model must take all tensors. Raises `UserError` that names
-    those that are missing, have another shape, or differ from what they are tied to.
+    name: the model's option and value. exact: whether the model must take all tensors; if it need not, a warning names
+    those that it does not take; None: it is a part of a model. Raises `UserError` that names those that are missing,
+    have another shape, or differ from what they are tied to.
     """
     try:
         with _quiet():
@@ -139,6 +140,11 @@ def fitted(kind: Any, where: str | None, name: str, *, exact: bool, **options: o
         raise UserError(
             f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(found)}{instead if others else ''}. Save or "
             f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
+        )
+    if others and exact is not None:
+        warn_once(
+            f"{name}: {listed(others)}: not read, as its {CONFIG_FILE} describes no such tensors; where they are more "
+            "than other heads, as biases, adapters and scales are, it is another model without them"
         )
     return loaded
 

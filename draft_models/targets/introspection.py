@@ -256,16 +256,11 @@ def _slides(model: PreTrainedModel, count: int) -> list[bool]:
     found = []
     for given in layers:
         mask = next((value for value in given.values() if isinstance(value, Tensor) and value.dim() == 4), None)
-        seen = causal if mask is None else _visible(mask)
+        seen = causal if mask is None else (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu()
         if not torch.equal(seen, causal) and not torch.equal(seen, banded):
             raise ValueError("its masks are neither causal nor a sliding window")
         found.append(torch.equal(seen, banded))
     return found
-
-
-def _visible(mask: Tensor) -> Tensor:
-    """bool [Q, K] of a mask [1, 1, Q, K], bool or additive."""
-    return (mask if mask.dtype == torch.bool else mask == 0)[0, 0].cpu()
 
 
 class _KnownHead(nn.Module):

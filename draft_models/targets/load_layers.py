@@ -29,6 +29,7 @@ def load_layers(
     head, as `files.bytes_read` proves. Frozen, in eval mode, with this toolkit's attention. role: the model's option.
     Raises `UserError` if the weights do not fit the config.
     """
+    part = None if len(layers) < config.num_hidden_layers else False
     config = copy.deepcopy(config)
     config.dtype = dtype  # in which transformers makes buffers, too
     model = empty_layers(config, layers)
@@ -39,8 +40,8 @@ def load_layers(
     with Stage(f"reading {files.source}", len(names), "tensors") as stage:
         stored = files.unread(set(names.values()), device, stage)
         fitted(
-            filling, None, f"{role}={files.source}", exact=bool(files.wrapped), config=model.config, dtype=dtype,
-            state_dict={name: stored[source] for name, source in names.items()}, **options,
+            filling, None, f"{role}={files.source}", exact=bool(files.wrapped) or part, config=model.config,
+            dtype=dtype, state_dict={name: stored[source] for name, source in names.items()}, **options,
         )  # fmt: skip
     for name, buffer in computed.items():
         module, _, last = name.rpartition(".")

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from data_prep.formats.door import as_described, located
 from data_prep.formats.original import GENERATION_FILE
 from draft_models.targets.empty_models import fitted
-from draft_models.targets.tensor_files import open_tensors, require_no_adapter
+from draft_models.targets.tensor_files import open_tensors, require_floats, require_no_adapter
 from outrider.errors import UserError, reason
 from outrider.files import read_json
 from outrider.progress import Stage
@@ -22,14 +22,15 @@ def load_causal_lm(
     """
     require_no_adapter(source, revision, role)
     files = open_tensors(source, revision)
-    _ = dict(files.stored(files.file_of))  # raises for what transformers would pass over: a tensor in two files
+    held = dict(files.stored(files.file_of))  # raises for what transformers would pass over: a tensor in two files
     where, revision = files.place
     renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
     with Stage(f"loading {source} by transformers"):
         model = fitted(
-            AutoModelForCausalLM, where, f"{role}={source}", exact=bool(renamed) and "config" not in options,
+            AutoModelForCausalLM, where, f"{role}={source}", exact=None if "config" in options else bool(renamed),
             revision=revision, use_safetensors=True, **renamed, **options,
         )  # fmt: skip
+    require_floats(f"{role}={source}", held, [name for name, _ in model.named_parameters()])
     if renamed:  # else the prefix would be put back where the model is saved
         conversions = vars(model)["_weight_conversions"]
         conversions[:] = [one for one in conversions if one.target_patterns != [""]]

@@ -125,6 +125,8 @@ def prove_rows(lm: WholeModel) -> None:
     for length in _lengths(lm.config, windows):
         try:
             difference, place = _difference(lm, _expected(lm.model, length), _ids(lm.model, length))
+        except UserError:
+            raise
         except Exception as error:  # as above
             raise UserError(
                 f"its forward does not take a 4-D mask, positions and a cache ({type(error).__name__}: {reason(error)})"
@@ -168,6 +170,8 @@ def _expected(model: PreTrainedModel, length: int) -> Tensor:
     *prompt, root, dropped, kept, follower = range(length + 4)
     paths = [[*prompt, root, dropped], [*prompt, root, kept, follower]]
     first, second = (model(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths)
+    if torch.cat([first, second]).isnan().any():
+        raise UserError("its logits are no numbers (NaN), so its weights are damaged: save or fetch it again")
     return torch.cat([first, second[length + 1 :]])
 
 

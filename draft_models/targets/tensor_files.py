@@ -2,10 +2,10 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -15,9 +15,10 @@ from torch import Tensor
 from data_prep.formats.door import as_described, as_safetensors, located
 from data_prep.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable
 from data_prep.formats.torch_folder import require_plain
-from outrider.errors import UserError, warn
+from outrider.errors import UserError, warn_once
 from outrider.files import read_mapping
 from outrider.progress import Stage, counted
+from outrider.words import listed
 
 BASE_PREFIX = "model."
 # What wrappers of a model put before the names of its tensors: torch.compile, DistributedDataParallel, peft.
@@ -189,7 +190,7 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     wrapped = min((found[0] for name in file_of if (found := _WRAPPED.match(name))), key=len, default="")
     wrapped = wrapped if all(name.startswith(wrapped) for name in file_of) else ""
     if wrapped:
-        _say_wrapped(source, wrapped)
+        warn_once(f"{source}: the names of its tensors begin with {wrapped!r}, which a wrapper put there; left out")
     file_of = {name.removeprefix(wrapped): file for name, file in file_of.items()}
     begins = {name.partition(".")[0] for name in file_of}
     headless = BASE_PREFIX[:-1] not in begins and bool(begins & {"layers", "embed_tokens", "decoder"})
@@ -198,9 +199,17 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     return TensorFiles(source, revision, file_of, place, headless, wrapped)
 
 
-@cache
-def _say_wrapped(source: str, prefix: str) -> None:
-    warn(f"{source}: the names of its tensors begin with {prefix!r}, which a wrapper put there; read without it")
+def require_floats(name: str, held: Mapping[str, SafeTensor], weights: Iterable[str]) -> None:
+    """Raise `UserError` where any of `weights` is `held` as integers: codes, which mean nothing without their scales.
+
+    name: the model's option and value.
+    """
+    codes = [one for one in weights if one in held and held[one].type_name.startswith(("I", "U", "BOOL"))]
+    if codes:
+        raise UserError(
+            f"{name}: {listed(codes)}: weights stored as integers ({held[codes[0]].type_name}), the codes of a "
+            "quantisation that is not read here; give the model it was made from, or a GGUF file of it"
+        )
 
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:

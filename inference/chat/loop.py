@@ -1,7 +1,7 @@
 """The chat loop: user input, the target's answers, and the drafter's share of them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,10 @@ class Speaker(Protocol):
         """The target's tokenizer."""
 
     @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text."""
+
+    @property
     def rounds(self) -> Callable[..., Iterator[Round]]:
         """Generates an answer, round by round."""
 
@@ -40,8 +44,8 @@ class Reply:
     The prefill decides the first token, so neither τ nor the speed counts it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, clock: Clock):
-        self._clock, self._said = clock, StreamedText(tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, clock: Clock, ends: Collection[int] = ()):
+        self._clock, self._said = clock, StreamedText(tokenizer, ends)
         self.tokens, self.rest = self._said.tokens, self._said.rest
         self._passes, self._began, self._ended = -1, 0.0, 0.0
 
@@ -116,7 +120,8 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         asked: list[dict[str, object]] = [*self.messages, {"role": "user", "content": question}]
-        answer = Reply(self.model.tokenizer, self._clock)
+        ends = self.model.ends
+        answer = Reply(self.model.tokenizer, self._clock, ends)
         try:
             rounds = self.model.rounds(
                 asked, self.config.sampling, max_new_tokens=self.config.max_new_tokens,
@@ -132,7 +137,7 @@ class Chat:
         except UserError as error:
             self.screen.note(f"error: {error}; /reset forgets the conversation")
         self.screen.say("\n", OWN)
-        if text := spoken(answer.tokens, self.model.tokenizer):
+        if text := spoken([token for token in answer.tokens if token not in ends], self.model.tokenizer):
             self.messages = [*asked, {"role": "assistant", "content": text, "ids": answer.tokens}]
         if answer.tokens:
             self.screen.note(f"[{self._how()}: {answer.figures()}]")

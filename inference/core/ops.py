@@ -72,8 +72,4 @@ def _engine_function(device_type: str, name: str) -> Callable[..., Any]:
             return getattr(import_module(ENGINES[device_type]), name)
         except (ImportError, OSError, RuntimeError) as error:
             warn(f"decoding on {device_type} goes by PyTorch alone, which is slower: {error}")
-    return _nothing
-
-
-def _nothing(*_: object) -> None:
-    return None
+    return lambda *_: None

@@ -190,8 +190,8 @@ class Model:
         measured times may differ between runs.
 
         The text ends with an end token, which is not shown, or with one of stop_strings, which is shown. The pieces
-        joined are `tokenizer.decode(ids, skip_special_tokens=True)` of all new tokens; what later ones may change is
-        held back.
+        joined are `tokenizer.decode(ids, skip_special_tokens=True)` of all new tokens but that; what later ones may
+        change is held back.
 
         Raises `UserError` for an invalid prompt, for options that contradict each other, and if the context is too
         short.
@@ -272,6 +272,11 @@ class Model:
         """The target's tokenizer."""
         return self.setup.tokenizer
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text."""
+        return self.setup.eos
+
     def _ids(self, prompt: Asked, key: str = "prompt") -> list[int]:
         """The token ids of one prompt. Raises `UserError` naming `key`."""
         most = self.setup.config.vocab_size
@@ -335,7 +340,7 @@ class Model:
         self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
 
     def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, Passes]:
-        said, passes = StreamedText(self.tokenizer), -1  # the prefill decides the first token
+        said, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
         for r in rounds:
             passes += 1
             if piece := said.add(r.tokens):
@@ -343,7 +348,7 @@ class Model:
         if piece := said.rest():
             yield piece
         tokens = said.tokens
-        self.last = counts = Passes(len(tokens), passes, prompt, tokens[-1] in self.setup.eos, tuple(tokens))
+        self.last = counts = Passes(len(tokens), passes, prompt, tokens[-1] in self.ends, tuple(tokens))
         return counts
 
 

@@ -25,7 +25,7 @@ from data_prep.responses.answers import Answer
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Task
-from data_prep.text import chat, records
+from data_prep.text import chat
 from data_prep.text.chat import encode
 from data_prep.text.records import Read, find_layout, to_record
 from data_prep.text.rows import load_rows
@@ -37,7 +37,9 @@ from draft_models.targets.open_target import load_tokenizer
 from inference.audit.answers import read_answers
 from inference.chat.loop import Chat
 from inference.chat.screen import Screen
+from inference.core.stopwatch import Round
 from inference.settings.chat import ChatConfig
+from outrider import errors
 from outrider.errors import UserError
 from tests.cases.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
 from tests.tiny import save_target
@@ -227,7 +229,7 @@ def test_text_alone_would_not_do(answer: Any, monkeypatch: pytest.MonkeyPatch) -
 
 def test_answers_of_another_tokenizer_or_template_are_tokenised_anew_and_it_is_said(answer: Any, capsys: Any) -> None:
     _, data, script = answer("qwen2", [["one?"], ["two?"]])
-    records._warn_once.cache_clear()
+    errors.warn_once.cache_clear()
     other = tokenizer_of(FAMILIES["qwen2"])
     other.add_tokens(["more"])
     (ends,) = {tokens[-1] for _, tokens in script.said}
@@ -239,7 +241,7 @@ def test_answers_of_another_tokenizer_or_template_are_tokenised_anew_and_it_is_s
 
 def test_an_edited_text_is_what_is_learned_and_it_is_said(answer: Any, capsys: Any) -> None:
     tokenizer, data, _ = answer("qwen2", [["one?"], ["two?", "another?"]])
-    records._warn_once.cache_clear()
+    errors.warn_once.cache_clear()
     (file,) = Path(data.path[0]).parent.glob("responses-*.jsonl")
     file.write_text(file.read_text().replace("Seven, of course.", "Seven."))
     found = [tokenizer.decode(list(ids)) for _, ids in learned(data, tokenizer)]
@@ -247,6 +249,19 @@ def test_an_edited_text_is_what_is_learned_and_it_is_said(answer: Any, capsys: A
     said = capsys.readouterr().err
     assert said.count("is not the one that was written") == 1
     assert file.name in said
+
+
+def test_so_is_an_edited_system_message(answer: Any, capsys: Any) -> None:
+    """The target's tokens after it are those that it wrote after another."""
+    tokenizer, data, _ = answer("qwen2", [["one?"]])
+    errors.warn_once.cache_clear()
+    (file,) = Path(data.path[0]).parent.glob("responses-*.jsonl")
+    raw = json.loads(file.read_text())
+    raw["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    file.write_text(json.dumps(raw) + "\n")
+    ((before, _),) = learned(data, tokenizer)
+    assert "Be brief." in tokenizer.decode(list(before))
+    assert "is not the one that was written" in capsys.readouterr().err
 
 
 def test_records_of_other_origin_and_older_answers_are_read_through_the_template(answer: Any) -> None:
@@ -330,6 +345,35 @@ def test_a_later_turn_is_asked_after_the_tokens_of_the_earlier_ones(loaded: Any)
     for odd in ([3, 9999], ["a"], 5):
         with pytest.raises(UserError, match="ids"):
             loaded._ids(talk_of("Seven", ids=odd))
+
+
+def test_an_end_token_that_is_no_special_one_is_not_shown(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it stand twice in what is asked next, by the Python API and by the chat."""
+    target = shutil.copytree(weights, tmp_path / "target")
+    family = FAMILIES["qwen2"]
+    plain = tokenizer_of(family._replace(special=family.special[:1], plain=family.special[1:]))
+    plain.init_kwargs.pop("eos_token", None)
+    saved = type(plain)(tokenizer_object=plain.backend_tokenizer)  # an eos_token would be a special one
+    saved.chat_template = family.template
+    saved.save_pretrained(target)
+    (end,) = saved("<|im_end|>")["input_ids"]
+    assert saved.decode([end], skip_special_tokens=True)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    model = outrider.load(str(target), device="cpu")
+    ids = [*saved("Seven")["input_ids"], end]
+    rounds = [Round(tuple(ids[:1]), 0, 0, 0, 0.0), Round(tuple(ids[1:]), 0, 0, 0, 0.0)]
+    asked = []
+    monkeypatch.setattr(model, "_decode", lambda prompt, *_: asked.append(prompt) or iter(rounds))
+    text = model.generate(talk_of("")[:1])
+    assert (text, list(model.last.ids), model.last.ended) == ("Seven", ids, True)
+    model.generate(talk_of(text, ids=ids))
+    lines, out = iter(["one?", "one?", "/quit"]), io.StringIO()
+    Chat(model, ChatConfig(target="t"), Screen(out), lambda _: next(lines)).run()
+    assert "<|im_end|>" not in out.getvalue()
+    assert asked[:2] == asked[2:]
+    assert saved.decode(asked[1]).count("Seven<|im_end|>\n") == 1
 
 
 def test_the_chat_asks_after_its_own_tokens(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:

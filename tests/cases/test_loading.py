@@ -112,6 +112,12 @@ def of_another_shape(path: Path) -> None:
     altered(path, lambda state: state | {LAST: state[LAST].T.contiguous()})
 
 
+def codes(path: Path) -> None:
+    """Quantised weights, of which nothing says how."""
+    rest = {f"{LAST.removesuffix('weight')}SCB": torch.ones(96)}
+    altered(path, lambda state: state | rest | {LAST: (100 * state[LAST]).to(torch.int8)})
+
+
 def wrapped_with_a_rest(path: Path) -> None:
     altered(path, lambda state: {f"module.{n}": t for n, t in (state | {"v_head.weight": torch.ones(2)}).items()})
 
@@ -147,6 +153,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "layers with a prefix": (under("_orig_mod.", "model.layers"), r"no model\.layers.*with the prefix _orig_mod\."),
     "an unknown prefix": (under("policy."), r"no .*with the prefix policy\."),
     "a wrapper, and a rest": (wrapped_with_a_rest, r"not known: v_head\.weight"),
+    "integers": (codes, rf"{LAST}: weights stored as integers \(I8\)"),
     "a missing file": (lambda path: in_shards(path, missing="a"), r"a\.safetensors"),
     "a tensor in two files": (lambda path: in_shards(path, twice=EMBEDDING), EMBEDDING),
     "an adapter alone": (adapter_alone, r"adapter for some/base.*merge it first.*merge_and_unload"),
@@ -253,6 +260,42 @@ def test_a_missing_file_of_other_layers_is_no_matter_to_an_early_exit(plain: Pat
         open_target(str(path)).layers(dtype=FLOAT)
 
 
+QUERY = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    "unread", [f"{QUERY}.bias", f"{QUERY}.lora_A.weight", f"{QUERY}.weight_scale", "v_head.weight"]
+)
+def test_what_transformers_passes_over_is_told_once(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, unread: str, large: bool
+) -> None:
+    """The model is without it; who does not know of it takes that for the model that was saved."""
+    monkeypatch.setattr(opening, "LARGEST_COPY", 0 if large else opening.LARGEST_COPY)
+    path = Path(shutil.copytree(plain, tmp_path / "model"))
+    altered(path, lambda state: state | {unread: torch.ones(64)})
+    for loader in ("eesd", "train, calibrate", "evaluate-checkpoint", "outrider.load"):
+        LOADERS[loader](str(path))
+    assert capsys.readouterr().err.count(f"{unread}: not read") == 1
+    LOADERS["small_lm"](str(path))
+    assert f"small_lm={path}: {unread}: not read" in capsys.readouterr().err
+
+
+def test_layers_beyond_those_of_the_config_are_told(plain: Path, tmp_path: Path, capsys: Any) -> None:
+    path = Path(shutil.copytree(plain, tmp_path / "model"))
+    described(path, num_hidden_layers=LAYERS - 1)
+    first_layers(str(path))
+    assert f"model.layers.{LAYERS - 1}.input_layernorm.weight" in capsys.readouterr().err
+
+
+def test_weights_that_are_no_numbers_are_called_that(plain: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(plain, tmp_path / "model"))
+    altered(path, lambda state: state | {LAST: state[LAST] * torch.nan})
+    for loader in ("train, calibrate", "evaluate-checkpoint", "by_layers=false", "small_lm", "outrider.load"):
+        with pytest.raises(UserError, match="no numbers"):
+            LOADERS[loader](str(path))
+
+
 # ------------------------------------------------------------------------------------------------ the proof at load
 
 
@@ -321,6 +364,16 @@ def test_draft_tokens_that_are_none_of_the_targets_are_refused(
         config.update({MARK: mark})
         with pytest.raises(UserError, match="expected 3 ascending token ids below 260"):
             read_draft_vocabulary(str(tmp_path), None, config)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_head_of_integers_is_refused(tmp_path: Path, dialect: str) -> None:
+    facts = DIALECTS[dialect]
+    weights = head_weights(facts)
+    name = next(name for name in weights if weights[name].is_floating_point())
+    weights[name] = weights[name].to(torch.int8)
+    with pytest.raises(UserError, match="stored as integers"):
+        load_head(write_head(tmp_path / "head", facts, weights), TARGET, dtype=FLOAT)
 
 
 @pytest.mark.parametrize("key", ["eagle_config", "architectures", "eagle_aux_hidden_state_layer_ids", "rope_scaling"])

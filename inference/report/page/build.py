@@ -44,10 +44,12 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
         tag("title", title),
         tag("style", Markup((HERE / "page.css").read_text(encoding="utf-8"))),
     )
+    pieces = enumerate(recommendation(reports).split("`"))
+    said = [tag("code", part) if place % 2 else part for place, part in pieces]  # what stands in backticks as code
     body = (
         tag("h1", title),
         *(tag("p", busy, class_="busy") for busy in busy_sentences(first)),
-        tag("p", tag("strong", "Verdict: "), *_code(recommendation(reports)), id="verdict"),
+        tag("p", tag("strong", "Verdict: "), *said, id="verdict"),
         tag("p", conditions(reports)),
         *_section("What each method gains", *_gains(reports), _counted(reports)),
         *_served(reports),
@@ -61,11 +63,6 @@ def make_page(reports: Sequence[Report], results: Sequence[PromptResult], decode
         tag("script", Markup((HERE / "page.js").read_text(encoding="utf-8"))),
     )
     return "<!doctype html>\n" + tag("html", tag("head", *head), tag("body", *body), lang="en") + "\n"
-
-
-def _code(text: str) -> list[str]:
-    """The text with what stands in backticks as code."""
-    return [tag("code", part) if place % 2 else part for place, part in enumerate(text.split("`"))]
 
 
 def _section(title: str, *content: Markup) -> tuple[Markup, ...]:

@@ -103,7 +103,7 @@ class Stopped:
     """A model that is stopped by Ctrl-C after two rounds, once."""
 
     name = "stopped"
-    tokenizer = byte_tokenizer()
+    tokenizer, ends = byte_tokenizer(), frozenset[int]()
 
     def __init__(self) -> None:
         self.asked = 0
