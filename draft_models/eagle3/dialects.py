@@ -91,7 +91,8 @@ def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> R
     for name, (known, what) in _FIXED.items():
         if switches.get(name, known) != known:
             raise UserError(f"{name}={switches.get(name, known)!r}: {what}; expected {known!r}")
-    layers = _count_layers(shapes)
+    found = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.") and name.split(".")[1].isdigit()}
+    layers = max(found, default=0) + 1
     described = config if "speculators_model_type" not in config else config.get("transformer_layer_config")
     layer = _layer_config(described, layers)
     rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
@@ -147,11 +148,6 @@ def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
     if not isinstance(inner, dict):
         raise UserError(f"eagle_config={inner!r}: expected a mapping")
     return inner
-
-
-def _count_layers(shapes: Shapes) -> int:
-    found = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.") and name.split(".")[1].isdigit()}
-    return max(found, default=0) + 1
 
 
 def _layer_config(described: object, layers: int) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.targets.empty_models import empty_layers, fitted, spec_of
-from draft_models.targets.tensor_files import TensorFiles
+from draft_models.targets.tensor_files import BASE_PREFIX, TensorFiles
 from outrider.progress import Stage
 
 
@@ -34,6 +34,9 @@ def load_layers(
     config.dtype = dtype  # in which transformers makes buffers, too
     model = empty_layers(config, layers)
     names = _names(files, spec_of(model).layers, layers)
+    added = (
+        BASE_PREFIX if files.headless else ""
+    )  # transformers puts its own there, which an architecture may call else
     computed = dict(model.named_non_persistent_buffers())  # transformers would make them again, under FSDP of zeros
     filling = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     options = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
@@ -41,7 +44,7 @@ def load_layers(
         stored = files.unread(set(names.values()), device, stage)
         fitted(
             filling, None, f"{role}={files.source}", exact=bool(files.wrapped) or part, config=model.config,
-            dtype=dtype, state_dict={name: stored[source] for name, source in names.items()}, **options,
+            dtype=dtype, state_dict={n.removeprefix(added): stored[source] for n, source in names.items()}, **options,
         )  # fmt: skip
     for name, buffer in computed.items():
         module, _, last = name.rpartition(".")

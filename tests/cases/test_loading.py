@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import outrider
 from data_prep.responses.generate import load_target
@@ -258,6 +259,22 @@ def test_a_missing_file_of_other_layers_is_no_matter_to_an_early_exit(plain: Pat
     open_target(str(path)).layers([0], dtype=FLOAT)
     with pytest.raises(UserError, match=file):
         open_target(str(path)).layers(dtype=FLOAT)
+
+
+def test_a_model_saved_without_its_head_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    """Also where an architecture calls its layers otherwise than most; all of them, and some."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = AutoConfig.for_model("gpt_neox", vocab_size=260, bos_token_id=None, eos_token_id=None, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    altered(tmp_path, lambda state: {name.removeprefix("gpt_neox."): tensor for name, tensor in state.items()})
+    whole = load_causal_lm(str(tmp_path), dtype=FLOAT).state_dict()
+    ours = open_target(str(tmp_path)).layers(dtype=FLOAT).state_dict()
+    assert ours.keys() == whole.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in whole.items())
+    second = open_target(str(tmp_path)).layers([1], dtype=FLOAT).state_dict()
+    name = "gpt_neox.layers.{}.mlp.dense_h_to_4h.weight"
+    assert torch.equal(second[name.format(0)], whole[name.format(1)])
 
 
 QUERY = "model.layers.1.self_attn.q_proj"
