@@ -147,8 +147,10 @@ def from_pretrained(
     require_target(meta, fingerprint, path)
     weights = _read_weights(path, meta)
     drafter = empty_drafter(meta, config)
-    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    expected, found = (
+        {name: ("floats" if one.is_floating_point() else "integers", *one.shape) for name, one in state.items()}
+        for state in (drafter.state_dict(), weights)
+    )
     if expected != found:
         differing = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
         raise UserError(

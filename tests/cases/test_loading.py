@@ -383,6 +383,16 @@ def test_draft_tokens_that_are_none_of_the_targets_are_refused(
             read_draft_vocabulary(str(tmp_path), None, config)
 
 
+def test_an_early_exit_of_integers_is_refused(plain: Path, tmp_path: Path) -> None:
+    """The codes of a quantisation, with the digest that they then have."""
+    target = open_target(str(plain))
+    save_pretrained(tmp_path, make_drafter(plain, 1), target.fingerprint, {}, FLOAT)
+    state = load_file(tmp_path / WEIGHTS_FILE)
+    spoilt(tmp_path, WEIGHTS_FILE, state | {"head.weight": state["head.weight"].to(torch.int8)})
+    with pytest.raises(UserError, match=r"head\.weight.*integers"):
+        from_pretrained(tmp_path, load_config(str(plain)), target.fingerprint, dtype=FLOAT)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_head_of_integers_is_refused(tmp_path: Path, dialect: str) -> None:
     facts = DIALECTS[dialect]
