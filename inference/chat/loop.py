@@ -120,8 +120,7 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         asked: list[dict[str, object]] = [*self.messages, {"role": "user", "content": question}]
-        ends = self.model.ends
-        answer = Reply(self.model.tokenizer, self._clock, ends)
+        answer = Reply(self.model.tokenizer, self._clock, self.model.ends)
         try:
             rounds = self.model.rounds(
                 asked, self.config.sampling, max_new_tokens=self.config.max_new_tokens,
@@ -137,7 +136,7 @@ class Chat:
         except UserError as error:
             self.screen.note(f"error: {error}; /reset forgets the conversation")
         self.screen.say("\n", OWN)
-        if text := spoken([token for token in answer.tokens if token not in ends], self.model.tokenizer):
+        if text := spoken([token for token in answer.tokens if token not in self.model.ends], self.model.tokenizer):
             self.messages = [*asked, {"role": "assistant", "content": text, "ids": answer.tokens}]
         if answer.tokens:
             self.screen.note(f"[{self._how()}: {answer.figures()}]")
