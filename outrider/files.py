@@ -116,7 +116,7 @@ def is_text(value: str) -> bool:
 def is_local(source: str) -> bool:
     """Whether `source` is a local path; otherwise it is a Hub name, OWNER/NAME."""
     path = Path(source)
-    return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or path.parent.is_dir()
+    return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or os.path.isdir(path.parent)
 
 
 def require_writable(directory: Path | str, option: str = "out_dir") -> Path:

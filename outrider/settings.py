@@ -6,14 +6,15 @@ from plain containers, as in YAML and JSON.
 """
 
 import dataclasses
-import functools
 import json
 import operator
+import os
 import re
 import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar, overload
 
@@ -23,9 +24,7 @@ from outrider.errors import UserError, require
 from outrider.files import is_local, read_json
 
 Made = TypeVar("Made")
-_hints: Callable[[Any], dict[str, object]] = functools.cache(
-    functools.partial(typing.get_type_hints, include_extras=True)
-)
+_hints: Callable[[Any], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
 _SCALARS: dict[object, str] = {
     bool: "true or false",
     int: "an integer",
@@ -59,7 +58,7 @@ class Place(Named):
     def require(self, key: str, value: str) -> None:
         """Raise `UserError` if `value` is a local path that does not exist."""
         elsewhere = value in self.besides or (self.hub and not is_local(value))
-        if not elsewhere and not Path(value).exists():
+        if not elsewhere and not os.path.exists(value):
             raise UserError(f"{key}={value}: no such directory or file; give {self.what}")
 
 

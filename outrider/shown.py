@@ -11,13 +11,15 @@ from outrider.errors import UserError
 _LONGEST, _END = 4000, 1000  # characters of a message, and of each end of a longer one
 _NEAR = 2**16  # characters at each end of a text that are looked at: the others are not shown
 _FEWEST = 6  # characters of a secret: shorter values of such variables are switches
-SECRET_NAME = re.compile(r"(?i)(key|token|secret|pass|password|passwd|credentials?)$")
+SECRET_NAME = re.compile(r"(?i)(key|token|secret|pass|password|passwd|credentials?|_pat)_?\d*$")
 # In a URL of its own a password may have spaces, in a text it has none; it may have slashes, unless a port is before.
 _LOGIN = re.compile(r"(['\"=][a-z][a-z0-9+.-]*://)[^'\"]{0,256}@|://(?:[^\s/]*|[^\s/:]*:(?!\d+[/?#])\S{0,256})@")
 _FIELD = re.compile(
     r"(?i)((?:[?&][\w.-]{0,64}(?:key|token|sig|signature|auth)|"
     r"\b[\w.-]{0,64}(?:hf_token|access_token|api_?key|secret|password|passwd))(?:=|['\"]: ?)['\"]?)[^&\s'\"]+"
 )
+_SHAPE = re.compile(r"\b(?:hf_|sk-(?:\w+-)?|gh[pousr]_)[A-Za-z0-9]{20,}")  # a key without a name beside it
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal would obey
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",]+")
 
 
@@ -35,6 +37,7 @@ def clean(text: str) -> str:
         for part in re.split(r"[^ -~]+", value) if SECRET_NAME.search(name) else ():  # others are shown as escapes
             if len(part) >= _FEWEST:
                 text = text.replace(part, f"${name}").replace(repr(part)[1:-1], f"${name}")
+    text = _SHAPE.sub("…", text)
     return _BEARER.sub(r"\1…", _FIELD.sub(r"\1…", _LOGIN.sub(lambda found: f"{found[1] or '://'}…@", text)))
 
 
@@ -42,4 +45,5 @@ def shown(text: str) -> str:
     """`text` as a message may have it: `clean`, and of a very long one the two ends."""
     size = len(text)
     text = clean(text if size <= 2 * _NEAR else text[:_NEAR] + text[-_NEAR:])
+    text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
     return text if size <= _LONGEST else f"{text[:_END]} … ({size} characters) … {text[-_END:]}"

@@ -1,5 +1,6 @@
 """The entry point for formats: the location of any model as safetensors, converted if necessary."""
 
+import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -55,7 +56,7 @@ def find_original(source: str, revision: str | None = None, *, weights: bool = T
     if not is_local(source):
         return _on_hub(source, revision, weights)
     folder = Path(source)
-    kind = _kind(lambda name: (folder / name).exists(), folder / CONFIG_FILE)
+    kind = _kind(lambda name: os.path.exists(folder / name), folder / CONFIG_FILE)
     return None if kind is None else FolderModel(source, folder, kind)
 
 

@@ -4,6 +4,7 @@ It is parsed here because the reader of the `gguf` package follows a damaged len
 """
 
 import mmap
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -80,13 +81,13 @@ def find_gguf(source: str) -> Path | None:
     Raises `UserError` for another file, and if there are several GGUF files.
     """
     path = Path(source)
-    if path.is_file():
+    if os.path.isfile(path):
         if not is_gguf(path):
             raise UserError(
                 f"{source}: a file, but not a GGUF file; give one, a Hugging Face model directory or a Hub name"
             )
         return path
-    if not path.is_dir() or (path / "config.json").exists():
+    if not os.path.isdir(path) or (path / "config.json").exists():
         return None
     found = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
     if len(found) > 1:

@@ -110,7 +110,7 @@ def is_block_fp8(config: Path) -> bool:
         if b"fp8" not in config.read_bytes():
             return False
         quantised = _quantisation(config)
-    except (OSError, UserError):  # a later read reports what is wrong with it
+    except (OSError, ValueError, UserError):  # a later read reports what is wrong with it
         return False
     return quantised.get("quant_method") == "fp8" and bool(quantised.get("weight_block_size"))
 

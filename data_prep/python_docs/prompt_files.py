@@ -164,7 +164,7 @@ def own_split(path: Path, heldout_fraction: float = PromptsConfig.heldout_fracti
         groups.setdefault(turn_key(prompt.turns[0]), []).append(prompt)
     if len(groups) < _FEWEST:
         raise UserError(f"{path}: {len(groups)} prompts with different first turns; expected at least {_FEWEST}")
-    count = max(round(heldout_fraction * len(groups)), min(_HELDOUT, len(groups) // 2))
+    count = max(min(round(heldout_fraction * len(groups)), len(groups) - 1), min(_HELDOUT, len(groups) // 2))
     held = {number * len(groups) // count for number in range(count)}
     parted: dict[Split, list[Prompt]] = {"train": [], "heldout": []}
     for number, group in enumerate(groups.values()):

@@ -231,7 +231,8 @@ class Server:
         except ReplyError:
             raise
         except Exception as error:  # a reply may be anything
-            raise ReplyError(f"{path} gave no reply that can be read ({reason(error)})") from None
+            said = reason(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
+            raise ReplyError(f"{path} gave no reply that can be read ({said})") from None
 
     # ------------------------------------------------------------------------------------------------ one reply
 

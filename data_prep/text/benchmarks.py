@@ -29,7 +29,7 @@ def prompt_file(name: str, key: str = "prompts") -> Path:
     Raises `UserError` naming the option `key` if there is no such file, or if it cannot be fetched.
     """
     path = Path(os.path.expanduser(name))
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if name not in BENCHMARKS:
         raise UserError(f"{key}={name}: no such file; give {_WHAT}")

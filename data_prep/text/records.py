@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import reprlib
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,15 +17,9 @@ from outrider.files import is_text, parse_json
 from outrider.settings import construct
 
 _ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+    "system": "system", "tool": "tool", **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "model", "assistant"), "assistant"),
+}  # fmt: skip
 _COLUMNS = {
     "text": "text",
     "code": "content",
@@ -240,8 +235,8 @@ def split_key(record: Record) -> str:
 
 
 def turn_key(text: str) -> str:
-    """A turn, or a text, whatever its white space and its capitals."""
-    return " ".join(text.split()).casefold()
+    """A turn, or a text, whatever its white space, its capitals, and how Unicode composes its characters."""
+    return " ".join(unicodedata.normalize("NFKC", text).split()).casefold()
 
 
 def _truncated(raw: Raw, record: Record) -> Record:

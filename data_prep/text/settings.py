@@ -137,9 +137,9 @@ def matching(pattern: str) -> list[Path]:
     As much of it as is there is no glob, whatever characters it has.
     """
     path = Path(os.path.expanduser(pattern))
-    if path.exists():
+    if os.path.exists(path):
         return [path]
-    root = next(parent for parent in path.parents if parent.exists())
+    root = next(filter(os.path.exists, path.parents))
     return [root / found for found in glob.glob(str(path.relative_to(root)), root_dir=root, recursive=True)]
 
 

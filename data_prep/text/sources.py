@@ -50,15 +50,8 @@ _SETTLED = 2 * 10**9  # nanoseconds: a younger file may still change without a n
 # Excluded: tests and their data, installed packages, and generated tables. The character maps in encodings are
 # near-copies of each other, so held-out ones would be known from training. pydoc_data is one long string.
 _NOT_LIBRARY = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "__pycache__",
-    "encodings",
-    "pydoc_data",
-}
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data",
+}  # fmt: skip
 
 
 def read_records(
@@ -121,7 +114,7 @@ def content_digest(config: DataConfig) -> str:
         digest.update(json.dumps(named).encode())
     elif config.source == "local":
         for path in resolve_paths(config.path):
-            digest.update(path.suffix.encode() + _file_digest(path))
+            digest.update(path.suffix.lower().encode() + _file_digest(path))
     else:
         for name, path in python_files(config.packages):
             digest.update(name.encode() + _file_digest(path))
@@ -152,7 +145,7 @@ def _layout_of(raw: object, config: DataConfig, asking: bool, where: str) -> Fil
         return find_layout(raw, config.layout, config.column, where)
     except UserError as error:
         if asks(raw) and config.column is None:
-            raise UserError(f"{where}: {_NO_ANSWERS}") from error
+            raise UserError(f"{where}: {_NO_ANSWERS}; if it has some: {error}") from error
         raise
 
 
@@ -215,7 +208,7 @@ def resolve_paths(patterns: Iterable[str]) -> list[Path]:
     for pattern in patterns:
         matches = matching(pattern)
         path = Path(os.path.expanduser(pattern))
-        if path.is_dir():
+        if os.path.isdir(path):
             matches = list(path.glob(RESPONSES)) if (path / RUN_FILE).exists() else []
             matches = matches or _data_files(path)
         files = sorted(match for match in matches if match.is_file())
@@ -253,6 +246,7 @@ def read_file(path: Path, counts: Counts | None = None) -> Iterator[tuple[int, o
 
 
 def _kind(path: Path) -> str:
+    path = Path(path.name.lower())
     return path.with_suffix("").suffix if path.suffix in {*_PACKED, ".zst"} else path.suffix
 
 
@@ -281,8 +275,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, object]]:
     rows = csv.DictReader(lines, delimiter="," if _kind(path) == ".csv" else "\t", strict=True)
     try:
         for raw in rows:
-            if None in raw or None in raw.values():
-                raise csv.Error(f"expected the {len(rows.fieldnames or ())} fields of the first line")
+            count = len(rows.fieldnames or ())
+            if None in raw or None in raw.values() or len(raw) < count:
+                raise csv.Error(f"expected the {count} fields of the first line, each of another name")
             yield rows.line_num, raw
     except csv.Error as error:
         raise UserError(f"{path}:{rows.line_num}: {error}") from None
@@ -302,7 +297,7 @@ def _batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
     import pyarrow
     import pyarrow.parquet
 
-    if path.suffix == ".parquet":
+    if _kind(path) == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
             yield from file.iter_batches(batch_size=1024)
         return
@@ -364,11 +359,12 @@ def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:
 
 def _open(path: Path) -> io.BufferedReader:
     """A file's bytes, unpacked by its suffix."""
-    if path.suffix == ".zst":
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
         import pyarrow
 
         return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
-    return io.BufferedReader(_PACKED.get(path.suffix, open)(path, "rb"))
+    return io.BufferedReader(_PACKED.get(suffix, open)(path, "rb"))
 
 
 _PACKED = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}

@@ -1,5 +1,6 @@
 """Configs of targets, and the check whether this toolkit can run a target layer by layer."""
 
+import os
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -56,7 +57,7 @@ def read_config(source: str, revision: str | None = None, *, role: str = "target
 def _described(source: str, revision: str | None, role: str) -> PreTrainedConfig:
     """The config in config.json."""
     path = Path(source)
-    if is_local(source) and not path.exists():
+    if is_local(source) and not os.path.exists(source):
         raise UserError(f"{role}={source}: no such directory or file; give {MODEL}")
     require_description(source, revision, role)
     require_no_adapter(source, revision, role)

@@ -30,7 +30,7 @@ class Encoder(NamedTuple):
 
 def open_encoder(source: str, revision: str | None = None) -> Encoder:
     """Open a SentencePiece model file, or the tokenizer of a target in any format. Raises `UserError`."""
-    if Path(source).is_file() and not is_gguf(Path(source)):
+    if os.path.isfile(source) and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     from data_prep.formats.door import tokenizer_alone

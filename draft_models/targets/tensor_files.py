@@ -1,6 +1,7 @@
 """The weights of a checkpoint, read tensor by tensor."""
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -214,7 +215,7 @@ def require_floats(name: str, held: Mapping[str, SafeTensor], weights: Iterable[
 
 def require_no_adapter(source: str, revision: str | None, role: str) -> None:
     """Raise `UserError` for an adapter, alone or beside a model, to which transformers would add it."""
-    file = None if Path(source).is_file() else located(source, revision, "adapter_config.json")
+    file = None if os.path.isfile(source) else located(source, revision, "adapter_config.json")
     if file is not None:
         base = read_mapping(file, "description of an adapter", "save it again").get("base_model_name_or_path")
         raise UserError(

@@ -4,6 +4,7 @@ A kind's entry holds what settings need, without importing torch. The rest of th
 which is imported when a method of that kind is used.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -200,7 +201,7 @@ def kind_in(folder: str) -> Kind | None:
 
     Raises `UserError` where it cannot be read.
     """
-    kinds = [kind for kind in KINDS.values() if kind.file is not None and (Path(folder) / kind.file).is_file()]
+    kinds = [kind for kind in KINDS.values() if kind.file is not None and os.path.isfile(Path(folder, kind.file))]
     return next((kind for kind in kinds if len(kinds) == 1 or kind.load_plugin().lies_in(folder)), None)
 
 

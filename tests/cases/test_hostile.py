@@ -234,7 +234,36 @@ def test_what_is_written_and_printed_is_clean(
     assert "ABCDEFGH" not in printed
 
 
+@pytest.mark.parametrize("key", ["hf_" + "aB3" * 11, "sk-proj-" + "aB3" * 9, "sk-" + "aB3" * 9, "ghp_" + "aB3" * 12])
+def test_a_key_where_a_name_belongs_is_not_shown(key: str) -> None:
+    for said in (f"target={key}: no such directory", f"target={key}/model: not there", repr({"target": key})):
+        assert key not in str(UserError(said))
+        assert key not in clean(said)
+    for plain in ("hf_models/some_long_directory_name", "task-aB3aB3aB3aB3aB3aB3aB3", "sk-learn/models-of-2026"):
+        assert clean(plain) == plain
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN_2", "OPENAI_API_KEY1", "GITHUB_PAT"])
+def test_variables_that_are_numbered_hold_secrets_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "tricky-value")
+    assert "tricky" not in clean("a tricky-value b")
+
+
 # ------------------------------------------------------------------------------------------------- messages
+
+
+def test_a_message_moves_no_terminal(asked: Callable[..., Any]) -> None:
+    said = b"\x1b[2J\x1b]0;x\x07 \x00\x9b no such model"
+    with replying(said, said, status=400) as url, pytest.raises(UserError, match=r"\\x1b\[2J.*no such model") as raised:
+        generate_responses(asked("generate", url))
+    assert str(raised.value).isprintable()
+    assert str(UserError("a\n\tb é")) == "a\n\tb é"
+
+
+@pytest.mark.parametrize("reply", [{"choices": {}}, {"choices": "a"}, [], None])
+def test_a_reply_of_other_types_is_told_by_the_kind_of_error(reply: object, asked: Callable[..., Any]) -> None:
+    with replying(json.dumps(reply).encode()) as url, pytest.raises(UserError, match=r"be read \((Key|Type)Error: "):
+        generate_responses(asked("generate", url))
 
 
 def test_a_message_quotes_a_part_of_what_is_long(capsys: pytest.CaptureFixture[str]) -> None:

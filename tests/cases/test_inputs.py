@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,8 @@ from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from conf import config_for
-from data_prep.python_docs.prompt_files import write_prompts
+from conf import config_for, reported
+from data_prep.python_docs.prompt_files import own_split, write_prompts
 from data_prep.python_docs.settings import PromptsConfig
 from data_prep.responses.generate import run_identity
 from data_prep.text.given import read_some
@@ -37,6 +38,7 @@ from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records, resolve_paths
 from draft_models.card import serving, write_card
 from draft_models.early_exit.model import USE
+from draft_models.targets.encoder import open_encoder
 from draft_models.targets.open_target import open_target
 from inference.evaluate_checkpoint import with_methods
 from outrider.cli import print_anything, say
@@ -131,6 +133,32 @@ def test_a_file_that_is_there_is_no_pattern(tmp_path: Path, monkeypatch: pytest.
     DataConfig(source="local", path=["o[1]*/r-*.txt", name]).require_places(lambda _: True, "data")
 
 
+LONG = "x" * 300  # longer than a file's name can be
+
+
+@pytest.mark.parametrize("name", [LONG, f"a/{LONG}", f"{LONG}/a", "a\0b", "a\udc80b"])
+def test_what_can_be_no_files_name_is_refused_as_any_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for ask in (
+        lambda: resolve_paths([name]),
+        lambda: data_of(Path(name)).require_places(lambda _: True, "data"),
+        lambda: read_prompts(name),
+        lambda: open_target(name),
+        lambda: open_encoder(name),
+        lambda: AutoConfig(prompts=name).require_places(lambda _: True),
+    ):
+        with pytest.raises(UserError):
+            ask()
+
+
+def test_an_output_directory_of_too_long_a_name_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"), reported():
+        (tmp_path / LONG).mkdir()
+    assert "name too long" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------- data
 
 TALKS = [
@@ -192,6 +220,11 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "a.jsonl": lambda path: path.write_bytes(CONTENT.encode("utf-16")),
     "b.jsonl": lambda path: path.write_bytes(CONTENT.encode("utf-8-sig")),
     "c.json.gz": lambda path: path.write_bytes(gzip.compress(json.dumps(TALKS).encode("utf-16"))),
+    "A.JSONL": lambda path: path.write_text(CONTENT),
+    "a.Jsonl.GZ": lambda path: path.write_bytes(gzip.compress(CONTENT.encode())),
+    "a.JSON.ZST": lambda path: path.write_bytes(zst(json.dumps(TALKS).encode())),
+    "a.PARQUET": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TALKS), path),
+    "model.jsonl": lambda path: path.write_text(CONTENT.replace("assistant", "model")),
     "a.arrow": arrow_file,
     "a.parquet": lambda path: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TALKS), path),
     "saved": lambda path: Dataset.from_list(TALKS).save_to_disk(path),
@@ -256,6 +289,18 @@ def test_a_row_that_does_not_fit_its_table_is_refused(tmp_path: Path, row: str) 
     (tmp_path / "a.csv").write_text(f"text,n\na,1\n{row}\n")
     with pytest.raises(UserError, match=r"a\.csv:[23]: "):
         read(tmp_path / "a.csv")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,text\na,b\n")
+    with pytest.raises(UserError, match=r"a\.csv:2: .*another name"):
+        read(tmp_path / "a.csv")
+
+
+def test_columns_that_are_not_known_to_hold_answers_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(jsonl([{"prompt": "q", "completion": "a"}]))
+    with pytest.raises(UserError, match="prompt, completion"):
+        read(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize("raw", [{"turns": ["q"]}, {"prompt": "q"}, {"question": "q"}])
@@ -368,6 +413,18 @@ def test_held_out_prompts_share_no_first_turn_with_the_others(tmp_path: Path) ->
     assert sides[0].isdisjoint(sides[1])
     assert len(sides[0] | sides[1]) == 40
     assert min(map(len, sides)) > 2
+
+
+def test_one_turn_in_two_spellings_of_unicode_is_one_turn() -> None:
+    for text in ("Größe é", "\ufb01nd ２", "a\u00a0b"):
+        spellings = {unicodedata.normalize(form, text) for form in ("NFC", "NFD", "NFKC", "NFKD")}
+        assert len({turn_key(one) for one in spellings}) == 1
+
+
+def test_of_a_users_prompts_some_are_left_to_train_on(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(jsonl([{"turns": [f"Q {i}?"]} for i in range(25)]))
+    parted = own_split(tmp_path / "p.jsonl", 0.9999)
+    assert (len(parted["train"]), len(parted["heldout"])) == (1, 24)
 
 
 def test_a_run_whose_prompts_were_held_out_otherwise_is_refused(tmp_path: Path) -> None:

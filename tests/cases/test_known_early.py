@@ -31,6 +31,7 @@ from tests.data_prep.responding import skipped
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import byte_tokenizer, save_target
 from tests.train import jobs
+from train import auto_plan
 from train.auto_run import run_auto
 from train.exporting import export_drafter
 from train.pipeline_run import fitted
@@ -276,6 +277,13 @@ def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
             with pytest.raises(UserError, match=said):
                 run_auto(config, config_for)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("minutes", [0.01, 3.4, -1.0, float("nan")])
+def test_minutes_that_are_never_enough_are_refused_before_anything_is_answered(minutes: float) -> None:
+    with pytest.raises(UserError, match=r"minutes=.*3\.5"):
+        AutoConfig(target="org/model", minutes=minutes)
+    assert auto_plan._QUICK + auto_plan._FEWEST == 3.5
 
 
 def test_fewer_prompts_than_asked_for_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Literal, get_args
 
+from annotated_types import Ge
+
 from data_prep.text.benchmarks import PromptFile
 from data_prep.text.settings import PromptTemplate
 from draft_models.targets.settings import MODEL
 from outrider.errors import require
-from outrider.settings import Place, Positive, RunConfig, free
+from outrider.settings import Place, RunConfig, free
 
 Trained = Literal["early_exit", "small_lm", "eagle3"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)
@@ -27,7 +29,7 @@ class AutoConfig(RunConfig):
     prompts: PromptFile | None = None
     # of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations
     template: PromptTemplate = "auto"
-    minutes: Positive = 30.0  # for everything; a step that has begun to load or to save still ends
+    minutes: Annotated[float, Ge(3.5)] = 30.0  # for everything; a step that has begun to load or to save still ends
     # drafters that are trained, besides n-grams; auto: those that pay by what was measured at the start; []: none
     train: tuple[Trained, ...] | Literal["auto"] = "auto"
     plan: bool = free(False)  # only say what it would do; needs no weights
