@@ -270,10 +270,11 @@ def explain(error: Exception, schema: type) -> str:
         cause = cause.__cause__
     key = getattr(cause, "full_key", None)
     first_line = str(cause).strip().splitlines()[0]
-    if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
+    several = str(error).partition("Ambiguous value for argument '")[2].rpartition("'\n1. To use it as a list")[0]
+    if word := error.override if isinstance(error, OverrideParseException) else several:
+        key, equals, value = word.partition("=")
         said = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
-        return f"{error.override}: not an option; give it, {said}"
+        return f"{word}: not an option; give it, {said}"
     if not key:
         return " ".join(str(error).split())
     kind = _field_type(schema, key.rpartition(".")[0])

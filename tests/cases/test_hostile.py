@@ -262,7 +262,10 @@ def test_a_message_moves_no_terminal(asked: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("reply", [{"choices": {}}, {"choices": "a"}, [], None])
 def test_a_reply_of_other_types_is_told_by_the_kind_of_error(reply: object, asked: Callable[..., Any]) -> None:
-    with replying(json.dumps(reply).encode()) as url, pytest.raises(UserError, match=r"be read \((Attribute|Key|Type)Error: "):
+    with (
+        replying(json.dumps(reply).encode()) as url,
+        pytest.raises(UserError, match=r"be read \((Attribute|Key|Type)Error: "),
+    ):
         generate_responses(asked("generate", url))
 
 

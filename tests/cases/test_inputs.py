@@ -97,11 +97,12 @@ def test_a_place_in_a_list_or_in_quotes_is_one_text() -> None:
     assert options[1:] == [r"a=['o\'(/x', 't,1/y', z]", r"b='o\'('", r"c='o\'(/y z'"]
 
 
-def test_an_option_that_cannot_be_read_is_shown_as_it_can() -> None:
+@pytest.mark.parametrize("name", ["a=b(c", "a,b", "runs/a b,'c',d", "a,\nb"])
+def test_an_option_that_cannot_be_read_is_shown_as_it_can(name: str) -> None:
     with pytest.raises(UserError) as refused:
-        config_for("train/eesd.py", ["target=a=b(c"])
+        config_for("train/eesd.py", [f"target={name}"])
     (word,) = shlex.split(str(refused.value).rpartition(" as ")[2])
-    assert config_for("train/eesd.py", [word, "out_dir=o"]).target == "a=b(c"
+    assert config_for("train/eesd.py", [word, "out_dir=o"]).target == name
 
 
 @pytest.mark.parametrize("name", ['it\'s (a) [b] {c} $d,e=f "g"', "plain"])
