@@ -166,7 +166,7 @@ def check_tiny(together: Path, alone: Path) -> None:
 def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, list[str]]:
     """Train adapters and an early exit here, into NAME-alone; the command lines that do the same into NAME."""
     adapters = finetuning(
-        target, corpus, folder / "adapters-alone", fit=replace(FIT, lr=1e-2, eval_every=2, log_every=1),
+        target, corpus, folder / "adapters-alone", fit=replace(FIT, lr=1.5e-2, eval_every=2, log_every=1),
         drafter=DrafterConfig(path=str(target)), lora_rank=2, objective="cross_entropy",
     )  # fmt: skip
     finetune_drafter(adapters)
@@ -193,7 +193,7 @@ def check_adapters(together: Path, alone: Path, start: Path) -> None:
     assert max(curve(together, "eval_tau").values()) > 1
     assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
     one, other, before = (load_file(folder / "model.safetensors") for folder in (alone, together, start))
-    assert any((one[name] - before[name]).abs().max() > 5e-3 for name in before)
+    assert any((one[name] - before[name]).abs().max() > 1e-2 for name in before)
     torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
 
 
