@@ -41,8 +41,7 @@ from inference.audit.answers import ServedAnswer, read_answers
 from inference.audit.audit import AuditArm, judged, read
 from inference.audit.draws import join, tokens_needed
 from inference.core.decode import cut
-from inference.serving.page import environment
-from inference.serving.proposer import TABLE_VARIABLE, NgramProposer
+from inference.serving.proposer import PROPOSER, environment
 from inference.settings.audit import AuditConfig
 from outrider.files import write_atomically, write_json
 from outrider.machine import describe_machine
@@ -159,8 +158,8 @@ def servers(makers: Makers) -> list[Server]:
         Server("transformers", makers.by_generate, few),
     ]
     if makers.options.vllm:
-        table = environment(NgramProposer, TABLE_VARIABLE, Path(makers.options.drafters, "trigrams").resolve())
-        lookup = {**small, "method": "custom_class", "model": f"{NgramProposer.__module__}.{NgramProposer.__name__}"}
+        table = environment(Path(makers.options.drafters, "trigrams").resolve())
+        lookup = {**small, "method": "custom_class", "model": PROPOSER}
         found += [
             Server("vLLM", partial(makers.by_vllm, None, mended=False), few),
             Server("vLLM, early exit", partial(makers.by_vllm, exits, mended=False), few, (1,)),

@@ -18,9 +18,9 @@ from unittest import mock
 import torch
 
 from data_prep.responses import batch_state
-from data_prep.responses.answers import uniforms
 from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.generate import lay_out_for_batches
+from data_prep.responses.tasks import uniforms
 from data_prep.text.prompts import read_prompts
 from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.model_files import load_causal_lm

@@ -29,7 +29,7 @@ def with_methods(options: Sequence[str]) -> list[str]:
 @entry("evaluate_checkpoint", EvaluateConfig, complete=with_methods)
 def main(config: EvaluateConfig) -> None:
     # Imported after the config is checked, as torch and transformers take seconds to import.
-    from inference.evaluate.command import evaluate
+    from inference.evaluate.compare import evaluate
 
     evaluate(config)
 

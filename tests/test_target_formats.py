@@ -14,7 +14,7 @@ from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import read_meta
 from draft_models.targets.open_target import open_target
-from inference.evaluate.command import evaluate as plan_evaluation
+from inference.evaluate.compare import evaluate as plan_evaluation
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError

@@ -28,8 +28,7 @@ from draft_models.targets.settings import Dialect
 from draft_models.targets.vocabulary import for_rows
 from inference.drafters.ngram.ngrams import open_table
 from inference.serving.engine_worker import ir_command
-from inference.serving.page import serving_page
-from inference.serving.proposer import TABLE_VARIABLE, NgramProposer
+from inference.serving.proposer import serving_page
 from inference.settings.kinds import kind_in
 from inference.settings.serving import python_in
 from outrider.errors import UserError, require
@@ -167,7 +166,7 @@ def _export_table(config: ExportConfig, out_dir: Path) -> str:
         target = open_target(config.target, config.revision, by_layers=False)
         open_table(config.checkpoint, target.vocabulary_digest, target.vocabulary_size)
     table, model = Path(config.checkpoint).resolve(), config.target or "MODEL"
-    page = serving_page(NgramProposer, TABLE_VARIABLE, table, model)
+    page = serving_page(table, model)
     write_atomically(out_dir / CARD_FILE, page.encode())
     return f"kind=ngrams page={CARD_FILE}"
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.batch_state import Forward, begin_batch
 from data_prep.responses.compiled_batch import CompiledSteps
+from data_prep.responses.tasks import Answer, TopK
 from inference.core.sampling import Sampler, invert, largest
 from outrider.progress import counted
 

@@ -87,16 +87,16 @@ class CompiledBatch:
         """cache: of left-padded prompts with mask [B, n]; it is emptied."""
         self._steps = steps
         lengths = mask.sum(-1)
-        self._seats = torch.stack([torch.arange(len(mask)), lengths], dim=1)
+        self._slots = torch.stack([torch.arange(len(mask)), lengths], dim=1)  # [B, 2]: where in `_kept`, how long
         self._left = budget
         self._kept = _without_padding(cache, lengths)
 
     def feed(self, tokens: Tensor) -> Tensor:
         """See `BatchState.feed`."""
-        if int(self._seats[:, 1].max()) == self._kept.shape[-2]:
+        if int(self._slots[:, 1].max()) == self._kept.shape[-2]:
             self._make_room()
-        logits = self._steps(tokens, self._kept, self._seats)
-        self._seats[:, 1] += 1
+        logits = self._steps(tokens, self._kept, self._slots)
+        self._slots[:, 1] += 1
         self._left -= 1
         return logits
 
@@ -106,12 +106,12 @@ class CompiledBatch:
 
     def keep(self, rows: Tensor) -> None:
         """See `BatchState.keep`."""
-        self._seats = self._seats[rows]
+        self._slots = self._slots[rows]
 
     def _make_room(self) -> None:
         """Add positions, and keep only the remaining rows."""
-        self._kept = nn.functional.pad(self._kept[:, :, self._seats[:, 0]], (0, 0, 0, min(self._left, _ROOM)))
-        self._seats[:, 0] = torch.arange(len(self._seats))
+        self._kept = nn.functional.pad(self._kept[:, :, self._slots[:, 0]], (0, 0, 0, min(self._left, _ROOM)))
+        self._slots[:, 0] = torch.arange(len(self._slots))
 
 
 def can_be_compiled(steps: CompiledSteps | None, cache: DynamicCache, positions: int) -> bool:

@@ -13,7 +13,6 @@ A shard is complete when its JSONL exists: that file is written last. Each promp
 also contain a `responses-*.jsonl` from elsewhere (a serving engine). Its prompts count as answered.
 """
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -28,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.answers import TopK
+from data_prep.responses.tasks import TopK, prompt_id
 from data_prep.text.chat import Document, encode, written_by
-from data_prep.text.records import Counts, Message, find_layout, to_record
+from data_prep.text.records import Counts, find_layout, to_record
 from data_prep.text.sources import RESPONSES, RUN_FILE, read_file
 from outrider.errors import UserError
 from outrider.files import read_mapping, write_atomically, write_json
@@ -75,12 +74,6 @@ class Shard:
             write_atomically(_file(folder, "skipped", number, "jsonl"), _lines(self.skipped))
         records = [response.record for response in self.responses]
         write_atomically(_file(folder, "responses", number, "jsonl"), _lines(records))
-
-
-def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
-    """The id of a prompt: a hash of its system and user messages, or of its plain text."""
-    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
-    return hashlib.sha256(json.dumps([asked, text]).encode()).hexdigest()[:32]
 
 
 def read_shard(shard: Path) -> Iterator[Response]:

@@ -9,7 +9,6 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from data_prep.responses.answers import Answer, uniforms
 from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.compiled_batch import CompiledSteps
 from data_prep.responses.directory import (
@@ -27,7 +26,7 @@ from data_prep.responses.directory import (
 from data_prep.responses.plan import describe_first, describe_plan, describe_texts
 from data_prep.responses.server import UNANSWERED, Server
 from data_prep.responses.settings import GenerateConfig
-from data_prep.responses.tasks import Task, Todo, read_tasks, render
+from data_prep.responses.tasks import Answer, Task, Todo, read_tasks, render, uniforms
 from data_prep.text.chat import parting, spoken, warn_of_template, written_by
 from data_prep.text.records import HELDOUT_BY, Written, text_digest
 from data_prep.text.rehearsal import rehearsable

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.settings import GenerateConfig
+from data_prep.responses.tasks import Answer, TopK
 from outrider.errors import UserError, reason
 from outrider.files import MOST_BYTES, parse_json
 from outrider.shown import secret

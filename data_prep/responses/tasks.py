@@ -1,12 +1,14 @@
-"""The prompts that a run answers: read from the data, each once, with the state of their answers."""
+"""The prompts that a run answers, read from the data, each once; and a target's answers to them."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.answers import Answer, TopK
-from data_prep.responses.directory import prompt_id
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
 from data_prep.text.records import Counts, Message, Read, Record, warn_of_unused
@@ -15,8 +17,55 @@ from data_prep.text.sources import read_records
 from draft_models.targets.model_spec import UNLIMITED
 from draft_models.targets.vocabulary import UnusableTextError, require_rows
 from outrider.errors import UserError
+from outrider.streams import Streams
 
 _CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The target's own distribution (temperature 1) at each of n emitted tokens: the top k, and the rest.
+
+    tokens int64 [n]: the emitted tokens. ids int64 [n, k], logprobs float32 [n, k]: the k most likely tokens, most
+    likely first. tail float32 [n]: the total probability of all others.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    tail: Tensor
+
+    def at(self, places: slice | Tensor) -> "TopK":
+        """The same for the tokens at `places`."""
+        return TopK(*(part[places] for part in self._parts()))
+
+    def then(self, other: "TopK") -> "TopK":
+        """These tokens, followed by those of `other`."""
+        return TopK(*(torch.cat(pair) for pair in zip(self._parts(), other._parts(), strict=True)))
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.tokens, self.ids, self.logprobs, self.tail
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The continuation of one prompt. tokens: with the end token; failure: why there are none, else empty."""
+
+    tokens: tuple[int, ...] = ()
+    ended: bool = False  # by an end token, not by the budget
+    top: TopK | None = None
+    retokenised: bool = False  # from a text of a server that gave no ids
+    failure: str = ""  # memory | not_a_number | server | retokenised
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """The tokens without the end token."""
+        return self.tokens[:-1] if self.ended else self.tokens
+
+
+def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
+    """`count` uniform float64 numbers in [0, 1): fixed by the other arguments; a smaller count gives a prefix."""
+    return torch.from_numpy(Streams(seed, identity).arrays("response", turn).random(count))
 
 
 @dataclass
@@ -80,6 +129,12 @@ class Todo:
             self.counts.refuse("skipped", f"{task.source}: {task.detail or task.problem}")
         else:
             self.tasks.append(task)
+
+
+def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
+    """The id of a prompt: a hash of its system and user messages, or of its plain text."""
+    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
+    return hashlib.sha256(json.dumps([asked, text]).encode()).hexdigest()[:32]
 
 
 def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo: Todo) -> Iterator[Task]:

@@ -1,15 +1,32 @@
-"""The answers to audit, as a file has them: a prompt, what was said after it, and how its tokens were chosen."""
+"""The answers to audit: read from a file, or asked of a server and written as they come, so that a killed run goes on.
 
-from dataclasses import dataclass, field, replace
+A line of the file has a prompt, what was said after it, and how its tokens were chosen.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from data_prep.responses.server import Server
+from data_prep.responses.settings import GenerateConfig
+from data_prep.responses.tasks import uniforms
 from data_prep.text.chat import ids_within, render_prompt
-from data_prep.text.sources import read_file
+from data_prep.text.prompts import read_prompts
+from data_prep.text.settings import DataConfig
+from data_prep.text.sources import RUN_FILE, read_file
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
+from inference.settings.audit import OF_SERVERS, AuditConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError, require
+from outrider.files import read_mapping, write_atomically, write_json
+from outrider.progress import counted
+from outrider.run_dirs import check_identity
 from outrider.settings import construct
+
+ANSWERS = "answers.jsonl"
+ROUNDS = 4  # requests of each connection between two writes: what a killed run asks again
 
 
 @dataclass(frozen=True)
@@ -51,3 +68,51 @@ def with_ids(answer: ServedAnswer, target: OpenTarget) -> ServedAnswer:
     length = len(answer.prompt_ids) + len(answer.output_ids)
     require(length <= most, "tokens of prompt and output", length, f"at most {most}, the target's context")
     return answer
+
+
+def ask(config: AuditConfig, target: OpenTarget, eos: Collection[int], folder: Path) -> dict[str, int | None]:
+    """Have answers.jsonl in `folder` hold the answers to all prompts. Returns how many there are, and are missing.
+
+    Raises `UserError` for a server or prompts that cannot be used, and for answers that were asked for otherwise.
+    """
+    file, prompts = folder / ANSWERS, _prompts(config, target)
+    shared = {name: getattr(config, name) for name in OF_SERVERS if name in GenerateConfig.__dataclass_fields__}
+    asked = GenerateConfig(
+        target=config.target, server=config.server, seed=config.seed, data=DataConfig(), greedy_tokens=0,
+        batch_size=ROUNDS * config.concurrency, **shared,
+    )  # fmt: skip
+    context, vocabulary = context_limit(target.config), target.config.vocab_size
+    server = Server(asked, target.tokenizer, eos, context, vocabulary, checked=False)
+    like, identity = ServedAnswer(**asdict(asked.sampling)), asked.deciding() | {"served": server.model}
+    kept: list[ServedAnswer] = []
+    if file.exists():
+        made = read_mapping(folder / RUN_FILE, "record of what was asked", "give another out_dir")
+        check_identity(made, identity, folder, asked)
+        kept = [*read_answers(str(file), target).values()]
+    write_json(folder / RUN_FILE, identity)
+    answered = {tuple(one.prompt_ids) for one in kept}
+    todo = [ids for ids in prompts if len(ids) < server.context and ids not in answered]
+    for start in counted(range(0, len(todo), asked.batch_size), "asking", "batches"):
+        some = todo[start : start + asked.batch_size]
+        rooms = [min(config.max_new_tokens, server.context - len(ids)) for ids in some]
+        draws = [uniforms(config.seed, prompts[ids], 0, room) for ids, room in zip(some, rooms, strict=True)]
+        for ids, said in zip(some, server.answer(some, draws), strict=True):
+            if said.tokens:
+                one = replace(like, prompt_ids=[*ids], output_ids=[*said.tokens], retokenised=said.retokenised)
+                kept.append(with_ids(one, target))  # so that what is written can be read
+        write_atomically(file, "".join(json.dumps(asdict(one)) + "\n" for one in kept).encode())
+    require(bool(kept), "server", config.server, "one that answers a prompt; resume=true asks again")
+    return {"prompts": len(prompts), "unanswered": len(prompts.keys() - {tuple(one.prompt_ids) for one in kept})}
+
+
+def _prompts(config: AuditConfig, target: OpenTarget) -> dict[tuple[int, ...], str]:
+    """The prompts' names by the ids of their first turns."""
+    found = {}
+    for prompt in read_prompts(config.prompts, limit=config.num_prompts):
+        template = config.template if prompt.chat else "none"
+        ids = render_prompt(
+            prompt.turns[:1], target.tokenizer, template,
+            most=context_limit(target.config), where=f"prompt {prompt.id}",
+        )  # fmt: skip
+        found[tuple(ids)] = prompt.id
+    return found

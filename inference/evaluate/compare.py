@@ -18,16 +18,20 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from data_prep.text.prompts import Prompt
+from data_prep.text.prompts import Prompt, read_prompts
+from data_prep.text.rehearsal import rehearsable
 from draft_models.card import add_report
 from inference.core.stopwatch import Clock
 from inference.doctor.table import coloured, refuse, table
 from inference.engines.choose import make_runtime
+from inference.loading.memory_plan import plan_evaluation
 from inference.loading.targets import (
     Models,
     TargetSetup,
     context_length,
     find_setup,
+    find_target,
+    heldout_fraction,
     load_drafters,
     load_models,
     run_settings,
@@ -44,6 +48,7 @@ from inference.measure.bench import (
 )
 from inference.measure.busy import load_average, machine_load
 from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.measure.replay import evaluate_replay
 from inference.measure.threads import use_threads
 from inference.measure.time_limit import TimeLimit
 from inference.report.drafter_facts import digests, draft_vocabularies, trained_seconds
@@ -62,6 +67,26 @@ from outrider.machine import describe_machine
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage, counted
 from outrider.settings import construct
+
+
+@rehearsable
+def evaluate(config: EvaluateConfig) -> None:
+    """evaluate-checkpoint: compare methods on the prompts, or replay recorded answers to them. Raises `UserError`."""
+    if config.plan:
+        print(plan_evaluation(config, find_target(config).config), flush=True)
+        return
+    prompts = read_prompts(
+        config.prompt_text or config.prompts,
+        limit=config.num_prompts,
+        prompt_chars=config.prompt_chars,
+        heldout_fraction=heldout_fraction(config),
+    )
+    if config.engine is not None:
+        config = replace(config, methods=config.all_methods, draft_tokens=())
+    if config.target == "replay":
+        evaluate_replay(config, prompts)
+    else:
+        evaluate_checkpoint(config, prompts)
 
 
 def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter) -> None:

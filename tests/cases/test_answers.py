@@ -21,10 +21,9 @@ from tokenizers import normalizers
 import outrider
 from data_prep.ngrams.token_shards import passages
 from data_prep.responses import generate as responses_module
-from data_prep.responses.answers import Answer
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
-from data_prep.responses.tasks import Task
+from data_prep.responses.tasks import Answer, Task
 from data_prep.text import chat
 from data_prep.text.chat import encode
 from data_prep.text.records import Read, find_layout, to_record

@@ -28,7 +28,7 @@ from inference.engines.packing import (
     fastest_layout,
     pack_linears,
 )
-from inference.evaluate.command import evaluate as command
+from inference.evaluate.compare import evaluate as command
 from inference.loading import memory_plan, targets
 from inference.loading.drafters import prepare
 from inference.measure.lossless import BULK

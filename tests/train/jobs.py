@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.responses.answers import TopK
 from data_prep.responses.directory import Response, Shard
+from data_prep.responses.tasks import TopK
 from data_prep.text.chat import encode
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import save_pretrained

@@ -31,7 +31,7 @@ from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.command import evaluate
+from inference.evaluate.compare import evaluate
 from inference.measure.time_limit import TimeLimit, spread_order
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_prep.responses.answers import TopK
 from data_prep.responses.directory import Response, Shard
+from data_prep.responses.tasks import TopK
 from data_prep.text.chat import encode
 from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.answers import TopK
 from data_prep.responses.directory import Response, read_shard, top_k_documents
+from data_prep.responses.tasks import TopK
 from data_prep.text.chat import Document
 from data_prep.text.records import Counts, Record, SkipRecordError, find_layout, split_key, to_record, warn_of_unused
 from data_prep.text.rows import PackedRows, load_rows, pack

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
-from data_prep.responses.answers import Answer, uniforms
 from data_prep.responses.batch_decoder import Generator, top_k_of
+from data_prep.responses.tasks import Answer, uniforms
 from inference.core.sampling import Sampler
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import UserError

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.responses import batch_state
-from data_prep.responses.answers import uniforms
 from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.batch_state import FixedBatch, Forward, begin_batch
+from data_prep.responses.tasks import uniforms
 from inference.core.sampling import Sampler
 from inference.settings.sampling import SamplingConfig
 from tests.tiny import random_prompt, save_target

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.responses import compiled_batch
-from data_prep.responses.answers import Answer, uniforms
 from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.batch_state import Forward, GrowingBatch, begin_batch
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps
+from data_prep.responses.tasks import Answer, uniforms
 from inference.core.sampling import Sampler
 from inference.settings.sampling import SamplingConfig
 from tests.tiers import quick_where
@@ -83,10 +83,10 @@ def test_a_planted_fault_is_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 
     def faulty(batch: CompiledBatch, tokens: Any) -> Any:
         if fault == "one sequence":
-            batch._seats[:, 0] = 0
+            batch._slots[:, 0] = 0
         logits = feed(batch, tokens)
         if fault == "one position":
-            batch._seats[:, 1] -= 1
+            batch._slots[:, 1] -= 1
         return logits
 
     monkeypatch.setattr(CompiledBatch, "feed", faulty)

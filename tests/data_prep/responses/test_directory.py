@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from data_prep.responses import directory
 from data_prep.responses import generate as responses_module
-from data_prep.responses.answers import TopK
 from data_prep.responses.directory import Response, Shard, prompt_id
 from data_prep.responses.generate import generate_responses, run_identity
+from data_prep.responses.tasks import TopK
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
 from outrider.versions import code_version

@@ -18,13 +18,12 @@ from torch import nn
 
 from data_prep.responses import batch_decoder, directory
 from data_prep.responses import generate as responses_module
-from data_prep.responses.answers import uniforms
 from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps
 from data_prep.responses.directory import prompt_id
 from data_prep.responses.generate import Responder, batches, generate_responses
 from data_prep.responses.settings import GenerateConfig
-from data_prep.responses.tasks import Todo, read_tasks
+from data_prep.responses.tasks import Todo, read_tasks, uniforms
 from data_prep.text.chat import render_prompt
 from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig, MixPart

@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_prep.responses.answers import Answer, TopK
 from data_prep.responses.directory import Response, top_k_documents
 from data_prep.responses.generate import generate_responses
-from data_prep.responses.tasks import Task
+from data_prep.responses.tasks import Answer, Task, TopK
 from data_prep.text.chat import encode
 from data_prep.text.records import Read
 from outrider.errors import UserError

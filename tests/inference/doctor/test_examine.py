@@ -22,7 +22,7 @@ from inference.doctor.examine import examine, examine_lm, find_examinees
 from inference.doctor.table import coloured, table
 from inference.doctor.training_data import training_facts
 from inference.drafters.small_lm import SmallLMPlugin
-from inference.evaluate.command import evaluate
+from inference.evaluate.compare import evaluate
 from inference.loading.targets import Models, find_setup, load_drafters, load_models
 from inference.measure.bench import render
 from inference.settings.evaluate import EvaluateConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from inference.evaluate.command import evaluate
+from inference.evaluate.compare import evaluate
 from inference.loading.targets import find_target
 from inference.report.drafter_facts import drafter_folders
 from inference.settings.evaluate import EvaluateConfig

@@ -17,7 +17,7 @@ from inference.drafters.eagle3 import PLUGIN
 from inference.engines.footprint import Place
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.evaluate import compare
-from inference.evaluate.command import evaluate as command
+from inference.evaluate.compare import evaluate as command
 from inference.measure import probe
 from inference.measure.arms import make_arms
 from inference.settings.evaluate import EvaluateConfig

@@ -20,7 +20,7 @@ from inference.audit.answers import read_answers
 from inference.core.generation import Generation
 from inference.core.stopwatch import Round
 from inference.drafters.early_exit import EarlyExitPlugin
-from inference.evaluate.command import evaluate as run_command
+from inference.evaluate.compare import evaluate as run_command
 from inference.evaluate.served import FILE, FOLDER, block_keys, require_served
 from inference.measure.prompt_results import read_results
 from inference.measure.results import AUTOREGRESSIVE, PromptResult

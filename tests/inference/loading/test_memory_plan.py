@@ -17,7 +17,7 @@ from inference.drafters.early_exit import EarlyExitPlugin
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.engines.graphs.cuda_graphs import Graphed
-from inference.evaluate.command import evaluate
+from inference.evaluate.compare import evaluate
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from tests.families import FAMILIES, TYPICAL, save_family

@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.targets.fetched import fetch_target
 from data_prep.targets.settings import FetchConfig
-from inference.evaluate.command import evaluate
+from inference.evaluate.compare import evaluate
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig

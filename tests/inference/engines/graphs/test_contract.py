@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from data_prep.responses import batch_state
-from data_prep.responses.answers import uniforms
 from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.batch_state import FixedBatch
+from data_prep.responses.tasks import uniforms
 from draft_models.calibration.head import CalibrationHead
 from draft_models.draft_vocabulary import narrow
 from draft_models.eagle3.model import Eagle3
