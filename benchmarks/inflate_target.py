@@ -52,9 +52,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from conf import reported
 from data_prep.formats.convert import write_safetensors
 from data_prep.formats.door import fetched, find_original
-from data_prep.formats.original import CONFIG_FILE, Original, Stored
-from data_prep.formats.torch_files import SAFETENSORS
-from data_prep.formats.torch_folder import FolderModel
+from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original, Stored
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE

@@ -15,8 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from data_prep.formats.original import CONFIG_FILE
-from data_prep.formats.torch_files import readable
+from data_prep.formats.torch_files import CONFIG_FILE, readable
 from draft_models.losses import IGNORE
 from draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, whole_rows
 from draft_models.targets.tensor_files import find_file

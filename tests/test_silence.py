@@ -153,7 +153,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "convert_target": (
         [f"target={TARGET}", "out_dir=out"],
         {
-            "data_prep.formats.cache:_sha256": f"convert_target > hashing {TARGET} 0/",
+            "data_prep.formats.convert:_sha256": f"convert_target > hashing {TARGET} 0/",
             "data_prep.formats.convert:read_as": "convert_target > writing 0/",
         },
     ),
@@ -204,7 +204,7 @@ def test_a_silence_would_be_noticed(ears: Ears, monkeypatch: pytest.MonkeyPatch)
     """A command without a stage, a loop that nobody counts, and a speaker that has died."""
     hashing, reading = COMMANDS["convert_target"][1]
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.formats.cache.counted", lambda items, *_: items)
+        patch.setattr("data_prep.formats.convert.counted", lambda items, *_: items)
         assert unspoken(ears, patch, "convert_target").keys() == {hashing}
     shutil.rmtree("out")
     with monkeypatch.context() as patch:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from data_prep.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
-from data_prep.formats.original import CONFIG_FILE
+from data_prep.formats.torch_files import CONFIG_FILE
 from draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.card import use_of

@@ -1,13 +1,21 @@
-"""Conversion of a model of any format to an ordinary Hugging Face directory: safetensors, config, tokenizer.
+"""Conversion of a model of any format to an ordinary Hugging Face directory, and the cache of such conversions.
 
-The weights are written one file at a time, so that at most one is in memory. config.json is written last: a directory
-without it does not load.
+The directory has safetensors, config and tokenizer. The weights are written one file at a time, so that at most one is
+in memory. config.json is written last: a directory without it does not load. The cache holds:
+
+.lock        held while anything is created
+known/       maps paths, sizes and times of a model's files to the key of their content
+KEY/         a converted model, or its config and tokenizer alone; `part` is the one in progress or interrupted
 """
 
+import hashlib
+import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,13 +23,103 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save
 from torch import Tensor
 
-from data_prep.formats.original import CONFIG_FILE, Original, Stored
-from outrider.errors import UserError
-from outrider.files import read_mapping, write_atomically, write_json
-from outrider.progress import Stage
+from data_prep.formats.torch_files import CONFIG_FILE, Original, Stored
+from outrider.caches import user_cache
+from outrider.errors import UserError, warn
+from outrider.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.progress import Stage, counted
+from outrider.run_dirs import system_lock
 
 INDEX_FILE = "model.safetensors.index.json"
+PLACE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
+RECORD_FILE = "converted.json"
 _PARTS = ".parts"  # everything except the weights, until these are complete
+_FORM = 1  # version of a conversion's output; part of the key
+_DESCRIBED = "-described"  # in the key of a model without its weights
+_REMEDY = f"free space, or say by {PLACE} where there is more"
+
+
+def cached(original: Original, *, weights: bool = True) -> Path:
+    """The directory that holds `original` as safetensors, converted now or earlier.
+
+    weights: off if everything else of it is enough. One process converts it, and others wait. Raises `UserError` if it
+    cannot be converted, or, naming the remedy, if it cannot be written.
+    """
+    folder, stamp = cache_folder(), _stamp(original.files)
+    stamps = [stamp] if weights else [stamp, stamp + _DESCRIBED]
+    found = next(filter(None, (_find(folder, one) for one in stamps)), None)
+    if found is not None:
+        return found
+    require_writable(folder / "known", PLACE)
+    with Stage(f"{'converting' if weights else 'describing'} {original.source} once"):
+        try:
+            with system_lock(folder / ".lock"):
+                return _find(folder, stamps[-1]) or _make(folder, stamps[-1], original)
+        except (OSError, NotImplementedError) as error:  # also of a file system without locks
+            raise UserError(f"{original.source}: cannot be converted in {folder} ({error}); {_REMEDY}") from None
+
+
+def cache_folder() -> Path:
+    """The directory of converted models."""
+    return Path(os.environ.get(PLACE) or user_cache() / "targets").expanduser().absolute()
+
+
+def content_key(original: Original) -> str:
+    """sha256 over all files of a model, with their names in it."""
+    digest = hashlib.sha256(f"{type(original).__name__} {_FORM}".encode())
+    for name, path in counted(sorted(original.files.items()), f"hashing {original.source}", "files"):
+        digest.update(f"{name} {_sha256(path)}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(files: Mapping[str, Path]) -> str:
+    """A digest that changes with any of the files, from their paths, sizes and times alone."""
+    found = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
+    said = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in found)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def _find(folder: Path, stamp: str) -> Path | None:
+    """The finished conversion of files with this stamp; None if there is none."""
+    with suppress(OSError):
+        entry = folder / (folder / "known" / stamp).read_text("utf-8")
+        return entry if (entry / RECORD_FILE).exists() else None
+    return None
+
+
+def _make(folder: Path, stamp: str, original: Original) -> Path:
+    """Convert `original`, unless the same content was converted under another name. The caller holds the lock."""
+    described, part = stamp.endswith(_DESCRIBED), folder / "part"
+    key = stamp if described else content_key(original)
+    entry = folder / key
+    if not (entry / RECORD_FILE).exists():
+        if os.environ.get("OUTRIDER_CACHE_GB"):
+            warn(f"OUTRIDER_CACHE_GB is gone: a conversion is kept until you remove its directory from {folder}")
+        for leftover in (part, entry):  # of a killed process, and of an entry of which somebody removed something
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            if described:
+                part.mkdir()
+                original.describe(part)
+            else:
+                write_safetensors(original, part, remedy=_REMEDY)
+            if _stamp(original.files) != stamp.removesuffix(_DESCRIBED):
+                raise UserError(f"{original.source}: changed while it was converted; start again when it is whole")
+            write_json(part / RECORD_FILE, {"made_of": original.source})
+            os.rename(part, entry)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        if not described:
+            size = sum(file.stat().st_size for file in entry.iterdir()) / 1e9
+            said = f"converted {original.source} once: {size:.1f} GB in {entry} ({PLACE} says where)"
+            print(said, file=sys.stderr, flush=True)
+    write_atomically(folder / "known" / stamp, key.encode(), _REMEDY)
+    return entry
 
 
 def write_safetensors(

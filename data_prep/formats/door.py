@@ -9,9 +9,18 @@ from typing import TYPE_CHECKING
 from transformers.utils import cached_file, has_file
 
 from data_prep.formats.gguf_file import find_gguf, open_gguf
-from data_prep.formats.original import AS_WRITTEN, CONFIG_FILE, TOKENIZER_FILE, Original
-from data_prep.formats.torch_files import PICKLES, SAFETENSORS, Kind
-from data_prep.formats.torch_folder import DESCRIPTIONS, FolderModel, is_block_fp8
+from data_prep.formats.torch_files import (
+    AS_WRITTEN,
+    CONFIG_FILE,
+    DESCRIPTIONS,
+    PICKLES,
+    SAFETENSORS,
+    TOKENIZER_FILE,
+    FolderModel,
+    Kind,
+    Original,
+    is_block_fp8,
+)
 from outrider.errors import UserError, reason
 from outrider.files import is_local, read_mapping
 
@@ -22,13 +31,13 @@ if TYPE_CHECKING:
 def as_safetensors(source: str, revision: str | None = None, *, weights: bool = True) -> tuple[str, str | None]:
     """(directory or Hub name, revision) from which the model in `source` is read: its own, or those of a conversion.
 
-    A GGUF file, .bin files and fp8 weights are converted once, into a cache (see `data_prep.formats.cache`). Raises
+    A GGUF file, .bin files and fp8 weights are converted once, into a cache (see `data_prep.formats.convert`). Raises
     `UserError` if they cannot be converted. weights: see `as_described`.
     """
     original = find_original(source, revision, weights=weights)
     if original is None:
         return source, revision
-    from data_prep.formats.cache import cached  # the conversion is not needed for safetensors
+    from data_prep.formats.convert import cached  # the conversion is not needed for safetensors
 
     return str(cached(original, weights=weights)), None
 

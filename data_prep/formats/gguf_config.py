@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from data_prep.formats.gguf_file import GgufFile, Value
-from data_prep.formats.original import MOST_LAYERS
+from data_prep.formats.torch_files import MOST_LAYERS
 from outrider.errors import UserError, reason
 
 

@@ -19,7 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from data_prep.formats.gguf_config import IGNORED, gguf_config, require_family
 from data_prep.formats.gguf_file import GgufFile, TensorPlace, open_gguf
 from data_prep.formats.gguf_tokenizer import gguf_tokenizer
-from data_prep.formats.original import HEAD, Stored
+from data_prep.formats.torch_files import HEAD, Stored
 from outrider.errors import UserError, reason
 from outrider.saving import save_parts
 

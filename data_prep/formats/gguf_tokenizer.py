@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as _QWEN2
 
 from data_prep.formats.gguf_file import GgufFile, Value
-from data_prep.formats.original import AS_WRITTEN
+from data_prep.formats.torch_files import AS_WRITTEN
 from outrider.errors import UserError, reason
 
 _KEY = "tokenizer.ggml."

@@ -4,12 +4,9 @@ from pathlib import Path
 
 import torch
 
-from data_prep.formats.cache import content_key
-from data_prep.formats.convert import write_safetensors
+from data_prep.formats.convert import content_key, write_safetensors
 from data_prep.formats.door import fetched, find_original
-from data_prep.formats.original import CONFIG_FILE, Original
-from data_prep.formats.torch_files import SAFETENSORS
-from data_prep.formats.torch_folder import FolderModel
+from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original
 from data_prep.targets.settings import ConvertConfig
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError

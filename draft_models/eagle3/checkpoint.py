@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from data_prep.formats.original import CONFIG_FILE
+from data_prep.formats.torch_files import CONFIG_FILE
 from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.dialects import (
     FIRST_LAYER,

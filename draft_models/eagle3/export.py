@@ -8,8 +8,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from data_prep.formats.original import CONFIG_FILE
-from data_prep.formats.torch_files import SAFETENSORS
+from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS
 from draft_models.eagle3.checkpoint import D2T, DRAFT_TOKENS, MADE_WITH, T2D, their_name
 from draft_models.eagle3.dialects import TAPS, Dialect, read_config
 from draft_models.eagle3.model import Eagle3

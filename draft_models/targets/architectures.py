@@ -6,8 +6,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from data_prep.formats.door import as_described
-from data_prep.formats.original import CONFIG_FILE, MOST_LAYERS
-from data_prep.formats.torch_files import SAFETENSORS
+from data_prep.formats.torch_files import CONFIG_FILE, MOST_LAYERS, SAFETENSORS
 from draft_models.targets.empty_models import model_spec
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.narrowed import is_narrowed

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from data_prep.formats.original import CONFIG_FILE
+from data_prep.formats.torch_files import CONFIG_FILE
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.introspection import observe
 from draft_models.targets.model_spec import ModelSpec

@@ -5,7 +5,7 @@ import re
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from data_prep.formats.door import as_described, located
-from data_prep.formats.original import GENERATION_FILE
+from data_prep.formats.torch_files import GENERATION_FILE
 from draft_models.targets.empty_models import fitted
 from draft_models.targets.tensor_files import open_tensors, require_floats, require_no_adapter
 from outrider.errors import UserError, reason

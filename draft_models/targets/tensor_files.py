@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from data_prep.formats.door import as_described, as_safetensors, located
-from data_prep.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable
-from data_prep.formats.torch_folder import require_plain
+from data_prep.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable, require_plain
 from outrider.errors import UserError, warn_once
 from outrider.files import read_mapping
 from outrider.progress import Stage, counted

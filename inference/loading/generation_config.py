@@ -16,7 +16,7 @@ import torch
 from torch import LongTensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedConfig
 
-from data_prep.formats.original import CONFIG_FILE
+from data_prep.formats.torch_files import CONFIG_FILE
 from draft_models.targets.model_files import load_generation_config
 from inference.core.sampling import Sampler
 from inference.settings.sampling import GREEDY, SamplingConfig

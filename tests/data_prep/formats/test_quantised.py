@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from data_prep.formats.torch_folder import unscaled
+from data_prep.formats.torch_files import unscaled
 from data_prep.targets.settings import ConvertConfig
 from data_prep.targets.target_copy import convert_target
 from draft_models.targets.model_files import load_causal_lm
