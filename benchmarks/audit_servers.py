@@ -42,7 +42,7 @@ from inference.audit.audit import AuditArm, judged, read
 from inference.audit.draws import join, tokens_needed
 from inference.core.decode import cut
 from inference.serving.proposer import PROPOSER, environment
-from inference.settings.audit import AuditConfig
+from inference.settings.tools import AuditConfig
 from outrider.files import write_atomically, write_json
 from outrider.machine import describe_machine
 from outrider.streams import Streams

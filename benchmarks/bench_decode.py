@@ -17,7 +17,7 @@ from round_parts import profile, summarise
 from subjects import Subject, add_options, load_subjects, parse
 
 from draft_models.targets.open_target import pick_device
-from inference.core.stopwatch import synchronized_clock
+from inference.core.rounds import synchronized_clock
 from inference.engines.choose import make_runtime
 from inference.measure.probe import tune
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig

@@ -36,11 +36,11 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 from draft_models.targets.open_target import pick_device
 from inference.core.decode import autoregressive, speculative
-from inference.core.runtime import Runtime
 from inference.core.session import Session
+from inference.core.target_session import Runtime
 from inference.core.tree import ROOT, chain_parents
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Calibrated
 from inference.engines.choose import make_runtime
 from inference.loading.drafters import new_drafter
 from inference.settings.evaluate import RUNTIMES

@@ -22,12 +22,11 @@ from draft_models.early_exit.checkpoint import from_pretrained, provenance
 from draft_models.early_exit.model import EarlyExit, exit_layers
 from draft_models.targets.open_target import open_target
 from inference.core.decode import autoregressive, speculative
-from inference.core.stopwatch import Round
+from inference.core.rounds import Round
 from inference.core.token_selector import TokenSelector
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.loading.drafters import prepare
 from inference.loading.targets import end_tokens, load_plain
 from inference.measure.arms import transformers_generate

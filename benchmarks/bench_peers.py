@@ -31,7 +31,7 @@ from subjects import Subject, add_options, load_subjects, parse
 from transformers_arms import MAX_NGRAM, assisted_arms, generate_arm
 
 from draft_models.targets.open_target import pick_device
-from inference.core.generation import Generation
+from inference.core.rounds import Generation
 from inference.engines.choose import make_runtime
 from inference.loading.generation_config import generate_settings
 from inference.measure.arms import make_arms, measure

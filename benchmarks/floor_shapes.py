@@ -11,7 +11,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.empty_models import empty_model, layer_stack
 from draft_models.targets.stack import LayerStack
-from inference.drafters.calibrated import Calibrated
+from inference.drafters.shaped import Calibrated
 from inference.loading.drafters import prepare
 from train.parts.early_exit import default_exit_layer
 

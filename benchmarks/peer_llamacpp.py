@@ -27,7 +27,7 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import open_target
-from inference.core.generation import Generation
+from inference.core.rounds import Generation
 from inference.loading.targets import end_tokens, load_plain
 from inference.measure.arms import transformers_generate
 from inference.measure.results import Arm

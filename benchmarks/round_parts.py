@@ -20,9 +20,8 @@ from draft_models.targets.stack import LayerStack
 from draft_models.targets.whole_model import WholeModel
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
-from inference.core.runtime import Runtime
-from inference.core.stopwatch import Clock, Round
-from inference.core.target_session import TargetSession
+from inference.core.rounds import Clock, Round
+from inference.core.target_session import Runtime, TargetSession
 from inference.core.token_selector import TokenSelector
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter

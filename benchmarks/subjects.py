@@ -21,7 +21,7 @@ from draft_models.targets.empty_models import decoder_layers, final_norm, layer_
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive
-from inference.drafters.calibrated import Calibrated
+from inference.drafters.shaped import Calibrated
 from inference.engines.packing import can_pack
 from inference.loading.drafters import Drafters, prepare
 from inference.loading.targets import load_plain

@@ -12,8 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from draft_models.targets.model_files import load_causal_lm
 from inference.core.decode import cut
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.measure.arms import stock_attention
 from inference.measure.results import Arm
 from outrider.streams import Streams

@@ -1,7 +1,7 @@
 """compare-reports: compares two finished evaluations, with intervals over the prompts that both measured."""
 
 from conf import entry
-from inference.settings.compare import CompareConfig
+from inference.settings.tools import CompareConfig
 
 
 @entry("compare_reports", CompareConfig)

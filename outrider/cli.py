@@ -60,11 +60,11 @@ COMMANDS = {
             "measure drafters on a target: losslessness, speed, a report",
         ),
         Command(
-            "compare_reports", "inference.compare_reports", "inference.settings.compare:CompareConfig",
+            "compare_reports", "inference.compare_reports", "inference.settings.tools:CompareConfig",
             "compare two finished evaluations, prompt by prompt",
         ),
         Command(
-            "audit", "inference.audit.__main__", "inference.settings.audit:AuditConfig",
+            "audit", "inference.audit.__main__", "inference.settings.tools:AuditConfig",
             "judge whether answers of any server are the target's",
         ),
         Command("eesd", "train.eesd", "train.settings.drafters:EesdConfig", "train an early exit"),
@@ -110,7 +110,7 @@ COMMANDS = {
             "run several commands as one: from a target to a report",
         ),
         Command(
-            "chat", "inference.chat.__main__", "inference.settings.chat:ChatConfig",
+            "chat", "inference.chat.__main__", "inference.settings.tools:ChatConfig",
             "talk to a target, with a drafter before it",
         ),
     )

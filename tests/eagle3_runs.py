@@ -8,7 +8,7 @@ import torch
 from draft_models.eagle3.model import Eagle3
 from draft_models.targets.open_target import open_target
 from inference.core.decode import autoregressive, speculative
-from inference.core.runtime import Eager
+from inference.core.target_session import Runtime
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.shaped import ModelDrafter
 from inference.engines.graphs.cuda_graphs import Graphed
@@ -40,7 +40,7 @@ def require_same_texts(
     prepare(stack, {"eagle3": head})
     runtime = Graphed()
     runtime.prepare(40, ())
-    for each in (Eager(), runtime):
+    for each in (Runtime(), runtime):
         source, method = Eagle3Source(head), method_of(STRUCTURES[structure], 3)
         for turn, (length, count) in enumerate(TURNS):
             before = runtime.captures

@@ -20,12 +20,11 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative
+from inference.core.rounds import synchronized_clock
 from inference.core.rows import RoundRows
-from inference.core.runtime import KernelChoice
-from inference.core.stopwatch import synchronized_clock
-from inference.drafters.calibrated import Calibrated
+from inference.core.target_session import KernelChoice
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.attention_kernels import attention_shape

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_models.ngrams.table_files import read_header
-from inference.core.stopwatch import Stopwatch
+from inference.core.drafter import Stopwatch
 from inference.drafters.ngram.ngrams import TrigramDrafter
 from inference.measure.replay import RecordedSelector, RecordedSession
 from inference.settings.method import MethodConfig, NgramConfig

@@ -16,7 +16,7 @@ from choose_skip import choose_for
 
 from draft_models.calibration.checkpoint import META_FILE as CALIBRATION
 from draft_models.early_exit.checkpoint import META_FILE, read_meta
-from inference.drafters.calibrated import head_identity
+from inference.drafters.shaped import head_identity
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.errors import require
 from outrider.files import write_json

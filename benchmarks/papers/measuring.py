@@ -20,10 +20,10 @@ from tqdm import tqdm
 from draft_models.targets.target import Target
 from inference.core.decode import autoregressive, cut, decode_rounds, speculative
 from inference.core.drafter import Drafter
-from inference.core.generation import Generation, collect
-from inference.core.runtime import Eager, Runtime
+from inference.core.rounds import Generation, collect
 from inference.core.sampling import Sampler
 from inference.core.session import Session
+from inference.core.target_session import Runtime
 from inference.core.token_selector import TokenSelector
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource
@@ -66,7 +66,7 @@ class Bench:
     vocabulary: int
     tokens: int
     eos: Collection[int] = ()
-    runtime: Runtime = field(default_factory=Eager)
+    runtime: Runtime = field(default_factory=Runtime)
     others: Mapping[str, Any] = field(default_factory=dict)
     session: tuple[Asked, ...] = ()
     answers: Path | None = None

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from draft_models.ngrams.suffixes import REACH, Suffixes, places_of, read_only
 from inference.core.decode import cut
-from inference.core.drafter import Drafter
-from inference.core.generation import collect
+from inference.core.drafter import Drafter, Stopwatch
 from inference.core.ops import likeliest
+from inference.core.rounds import Round, collect
 from inference.core.session import Session
-from inference.core.stopwatch import Round, Stopwatch
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import ROOT, DraftTree, chain_parents
 from outrider.streams import Streams

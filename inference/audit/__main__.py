@@ -1,7 +1,7 @@
 """audit: are the answers of a server those of the target? Status 0 where they only round, 1 for a fault."""
 
 from conf import entry
-from inference.settings.audit import AuditConfig
+from inference.settings.tools import AuditConfig
 
 
 @entry("audit", AuditConfig)

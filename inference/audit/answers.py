@@ -17,8 +17,8 @@ from data_prep.text.settings import DataConfig
 from data_prep.text.sources import RUN_FILE, read_file
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
-from inference.settings.audit import OF_SERVERS, AuditConfig
 from inference.settings.sampling import SamplingConfig
+from inference.settings.tools import OF_SERVERS, AuditConfig
 from outrider.errors import UserError, require
 from outrider.files import read_mapping, write_atomically, write_json
 from outrider.progress import counted

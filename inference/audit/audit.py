@@ -21,8 +21,8 @@ from inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values,
 from inference.core.sampling import Sampler, invert
 from inference.loading.targets import end_tokens, load_plain
 from inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
-from inference.settings.audit import AuditConfig
 from inference.settings.sampling import SamplingConfig
+from inference.settings.tools import AuditConfig
 from outrider.errors import require
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.progress import counted

@@ -3,7 +3,7 @@
 import sys
 
 from conf import entry
-from inference.settings.chat import ChatConfig
+from inference.settings.tools import ChatConfig
 
 
 @entry("chat", ChatConfig, waits=True)

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from data_prep.text.chat import spoken
 from data_prep.text.streamed import StreamedText
 from inference.chat.screen import DRAFTED, OWN, Screen
-from inference.core.stopwatch import Clock, Round
-from inference.settings.chat import ChatConfig
+from inference.core.rounds import Clock, Round
 from inference.settings.method import MethodConfig
+from inference.settings.tools import ChatConfig
 from outrider.errors import UserError
 
 HELP = "/off and /on: without and with the drafter; /method NAME: another way to draft; /reset: forget; /quit"

@@ -73,8 +73,8 @@ class KVCache:
             both = self._buffer[layer_idx - self.layers.start]
             self._views[layer_idx] = (both[0, None], both[1, None])
         else:
-            room = ((1, t.shape[1], self.capacity, t.shape[3]) for t in (key, value))
-            self._views[layer_idx] = (key.new_zeros(next(room)), value.new_zeros(next(room)))
+            shapes = ((1, t.shape[1], self.capacity, t.shape[3]) for t in (key, value))
+            self._views[layer_idx] = (key.new_zeros(next(shapes)), value.new_zeros(next(shapes)))
             self._odd += self._views[layer_idx]
         return self._views[layer_idx]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.target import Target
-from inference.core.drafter import Drafter
-from inference.core.runtime import Eager, Runtime
+from inference.core.drafter import Drafter, Stopwatch
+from inference.core.rounds import Clock, Round
 from inference.core.session import Session
-from inference.core.stopwatch import Clock, Round, Stopwatch
+from inference.core.target_session import Runtime
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import ROOT, DraftTree
 from outrider.errors import UserError
@@ -194,4 +194,4 @@ def _new_session(
         )
     # A tree needs more cache slots than positions, so near the end of the context its slots exceed it.
     context = len(prompt) + max_new_tokens
-    return (runtime or Eager()).session(target, split, context + spare + 1, context)
+    return (runtime or Runtime()).session(target, split, context + spare + 1, context)

@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from inference.core.session import Session
-from inference.core.stopwatch import Stopwatch
 from inference.core.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -39,6 +39,35 @@ class Sizes(Protocol):
     def observe(self, parents: np.ndarray, probs: np.ndarray, accepted: Sequence[int]) -> None:
         """Learn from a submitted draft and its accepted nodes."""
         ...
+
+
+class Stopwatch:
+    """Seconds since the last `restart`, and by named part. The time of a nested part counts for the inner one only."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a round."""
+        self._started = self._clock()
+        self._within = 0.0  # seconds of the parts nested in the running one
+        self.parts: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the round began."""
+        return self._clock() - self._started
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time spent inside the context for `name`."""
+        before, self._within = self._within, 0.0
+        started = self._clock()
+        yield
+        spent = self._clock() - started
+        self.parts[name] = self.parts.get(name, 0.0) + spent - self._within
+        self._within = before + spent
 
 
 class Drafter(ABC):

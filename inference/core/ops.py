@@ -1,13 +1,14 @@
 """Operations on logits and rows between the passes of a decode loop.
 
 Between target passes the hardware caches are cold, and a small PyTorch operation takes five times as long as alone. So
-an engine may provide faster functions of the same names. Such a function returns None for cases that it does not
-handle; PyTorch handles those. They are loaded on first use: importing this module loads no engine.
+the CPU engine has faster functions of the same names. Such a function returns None for cases that it does not handle;
+PyTorch handles those. The engine is loaded on first use: importing this module loads none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,12 +16,10 @@ from torch import Tensor
 
 from outrider.errors import warn
 
-ENGINES = {"cpu": "inference.engines.cpu.choices"}  # by device type: the module of faster functions
-
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
     """`scores.max(-1)` of [n, V]: the largest of each row and its first index, or NaN and its index."""
-    found: tuple[Tensor, Tensor] | None = _faster("largest", scores.device)(scores)
+    found: tuple[Tensor, Tensor] | None = _faster("largest", scores.device, scores)
     if found is None:
         values, places = scores.max(-1)
         return values, places
@@ -29,7 +28,7 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def likeliest(logits: Tensor) -> Tensor:
     """The argmax token [n] of each row of logits [n, V]; −1 if the maximum is NaN or infinite."""
-    found: Tensor | None = _faster("likeliest", logits.device)(logits)
+    found: Tensor | None = _faster("likeliest", logits.device, logits)
     if found is None:
         values, tokens = logits.max(-1)
         difference = values - values  # NaN where they are not finite
@@ -45,9 +44,8 @@ def likeliest_children(
 
     Values are in float32; if fewer than `count` are above 0, the others are 0. None if no engine does it in one step.
     """
-    found: tuple[Tensor, Tensor, Tensor] | None = _faster("likeliest_children", logits.device)(
-        logits, weights, count, sharpness
-    )
+    found: tuple[Tensor, Tensor, Tensor] | None
+    found = _faster("likeliest_children", logits.device, logits, weights, count, sharpness)
     return found
 
 
@@ -56,20 +54,19 @@ def ancestor_mask(
 ) -> Tensor | None:
     """The additive ancestor mask [1, 1, n, past + columns]: row i sees the first `past` columns and those later ones
     whose bit is set in ancestors[i]. None if no engine builds it in one step."""
-    found: Tensor | None = _faster("ancestor_mask", device)(ancestors, past, columns, dtype)
+    found: Tensor | None = _faster("ancestor_mask", device, ancestors, past, columns, dtype)
     return found
 
 
-def _faster(name: str, device: torch.device) -> Callable[..., Any]:
-    return _engine_function(device.type, name)
+def _faster(name: str, device: torch.device, *given: object) -> Any:
+    engine = _cpu_engine() if device.type == "cpu" else None
+    return None if engine is None else getattr(engine, name)(*given)
 
 
 @cache
-def _engine_function(device_type: str, name: str) -> Callable[..., Any]:
-    """An engine's function; without an engine, or if it cannot be loaded, a function that returns None."""
-    if device_type in ENGINES:
-        try:
-            return getattr(import_module(ENGINES[device_type]), name)
-        except (ImportError, OSError, RuntimeError) as error:
-            warn(f"decoding on {device_type} goes by PyTorch alone, which is slower: {error}")
-    return lambda *_: None
+def _cpu_engine() -> ModuleType | None:
+    try:
+        return import_module("inference.engines.cpu.choices")
+    except (ImportError, OSError, RuntimeError) as error:
+        warn(f"decoding on a CPU goes by PyTorch alone, which is slower: {error}")
+        return None

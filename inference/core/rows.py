@@ -17,8 +17,8 @@ from inference.core.tree import chain_parents
 class RowLayout:
     """Rows start..stop−1 of a round, as one pass computes them; a negative start includes committed positions.
 
-    base: committed positions before row 0. depths, lineages: depths and ancestor masks of the round's rows 0..stop−1.
-    Bit j of lineages[i] is set if row j is row i or an ancestor of it: row i sees these rows and every committed
+    base: committed positions before row 0. depths, ancestors: depths and ancestor masks of the round's rows 0..stop−1.
+    Bit j of ancestors[i] is set if row j is row i or an ancestor of it: row i sees these rows and every committed
     position. is_chain: every row is the parent of the next, so the mask is causal.
     """
 
@@ -116,7 +116,7 @@ class RoundRows:
 
 
 def unpack(ancestors: Sequence[int], columns: int) -> np.ndarray:
-    """bool [rows, columns]: bit j of lineages[i]. Bits from `columns` on must be 0."""
+    """bool [rows, columns]: bit j of ancestors[i]. Bits from `columns` on must be 0."""
     width = -(-columns // 8)
     packed = np.frombuffer(b"".join(bits.to_bytes(width, "little") for bits in ancestors), dtype=np.uint8)
     bits = np.unpackbits(packed.reshape(len(ancestors), width), axis=1, count=columns, bitorder="little")

@@ -1,6 +1,7 @@
-"""Sessions of a target: split into two halves of its layers, or whole."""
+"""Sessions of a target, split into two halves of its layers or whole, and the runtimes that make them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -302,3 +303,39 @@ class WholeSession(Session):
             self.target_hidden = self._last_hidden[places[-1] : places[-1] + 1]
         self.base += len(rows)
         self.start_round()
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel, one of `kernels_on` the device, that was fastest when `width` rows see `keys` cache positions.
+
+    heads, key_heads, head_dim: of the attention to which this applies.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    width: int
+    keys: int
+    kernel: str
+
+
+class Runtime:
+    """Makes the sessions of generations. This one runs every pass eagerly: the reference, and the runtime on a CPU.
+
+    captures: CUDA graphs captured so far; capture time is excluded from decode time.
+    """
+
+    name = "eager"
+    captures = 0
+
+    def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
+        """The attention kernels for `prepare`, if there is a choice: measured on texts of up to `positions` tokens."""
+        return ()
+
+    def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
+        """Called before the first session: texts have up to `positions` tokens; `kernels` are used."""
+
+    def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
+        """As `eager_session(target, split, capacity, context)`."""
+        return eager_session(target, split, capacity, context)

@@ -24,7 +24,7 @@ from inference.doctor.head_variants import examine_head
 from inference.doctor.recording import answer_of, record
 from inference.doctor.scores import Scores, is_apart, is_better, join, relabelled, score
 from inference.doctor.training_data import UNSEEN, made_for, recorded_settings, training_facts
-from inference.drafters.calibrated import Calibrated
+from inference.drafters.shaped import Calibrated
 from inference.drafters.small_lm import Model, small_lm_of
 from inference.loading.targets import Models, TargetSetup
 from inference.measure.statistics import coverage

@@ -19,8 +19,8 @@ from draft_models.targets.target import Target, require_layers
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.examinee import Examinee, Fact, Variant, numbers
 from inference.doctor.training_data import made_for, recorded_settings
-from inference.drafters.calibrated import Calibrated, bare
 from inference.drafters.eagle3 import Eagle3Plugin
+from inference.drafters.shaped import Calibrated, bare
 from inference.settings.kinds import read_record
 from outrider.errors import UserError
 

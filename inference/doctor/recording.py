@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draft_models.targets.target import Target
 from inference.core.decode import autoregressive
-from inference.core.runtime import Eager
+from inference.core.target_session import Runtime
 from inference.core.tree import chain_parents
 from inference.doctor.examinee import Recording
 
@@ -44,7 +44,7 @@ def read(
     target: Target, text: Sequence[int], start: int, boundaries: Sequence[int] = ()
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Logits [n − start, V] after the tokens from position `start` on, and all hidden states [1, n, d] by boundary."""
-    session = Eager().session(target, 0, len(text))
+    session = Runtime().session(target, 0, len(text))
     session.aux_layers = tuple(boundaries)
     tokens, parts = torch.tensor(text, device=target.device), []
     for begin, end in ((0, start), (start, len(text))):

@@ -30,8 +30,7 @@ from draft_models.targets.tensor_files import open_tensors
 from inference.core.drafter import DraftModel
 from inference.core.session import Session, View
 from inference.core.tree import chain_parents
-from inference.drafters.calibrated import Calibrated, bare, head_asked, head_identity
-from inference.drafters.shaped import ModelDrafterPlugin
+from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, bare, head_asked, head_identity
 from inference.engines.footprint import Place
 from inference.engines.graphs.fixed_shapes import WIDTHS
 from inference.engines.packing import lay_out

@@ -15,8 +15,7 @@ from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.target import Target, require_layers
 from inference.core.drafter import DraftModel
 from inference.core.session import Session, View
-from inference.drafters.calibrated import Calibrated, head_asked, head_identity
-from inference.drafters.shaped import ModelDrafterPlugin
+from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
 from inference.engines.footprint import Place, cache_bytes, count, pass_bytes
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, recorded_data, recorded_seconds

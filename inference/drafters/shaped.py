@@ -1,25 +1,71 @@
-"""Drafters that combine a draft model and a structure, the shape of its drafts."""
+"""Drafters that combine a draft model and a structure, and the calibration heads that some stop rules ask."""
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from draft_models.calibration.checkpoint import META_FILE, load_calibration
+from draft_models.calibration.head import CalibrationHead
 from draft_models.targets.narrowed import spread
-from inference.core.drafter import Drafter, DraftModel
+from draft_models.targets.open_target import OpenTarget
+from inference.core.drafter import Drafter, DraftModel, Stopwatch
 from inference.core.session import Session
-from inference.core.stopwatch import Stopwatch
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
-from inference.drafters.calibrated import head_of
-from inference.settings.kinds import DrafterPlugin, Model
+from inference.settings.kinds import KINDS, DrafterPlugin
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import Structure, WrappedSource, make_structure
-from inference.sizing.allowance import Allowance
+from inference.sizing.costs import Allowance
 from inference.sizing.policy import Tuning
 from outrider.streams import Streams
+
+Model = TypeVar("Model")
+
+
+@dataclass(frozen=True)
+class Calibrated(Generic[Model]):
+    """A drafter of any kind with hidden states, and its calibration head; None: no method uses one."""
+
+    drafter: Model
+    head: CalibrationHead | None = None
+
+
+def bare(model: Model | Calibrated[Model]) -> Model:
+    """The drafter without its head, if `model` is `Calibrated`."""
+    return model.drafter if isinstance(model, Calibrated) else model
+
+
+def head_of(model: object) -> CalibrationHead | None:
+    """The head of `model`, if it is `Calibrated`."""
+    return model.head if isinstance(model, Calibrated) else None
+
+
+def head_asked(
+    source: str, plugin: DrafterPlugin, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig],
+    device: torch.device | str, **widths: int,
+) -> CalibrationHead | None:  # fmt: skip
+    """The head of the drafter in `where`, read by `plugin`; None if no method with that `source` uses one.
+
+    widths: as in `load_calibration`, which also documents the errors.
+    """
+    if not any(method.source == source and method.stop.needs_head for method in methods.values()):
+        return None
+    made_for, folder = asdict(target.fingerprint), KINDS[source].calibration or ""
+    return load_calibration(where, plugin.digest(where), device, made_for, folder=folder, **widths)
+
+
+def head_identity(source: str, where: str | None) -> str | None:
+    """A short hash of the metadata of the calibration head of the drafter in `where`; None without a head."""
+    folder = None if where is None else KINDS[source].head_folder(where)
+    described = None if folder is None else folder / META_FILE
+    if described is None or not described.is_file():
+        return None
+    return hashlib.sha256(described.read_bytes()).hexdigest()[:16]
 
 
 class ModelDrafter(Drafter):

@@ -23,8 +23,7 @@ from draft_models.targets.tensor_files import open_tensors
 from inference.core.drafter import DraftModel
 from inference.core.session import Session
 from inference.core.tree import chain_parents
-from inference.drafters.calibrated import Calibrated, head_asked, head_identity
-from inference.drafters.shaped import ModelDrafterPlugin
+from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
 from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds

@@ -2,7 +2,7 @@
 
 import torch
 
-from inference.core.runtime import Eager, Runtime
+from inference.core.target_session import Runtime
 
 
 def make_runtime(name: str, device: torch.device) -> Runtime:
@@ -11,4 +11,4 @@ def make_runtime(name: str, device: torch.device) -> Runtime:
         from inference.engines.graphs.cuda_graphs import Graphed  # an engine is loaded only where it is used
 
         return Graphed()
-    return Eager()
+    return Runtime()

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from data_prep.text.prompts import Prompt, read_prompts
 from data_prep.text.rehearsal import rehearsable
 from draft_models.card import add_report
-from inference.core.stopwatch import Clock
+from inference.core.rounds import Clock
 from inference.doctor.table import coloured, refuse, table
 from inference.engines.choose import make_runtime
 from inference.loading.memory_plan import plan_evaluation

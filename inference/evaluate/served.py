@@ -17,8 +17,7 @@ from data_prep.formats.door import as_safetensors
 from draft_models.ngrams.table import TrigramTable
 from inference.audit.answers import ServedAnswer
 from inference.audit.audit import judged, read
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.drafters.ngram.ngrams import open_table
 from inference.evaluate.server_arm import EngineServer
 from inference.loading.targets import TargetSetup, context_length, load_plain

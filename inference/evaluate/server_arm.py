@@ -11,7 +11,7 @@ from data_prep.responses.server import RETOKENISED, Json, ReplyError, Server, St
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
 from draft_models.targets.model_spec import context_limit
-from inference.core.generation import Generation
+from inference.core.rounds import Generation
 from inference.loading.targets import TargetSetup
 from inference.report.served import UNREAD
 from inference.serving.engine_process import generation

@@ -25,8 +25,8 @@ from draft_models.targets.open_target import OpenTarget, open_target, pick_devic
 from draft_models.targets.proof import NotByLayersError, prove_layers, prove_rows, require_all_kept
 from draft_models.targets.target import Target
 from draft_models.targets.whole_model import WholeModel
-from inference.core.runtime import Runtime
 from inference.core.stop_strings import StopStrings
+from inference.core.target_session import Runtime
 from inference.engines.blocked import can_pack
 from inference.engines.choose import make_runtime
 from inference.engines.cpu.recorded import recorded

@@ -12,11 +12,10 @@ from transformers.generation.streamers import BaseStreamer
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.target import Target
 from inference.core.decode import autoregressive, cut, speculative, until
-from inference.core.generation import Generation, collect
-from inference.core.runtime import Runtime
+from inference.core.rounds import Clock, Generation, Round, collect
 from inference.core.sampling import Sampler
 from inference.core.stop_strings import StopStrings
-from inference.core.stopwatch import Clock, Round
+from inference.core.target_session import Runtime
 from inference.core.token_selector import TokenSelector
 from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler

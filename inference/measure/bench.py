@@ -14,8 +14,8 @@ from data_prep.text.chat import render_prompt, spoken
 from data_prep.text.prompts import Prompt
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.vocabulary import UnusableTextError
-from inference.core.runtime import KernelChoice
-from inference.core.stopwatch import Clock, synchronized_clock
+from inference.core.rounds import Clock, synchronized_clock
+from inference.core.target_session import KernelChoice
 from inference.loading.targets import Models, TargetSetup, context_length
 from inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
 from inference.measure.busy import CpuWatch

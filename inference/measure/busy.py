@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from inference.core.generation import Generation
+from inference.core.rounds import Generation
 from inference.measure.results import Arm
 from outrider.machine import usable_cores
 from outrider.streams import Streams

@@ -14,8 +14,8 @@ from draft_models.targets.model_spec import context_limit
 from draft_models.targets.target import Target
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
-from inference.core.runtime import Runtime
-from inference.core.stopwatch import Clock, Round
+from inference.core.rounds import Clock, Round
+from inference.core.target_session import Runtime
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.shaped import ModelDrafter

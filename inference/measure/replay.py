@@ -31,9 +31,8 @@ from draft_models.targets.target import Target
 from draft_models.targets.vocabulary import vocabulary_digest
 from inference.core.decode import cut, decode_rounds
 from inference.core.drafter import Drafter
-from inference.core.generation import Generation, collect
+from inference.core.rounds import Clock, Generation, Round, collect
 from inference.core.session import Session
-from inference.core.stopwatch import Clock, Round
 from inference.core.target_session import TargetSession, eager_session
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, depths

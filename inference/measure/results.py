@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.measure.lossless import Deviation

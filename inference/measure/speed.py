@@ -7,7 +7,7 @@ are measured like everything else, so that they can be checked.
 from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict
 
-from inference.core.generation import Generation
+from inference.core.rounds import Generation
 from inference.measure.loops import looped
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.statistics import bootstrap_median

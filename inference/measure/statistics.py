@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
-from inference.core.generation import Generation
+from inference.core.rounds import Generation
 
 
 def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from inference.core.stopwatch import Clock
+from inference.core.rounds import Clock
 from inference.measure.verdict import MIN_PROMPTS
 
 

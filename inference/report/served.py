@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inference.core.generation import Generation
+from inference.core.rounds import Generation
 from inference.measure.loops import share_of_loops
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import speedup, without_loops

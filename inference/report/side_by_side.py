@@ -15,7 +15,7 @@ from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import decoding, timed
 from inference.measure.statistics import bootstrap_median
 from inference.measure.verdict import verdict
-from inference.settings.compare import CompareConfig
+from inference.settings.tools import CompareConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.run_dirs import only_run

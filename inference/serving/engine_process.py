@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.serving import engine_worker
 from inference.serving.engine_worker import Json
 from inference.settings.serving import MODULES

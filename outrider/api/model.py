@@ -30,8 +30,8 @@ from data_prep.text.streamed import StreamedText
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.settings import DecodeDtype
 from inference.core.decode import autoregressive, speculative, until
+from inference.core.rounds import Round, synchronized_clock
 from inference.core.stop_strings import StopStrings
-from inference.core.stopwatch import Round, synchronized_clock
 from inference.core.token_selector import TokenSelector
 from inference.engines.choose import make_runtime
 from inference.evaluate.compare import evaluate_checkpoint

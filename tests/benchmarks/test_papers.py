@@ -17,7 +17,7 @@ from draft_models.targets.stack import LayerStack
 from draft_models.tiny.models import tiny_head
 from inference.core.decode import autoregressive
 from inference.core.tree import OptimalTree
-from inference.drafters.calibrated import Calibrated
+from inference.drafters.shaped import Calibrated
 from inference.loading.drafters import prepare
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig

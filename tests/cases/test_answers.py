@@ -36,8 +36,8 @@ from draft_models.targets.open_target import load_tokenizer
 from inference.audit.answers import read_answers
 from inference.chat.loop import Chat
 from inference.chat.screen import Screen
-from inference.core.stopwatch import Round
-from inference.settings.chat import ChatConfig
+from inference.core.rounds import Round
+from inference.settings.tools import ChatConfig
 from outrider import errors
 from outrider.errors import UserError
 from tests.cases.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of

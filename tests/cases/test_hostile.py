@@ -32,8 +32,8 @@ from draft_models.targets.open_target import open_target
 from inference.audit import __main__ as audit_command
 from inference.audit.answers import ServedAnswer, read_answers
 from inference.audit.audit import audit, judged, read
-from inference.settings.audit import AuditConfig
 from inference.settings.evaluate import EvaluateConfig
+from inference.settings.tools import AuditConfig
 from outrider import cli
 from outrider.api.model import preset
 from outrider.errors import UserError, require, warn

@@ -16,8 +16,7 @@ import draft_models.losses as losses_module
 from draft_models.acceptance import BLOCKS, FLOAT32_BYTES, acceptance_by_target, judge
 from draft_models.card import LEAST_TAU
 from draft_models.losses import DIVERGENCES, linear_cross_entropy, linear_divergence, linear_topk_divergence, loss_bytes
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.measure.loops import LEAST, looped
 from inference.measure.lossless import Deviation
 from inference.measure.replay import RecordedTurn, replay_markdown, replay_report
@@ -27,9 +26,9 @@ from inference.report.page.build import make_page
 from inference.report.report import build_report, markdown, write_reports
 from inference.report.side_by_side import compare_reports
 from inference.report.wording import recommendation
-from inference.settings.compare import CompareConfig
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
+from inference.settings.tools import CompareConfig
 from outrider.streams import Streams
 from tests.memory import Alive
 from tests.tiny import save_target

@@ -22,10 +22,10 @@ from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, regist
 from conf.methods import choices_of, settings_of
 from conf.options import compose_defaults
 from inference.evaluate_checkpoint import with_methods
-from inference.settings.chat import ChatConfig
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig
+from inference.settings.tools import ChatConfig
 from outrider import cli
 from outrider.errors import UserError
 from outrider.settings import construct

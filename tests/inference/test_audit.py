@@ -27,8 +27,8 @@ from inference.core.token_selector import TokenSelector
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
 from inference.measure.lossless import Reference, make_reference
-from inference.settings.audit import AuditConfig
 from inference.settings.sampling import SamplingConfig
+from inference.settings.tools import AuditConfig
 from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams

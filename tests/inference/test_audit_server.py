@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from data_prep.responses import server
 from inference.audit.audit import audit
-from inference.settings.audit import OF_SERVERS, AuditConfig
+from inference.settings.tools import OF_SERVERS, AuditConfig
 from outrider.errors import UserError
 from tests.data_prep.responding import letter_tokenizer
 from tests.data_prep.responses.serving import Engine, serving

@@ -22,7 +22,7 @@ from draft_models.targets.narrowed import DraftVocabulary
 from inference.core import token_selector, verify
 from inference.core.sampling import Sampler, invert
 from inference.core.tree import DraftTree
-from inference.drafters.calibrated import Calibrated
+from inference.drafters.shaped import Calibrated
 from inference.measure.arms import make_arms
 from inference.measure.results import AUTOREGRESSIVE, Arm
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig

@@ -15,7 +15,7 @@ from draft_models.targets.open_target import OpenTarget, open_target
 from draft_models.targets.proof import prove_layers
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
-from inference.core.runtime import Eager
+from inference.core.target_session import Runtime
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import ModelDrafter
@@ -64,7 +64,7 @@ def test_greedy_equals_generate(target: OpenTarget) -> None:
     chain, tree = (ModelDrafter(exits, make_structure(method_of(shape), Streams(0))) for shape in SHAPES)
     plainly = autoregressive(stack, prompt, max_new_tokens=TOKENS)
     assert [t for r in plainly for t in r.tokens] == expected
-    eager, graphed, drafted = Eager(), Graphed(), 0
+    eager, graphed, drafted = Runtime(), Graphed(), 0
     for drafter, runtime in ((PromptLookup(), eager), (chain, eager), (tree, graphed)):
         rounds = list(speculative(stack, drafter, prompt, max_new_tokens=TOKENS, runtime=runtime))
         assert [t for r in rounds for t in r.tokens] == expected
@@ -191,7 +191,7 @@ def test_rope_that_rescales_is_ordinary_within_its_range(tmp_path: Path, kind: s
     target = open_target(str(save_family(tmp_path, family, rope_parameters=rope, **changes)))
     plain = AutoModelForCausalLM.from_pretrained(target.source, dtype=torch.float32).eval()
     stack, prompt = target.stack(dtype=torch.float32), random_prompt(14)
-    for runtime in (Eager(), Graphed()):
+    for runtime in (Runtime(), Graphed()):
         rounds = speculative(stack, PromptLookup(), prompt, max_new_tokens=34, runtime=runtime)
         assert [t for r in rounds for t in r.tokens] == reference_generate(plain, prompt, 34)
     with pytest.raises(UserError, match="exceeds the target's context of 48"):

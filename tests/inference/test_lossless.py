@@ -21,8 +21,8 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter, DraftModel
+from inference.core.rounds import Round
 from inference.core.sampling import Sampler
-from inference.core.stopwatch import Round
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled

@@ -16,13 +16,12 @@ from draft_models.calibration.head import CalibrationHead
 from draft_models.targets.stack import LayerStack
 from draft_models.tiny.models import tiny_head
 from inference.core.decode import speculative
-from inference.core.runtime import Eager
+from inference.core.target_session import Runtime
 from inference.core.tree import DraftTree
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.eagle3 import PLUGIN as EAGLE3_PLUGIN
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
 from inference.loading.drafters import Drafters
@@ -323,7 +322,7 @@ def test_a_rule_is_told_the_depth_and_the_accepted_path(models: tuple[LayerStack
 @pytest.fixture(params=["eager", "graphed"])
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
-    return Eager() if request.param == "eager" else cuda_graphs.Graphed()
+    return Runtime() if request.param == "eager" else cuda_graphs.Graphed()
 
 
 @pytest.mark.parametrize("structure", TREES)

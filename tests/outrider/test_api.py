@@ -25,7 +25,7 @@ from data_prep.text import chat
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from inference.core.stopwatch import Round
+from inference.core.rounds import Round
 from inference.core.target_session import TargetSession
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.api.model import Model, Turn

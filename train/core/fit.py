@@ -19,7 +19,7 @@ from torch import nn
 
 from data_prep.text.records import HELDOUT_BY
 from draft_models.targets.open_target import fast_dtype
-from inference.core.stopwatch import Clock
+from inference.core.rounds import Clock
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError, require
 from outrider.files import write_json

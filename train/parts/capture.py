@@ -19,7 +19,7 @@ from torch import Tensor
 from data_prep.responses.directory import SECONDS_FILE, seconds_spent
 from data_prep.text.sources import Split
 from inference.core.drafter import Drafter, DraftModel
-from inference.core.stopwatch import Round
+from inference.core.rounds import Round
 from inference.drafters.shaped import ModelDrafter
 from inference.measure.time_limit import TimeLimit, spread_order
 from inference.shapes.factory import Chain

@@ -15,7 +15,7 @@ from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import speculative
 from inference.core.drafter import DraftModel
-from inference.core.generation import collect
+from inference.core.rounds import collect
 from inference.drafters.shaped import ModelDrafter
 from inference.loading.targets import end_tokens
 from inference.measure.statistics import acceptance_by_position, decode_statistics

@@ -21,7 +21,7 @@ from draft_models.early_exit.checkpoint import open_target_of, read_meta
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.decode import speculative
-from inference.core.stopwatch import Round
+from inference.core.rounds import Round
 from inference.drafters.shaped import ModelDrafterPlugin
 from inference.engines.packing import lay_out
 from inference.loading.drafters import prepare

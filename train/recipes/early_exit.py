@@ -21,8 +21,8 @@ from draft_models.early_exit.model import USE, EarlyExitStudent, exit_layers
 from draft_models.targets.fingerprint import Fingerprint
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from draft_models.targets.stack import LayerStack
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Calibrated
 from inference.loading.drafters import prepare
 from outrider.processes import from_main, say
 from train.core.driver import run_training

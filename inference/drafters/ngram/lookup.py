@@ -7,15 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.core.drafter import Drafter
+from inference.core.drafter import Drafter, Stopwatch
 from inference.core.session import Session
-from inference.core.stopwatch import Stopwatch
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, chain_parents
 from inference.settings.kinds import DrafterPlugin
 from inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN
 from inference.settings.method import AUTO, MethodConfig
-from inference.sizing.allowance import Allowance
+from inference.sizing.costs import Allowance
 from inference.sizing.node_sizes import BestNodes
 from inference.sizing.policy import OWN, Tuning
 from outrider.streams import Streams

@@ -17,9 +17,8 @@ from draft_models.ngrams.recycled import recycle
 from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import read_header, table_digest
 from draft_models.targets.open_target import OpenTarget
-from inference.core.drafter import Drafter
+from inference.core.drafter import Drafter, Stopwatch
 from inference.core.session import Session
-from inference.core.stopwatch import Stopwatch
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.mixture import Mixture

@@ -14,7 +14,7 @@ from draft_models.targets.attention import KERNELS, grouped_attention, kernels_o
 from draft_models.targets.model_spec import key_heads
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Layers
-from inference.core.runtime import KernelChoice
+from inference.core.target_session import KernelChoice
 from inference.engines.graphs.capture import GraphPool
 
 WIDTHS = (1, 4, 16, 64)  # rows of measured passes

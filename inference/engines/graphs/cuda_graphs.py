@@ -23,9 +23,8 @@ from draft_models.targets.target import Layers, Target
 from inference.core.cache import KVCache
 from inference.core.ops import likeliest
 from inference.core.rows import RoundRows, RowLayout
-from inference.core.runtime import KernelChoice
 from inference.core.session import Pass, Session
-from inference.core.target_session import TargetSession, WholeSession
+from inference.core.target_session import KernelChoice, Runtime, TargetSession, WholeSession
 from inference.engines.graphs.attention_kernels import kernel_for, measure_kernels
 from inference.engines.graphs.capture import GraphPool, can_capture
 from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, Upload, bucket
@@ -34,7 +33,7 @@ SMALLEST_BUCKET = 128  # cache positions
 Key = tuple[str, int, int]  # of a graph: the name of the pass, its rows, the cache positions it sees
 
 
-class Graphed:
+class Graphed(Runtime):
     """Makes sessions whose buffers and graphs are reused by later generations.
 
     An arena serves one generation at a time; a concurrent one gets another arena.

@@ -19,8 +19,8 @@ from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
 from inference.chat.loop import Chat, Reply
 from inference.chat.screen import DRAFTED, Screen, Terminal, harmless, open_screen
-from inference.core.stopwatch import Round
-from inference.settings.chat import ChatConfig
+from inference.core.rounds import Round
+from inference.settings.tools import ChatConfig
 from outrider.errors import UserError
 from tests.forked import Fork
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target

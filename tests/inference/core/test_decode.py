@@ -16,11 +16,10 @@ from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, cut, speculative, until
+from inference.core.rounds import Round
 from inference.core.stop_strings import StopStrings
-from inference.core.stopwatch import Round
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.measure.arms import make_arms
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import Chain

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import speculative
-from inference.core.generation import Generation, collect
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round, collect
 from inference.core.tree import ROOT, DraftTree, chain_parents
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup

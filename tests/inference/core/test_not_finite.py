@@ -21,10 +21,9 @@ from draft_models.targets.stack import LayerStack
 from draft_models.targets.whole_model import WholeModel
 from inference.core.decode import autoregressive, speculative
 from inference.core.ops import likeliest
-from inference.core.runtime import Eager, Runtime
+from inference.core.rounds import Round
 from inference.core.sampling import Sampler
-from inference.core.stopwatch import Round
-from inference.core.target_session import TargetSession
+from inference.core.target_session import Runtime, TargetSession
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, depths
 from inference.drafters.eagle3 import Eagle3Source
@@ -110,7 +109,7 @@ def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     if request.param == "recorded":
         record_graphs(monkeypatch)
-    return Eager() if request.param == "eager" else Graphed()
+    return Runtime() if request.param == "eager" else Graphed()
 
 
 def plain(
@@ -219,7 +218,7 @@ def test_a_drafter_without_numbers_costs_acceptance_only(
     heads = (models.exit.output_head, models.small.head, models.plain.model.lm_head, models.head.lm_head)
     for head in heads:
         head.weight.data = torch.full_like(head.weight, NAN)
-    found = tokens_of(draft(models, models.source(source), structure, 12, Eager(), sampler))
+    found = tokens_of(draft(models, models.source(source), structure, 12, Runtime(), sampler))
     assert len(found) == 12
     assert found == expected or sampler is not None
 
@@ -296,4 +295,4 @@ def test_the_position_is_that_of_the_row_without_numbers(
     monkeypatch.setattr(TargetSession, "run_tree", overflowing)
     sure = EarlyExitSource(make_drafter(path, LAYERS - 1))  # the target itself: all that it drafts is right
     with pytest.raises(UserError, match=rf"logits at position {position} are NaN or infinite"):
-        list(draft(models, sure, "chain", 12, Eager()))
+        list(draft(models, sure, "chain", 12, Runtime()))

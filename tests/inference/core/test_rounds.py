@@ -15,10 +15,9 @@ from draft_models.targets.empty_models import layer_stack
 from inference.core.cache import KVCache
 from inference.core.decode import speculative
 from inference.core.drafter import Drafter
-from inference.core.runtime import Eager, Runtime
+from inference.core.rounds import Round
 from inference.core.sampling import Sampler
-from inference.core.stopwatch import Round
-from inference.core.target_session import TargetSession
+from inference.core.target_session import Runtime, TargetSession
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, chain_parents
 from inference.drafters.eagle3 import Eagle3Source
@@ -128,7 +127,7 @@ def runtimes() -> Iterator[dict[str, Runtime]]:
     """How passes run; one for all tests, as its buffers are made to be used again. Small buckets: texts cross them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
-        yield {"eager": Eager(), "graphed": cuda_graphs.Graphed()}
+        yield {"eager": Runtime(), "graphed": cuda_graphs.Graphed()}
 
 
 @pytest.fixture(params=RUNTIMES)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from draft_models.eagle3.checkpoint import load_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.targets.stack import LayerStack
-from inference.core.runtime import Eager, Runtime
+from inference.core.target_session import Runtime
 from inference.core.tree import ROOT, DraftTree
 from inference.drafters.eagle3 import Eagle3Source
 from inference.engines import packing
@@ -153,7 +153,7 @@ def graphed() -> Runtime:
 
 @pytest.mark.parametrize(
     ("dialect", "runtime", "length"),
-    [("eagle", Eager, 3), ("specforge", graphed, 4), ("speculators", graphed, 2), ("modelopt", Eager, 1)],
+    [("eagle", Runtime, 3), ("specforge", graphed, 4), ("speculators", graphed, 2), ("modelopt", Runtime, 1)],
 )
 def test_drafts_are_those_of_a_loop_without_a_cache(
     cases: Callable[[str], Case], dialect: str, runtime: Callable[[], Runtime], length: int
@@ -203,4 +203,4 @@ class KeepsWhatWasDrafted(Eagle3Source):
 def test_a_planted_fault_is_seen(cases: Callable[[str], Case], faulty: type[Eagle3Source]) -> None:
     case = cases("specforge")
     with pytest.raises(AssertionError, match="not close"):
-        compare(case, faulty(case.head), Eager(), 3)
+        compare(case, faulty(case.head), Runtime(), 3)

@@ -14,7 +14,7 @@ from draft_models.ngrams.recycled import new_recycled, place_of, recycle
 from draft_models.targets.open_target import open_target
 from draft_models.targets.whole_model import WholeModel
 from inference.core.decode import speculative
-from inference.core.runtime import Eager
+from inference.core.target_session import Runtime
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.ngrams import MixedDrafter
 from inference.engines.graphs.cuda_graphs import Graphed
@@ -95,7 +95,7 @@ def test_rows_are_those_of_the_verified_tree(tmp_path: Path, monkeypatch: pytest
             super().commit(tree, nodes, tokens)
 
     drafter = Noting(TABLE, NgramConfig(evidence="mixed", nodes=6, depth=3, recycle=WIDTH))
-    chosen = Eager() if runtime in ("eager", "whole model") else Graphed()
+    chosen = Runtime() if runtime in ("eager", "whole model") else Graphed()
     tokens = [
         t
         for r in speculative(stack, drafter, random_prompt(9) * 2, max_new_tokens=10, runtime=chosen)

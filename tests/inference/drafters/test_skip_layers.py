@@ -19,7 +19,7 @@ import outrider
 from data_prep.text.prompts import Prompt
 from draft_models.targets.settings import TARGET
 from inference.core.decode import speculative
-from inference.core.runtime import Eager
+from inference.core.target_session import Runtime
 from inference.core.tree import ROOT, DraftTree
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource, skipped_layers
@@ -53,7 +53,7 @@ def test_draft_logits_are_those_of_the_layers_left_over_the_whole_targets_cache(
 ) -> None:
     """In a tree, after rounds that kept a part of one; two sets of layers take turns, and have graphs of their own."""
     record_graphs(monkeypatch)
-    runtime = Graphed() if graphed else Eager()
+    runtime = Graphed() if graphed else Runtime()
     model, stack = open_stack(save_target(tmp_path, "llama", kv_heads=2), torch.float64)
     text, root, a, b, c = random_prompt(9), *random_prompt(4, seed=1)
     session = runtime.session(stack, 0, 64)

@@ -16,9 +16,8 @@ from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.engines import packing
 from inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from inference.engines.packing import PackedLinear, can_pack

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from inference.core.generation import Generation, collect
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round, collect
 from inference.core.token_selector import TokenSelector
-from inference.drafters.calibrated import Calibrated
+from inference.drafters.shaped import Calibrated
 from inference.measure.arms import make_arms, measure, transformers_generate, without_captures
 from inference.measure.results import AUTOREGRESSIVE, Arm
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig

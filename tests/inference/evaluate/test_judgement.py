@@ -18,13 +18,12 @@ from benchmarks.planted_faults import FAULTS, REACHED, planted
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
+from inference.core.rounds import Round
 from inference.core.sampling import Sampler
-from inference.core.stopwatch import Round
 from inference.core.token_selector import TokenSelector
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.engines.choose import make_runtime
 from inference.loading.drafters import prepare
 from inference.measure.arms import transformers_generate

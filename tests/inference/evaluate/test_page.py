@@ -25,8 +25,8 @@ from inference.report.page.markup import embedded, tag
 from inference.report.page.proof import most_that_differ
 from inference.report.page.texts import rejected_tokens
 from inference.report.side_by_side import compare_reports
-from inference.settings.compare import CompareConfig
 from inference.settings.evaluate import EvaluateConfig
+from inference.settings.tools import CompareConfig
 from tests.inference.evaluate.evaluating import evaluate, tokens
 from tests.tiny import byte_tokenizer
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.measure import bench
 from inference.measure.lossless import Deviation
 from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results

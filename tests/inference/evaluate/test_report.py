@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.measure import busy
 from inference.measure.busy import CpuWatch, machine_load
 from inference.measure.lossless import WORST, Deviation

@@ -17,7 +17,7 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.settings import TABLE
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
-from inference.core.runtime import KernelChoice
+from inference.core.target_session import KernelChoice
 from inference.engines import packing
 from inference.engines.cpu.at_once import LayersAtOnce
 from inference.engines.graphs.attention_kernels import attention_shape

@@ -17,8 +17,7 @@ from draft_models.targets.architectures import load_config
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import SMALL_LM, TABLE, TARGET
 from inference.audit.answers import read_answers
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.drafters.early_exit import EarlyExitPlugin
 from inference.evaluate.compare import evaluate as run_command
 from inference.evaluate.served import FILE, FOLDER, block_keys, require_served

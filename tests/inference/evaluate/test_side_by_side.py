@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from inference.core.generation import Generation
-from inference.core.stopwatch import Round
+from inference.core.rounds import Generation, Round
 from inference.measure.prompt_results import Measured, append_result
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.report.side_by_side import compare_reports
-from inference.settings.compare import CompareConfig
+from inference.settings.tools import CompareConfig
 from outrider.errors import UserError
 
 TOKENS = (7, 1, 2, 3, 4)

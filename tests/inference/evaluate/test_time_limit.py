@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.stopwatch import Clock
+from inference.core.rounds import Clock
 from inference.evaluate import compare
 from inference.measure.prompt_results import read_results
 from inference.measure.time_limit import TimeLimit, spread_order

@@ -16,10 +16,10 @@ from inference.chat import __main__ as chat
 from inference.loading.targets import find_setup
 from inference.loading.templates import chat_template, templates_of
 from inference.measure.bench import render
-from inference.settings.chat import ChatConfig
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
+from inference.settings.tools import ChatConfig
 from outrider.errors import UserError
 from tests.tiny import byte_tokenizer
 

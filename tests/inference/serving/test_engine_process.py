@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.stopwatch import Round
+from inference.core.rounds import Round
 from inference.serving.engine_process import require_engine, running
 from inference.settings.serving import python_in
 from outrider.errors import UserError

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from inference.core.decode import speculative
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import Chain
-from inference.sizing.allowance import LOSS, MEMORY, Allowance
-from inference.sizing.costs import WIDEST, Costs
+from inference.sizing.costs import LOSS, MEMORY, WIDEST, Allowance, Costs
 from inference.sizing.policy import Tuning
 from inference.stopping.fixed import FixedLength
 from outrider.streams import Streams

@@ -16,11 +16,11 @@ from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive
-from inference.core.stopwatch import Round
+from inference.core.rounds import Round
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import Calibrated
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
 from inference.loading.drafters import Drafters, new_drafter

@@ -20,9 +20,8 @@ from inference.core.cache import KVCache
 from inference.core.decode import autoregressive, speculative
 from inference.core.rows import RoundRows
 from inference.core.target_session import TargetSession
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.engines.cpu import at_once, layout, team
 from inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
 from inference.engines.fused_layers import fuse_layers, run_at_once

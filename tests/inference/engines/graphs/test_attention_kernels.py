@@ -9,7 +9,7 @@ import pytest
 
 from draft_models.targets.attention import KERNELS
 from inference.core.decode import autoregressive
-from inference.core.runtime import KernelChoice
+from inference.core.target_session import KernelChoice
 from inference.engines.graphs import attention_kernels
 from inference.engines.graphs.attention_kernels import WIDTHS, attention_shape, kernel_for, measure_kernels
 from inference.engines.graphs.cuda_graphs import Graphed

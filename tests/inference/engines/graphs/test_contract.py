@@ -29,13 +29,12 @@ from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
-from inference.core.runtime import KernelChoice, Runtime
 from inference.core.sampling import Sampler
+from inference.core.target_session import KernelChoice, Runtime
 from inference.core.token_selector import TokenSelector
-from inference.drafters.calibrated import Calibrated
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines import fused_layers, packing

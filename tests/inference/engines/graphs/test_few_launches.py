@@ -9,10 +9,9 @@ import torch
 from draft_models.targets import attention
 from draft_models.targets.attention import KERNELS, SPLIT, grouped_attention, kernels_on, triton_kernels, use_kernel
 from inference.core.decode import autoregressive, speculative
-from inference.core.runtime import KernelChoice
-from inference.drafters.calibrated import Calibrated
+from inference.core.target_session import KernelChoice
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.engines import fused_layers, packing
 from inference.engines.fused_layers import FusedLayer
 from inference.engines.graphs import cuda_graphs

@@ -1,0 +1,59 @@
+"""Rounds and generations: the tokens that they committed, and their times."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Round:
+    """The tokens committed by one pass of the target. The first round of a generation is the prefill.
+
+    tokens: committed ids, never beyond the first EOS or the budget.
+    drafted: proposed tokens. accepted: how many of `tokens` came from the draft.
+    depth: the draft's depth, which is the largest possible `accepted`.
+
+    Seconds are of the whole round and of its parts. draft: the drafter's forward passes. structure: the drafter's
+    other work. verify: the target's pass and its transfer; in plain decoding the pass alone.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    depth: int
+    seconds: float
+    draft_seconds: float = 0.0
+    structure_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
+def synchronized_clock() -> float:
+    """`time.perf_counter` after all queued work of the CUDA device has finished."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One prompt continued by one method. `rounds` excludes the prefill; seconds are wall clock."""
+
+    tokens: tuple[int, ...]
+    prefill_seconds: float
+    decode_seconds: float
+    rounds: tuple[Round, ...] = ()
+    totals: Mapping[str, float] = field(default_factory=dict)  # of the drafter (see `Structure.totals`)
+
+
+def collect(rounds: Iterator[Round], clock: Clock = time.perf_counter) -> Generation:
+    """Run a decoding generator to its end, timing prefill and decoding separately."""
+    started = clock()
+    first = next(rounds)
+    prefilled = clock()
+    rest = tuple(rounds)
+    ended = clock()
+    tokens = tuple(token for r in (first, *rest) for token in r.tokens)
+    return Generation(tokens, prefilled - started, ended - prefilled, rest)
