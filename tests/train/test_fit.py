@@ -148,7 +148,7 @@ def test_only_what_is_trained_is_saved(tmp_path):
     fit_tiny(tmp_path, model)
     assert load_file(tmp_path / "checkpoint-8" / WEIGHTS_FILE).keys() == TRAINED
     assert torch.equal(model.embedding.weight, frozen)
-    moments = torch.load(tmp_path / "checkpoint-8" / "optimizer.pt", weights_only=True)["state"]
+    moments = torch.load(tmp_path / "checkpoint-8" / "optimizer.bin", weights_only=True)["state"]
     assert len(moments) == len(TRAINED)
 
 

@@ -5,21 +5,21 @@ Differences between these that Accelerate leaves to its caller are handled here 
 
 import math
 import os
-import random
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, cast
 
-import numpy as np
-import torch
 from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
     DistributedType,
     GradientAccumulationPlugin,
     load_fsdp_optimizer,
     save_fsdp_optimizer,
     set_seed,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from outrider.errors import UserError, reason, warn
@@ -30,7 +30,7 @@ from train.core.progress import tracker_of
 from train.core.trained_weights import load_trained
 from train.settings.fit import FitConfig
 
-OPTIMIZER_FILE = "optimizer.pt"
+OPTIMIZER_FILE = f"{OPTIMIZER_NAME}.bin"
 
 
 class Engine:
@@ -102,7 +102,7 @@ class Engine:
     def save(self, folder: Path) -> None:
         """Save the optimizer state and the RNG states to `folder`.
 
-        Call it on every process. Frozen weights, which DeepSpeed would include, are excluded.
+        Call it on every process. Frozen weights are excluded: `Accelerator.save_state` would include them under FSDP.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self._fsdp:
@@ -110,74 +110,41 @@ class Engine:
             save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(folder))
         elif self._deepspeed:
             self.module.save_checkpoint(str(folder), exclude_frozen_parameters=True)
-        elif self.accelerator.is_main_process:
-            torch.save(self.optimizer.state_dict(), folder / OPTIMIZER_FILE)
-        torch.save(_random_states(), self._random_file(folder))
+        save_accelerator_state(str(folder), [], self._optimizers, [], [], self._rank, self.accelerator.step)
 
     def load(self, checkpoint: Path) -> None:
         """Restore the weights, optimizer state and RNG states that `save_trained` and `save` wrote.
 
         Call it on every process. Raises `UserError` if they are unreadable or belong to another model.
         """
+        if any(checkpoint.glob("rng_state*.pth")):
+            raise UserError(
+                f"{checkpoint}: an earlier version of Outrider wrote these states of optimizer and random numbers; "
+                "resume with that version, or train anew in another out_dir"
+            )
         if self._deepspeed:  # it stores its own copy of the weights
             found, _ = self.module.load_checkpoint(str(checkpoint), load_module_strict=False)
             if found is None:
                 raise UserError(f"{checkpoint}: holds no state of DeepSpeed; continue under the launcher that wrote it")
         else:
             load_trained(self.model, checkpoint)
-            self._load_optimizer(checkpoint)
-        file = self._random_file(checkpoint)
-        if file.exists():  # else the checkpoint was written by another number of processes
-            with torch.serialization.safe_globals(_NUMPY):
-                _set_random_states(cast(_RandomStates, _read(file, checkpoint)))
-
-    def _load_optimizer(self, checkpoint: Path) -> None:
         if self._fsdp:
             plugin = self.accelerator.state.fsdp_plugin
             load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.module, str(checkpoint))
-        else:
-            self.optimizer.load_state_dict(_read(checkpoint / OPTIMIZER_FILE, checkpoint))
-
-    def _random_file(self, folder: Path) -> Path:
-        one = self.accelerator.num_processes == 1
-        return folder / ("rng_state.pth" if one else f"rng_state_{self.accelerator.process_index}.pth")
-
-
-def _read(file: Path, checkpoint: Path) -> dict[str, object]:
-    try:
-        found: dict[str, object] = torch.load(file, map_location="cpu", weights_only=True)
-        return found
-    except Exception as error:  # torch raises many types for damaged files
         remedy = f"remove {checkpoint}: resume=true goes on before it"
-        raise UserError(f"{file}: not readable ({reason(error)}); {remedy}") from None
+        try:
+            found = load_accelerator_state(str(checkpoint), [], self._optimizers, [], [], self._rank)
+        except Exception as error:  # torch raises many types for damaged files
+            raise UserError(f"{checkpoint / OPTIMIZER_FILE}: not readable ({reason(error)}); {remedy}") from None
+        random = checkpoint / f"{RNG_STATE_NAME}_{self._rank}.pkl"  # none if there were fewer processes
+        if random.exists() and "step" not in found:  # Accelerate goes on without it
+            raise UserError(f"{random}: not readable; {remedy}")
 
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        """Those that are saved in one file, not by FSDP or DeepSpeed."""
+        return [] if self._fsdp or self._deepspeed else [self.optimizer]
 
-# Types that torch's weights-only loader must allow to read NumPy's RNG state; the first one rebuilds an array.
-_NUMPY: list[Any] = [np.empty(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-
-
-class _RandomStates(TypedDict):
-    python: tuple[object, ...]
-    numpy: dict[str, object] | tuple[str, np.ndarray, int, int, float]
-    cpu: Tensor
-    cuda: NotRequired[Tensor]
-
-
-def _random_states() -> _RandomStates:
-    states: _RandomStates = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002  (third-party model code may draw from it)
-        "cpu": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_random_states(states: _RandomStates) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    torch.set_rng_state(states["cpu"])
-    cuda = states.get("cuda")
-    if torch.cuda.is_available() and cuda is not None:
-        torch.cuda.set_rng_state(cuda)
+    @property
+    def _rank(self) -> int:
+        return self.accelerator.process_index
