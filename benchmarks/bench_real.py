@@ -43,7 +43,6 @@ from inference.settings.kinds import KINDS
 from outrider.errors import require
 from outrider.files import read_json, require_writable, write_json
 from outrider.machine import describe_machine
-from train.core.time_budget import STEPS_FILE
 
 HERE = Path(__file__).parent
 PEERS = (  # modules whose code decides what is measured
@@ -85,14 +84,12 @@ def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
 
 
 def trained(config: EvaluateConfig) -> dict[str, Any]:
-    """For every drafter its path, the digests that identify it, and the time limit of its training, if recorded."""
+    """For every drafter its path and the digests that identify it."""
     found = {}
     for kind in KINDS.values():
         where = config.where(kind)
         if where is not None:
-            steps = Path(where) / STEPS_FILE
-            training = read_json(steps, "number of steps", "remove it") if steps.exists() else None
-            found[kind.name] = {"path": where, **kind.load_plugin().identity(where), "training": training}
+            found[kind.name] = {"path": where, **kind.load_plugin().identity(where)}
     return found
 
 

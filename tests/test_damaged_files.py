@@ -29,7 +29,6 @@ from inference.loading.targets import (
 )
 from inference.measure import bench
 from inference.measure.prompt_results import append_result, begin_run, open_run, read_results
-from inference.measure.time_limit import TimeLimit
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError
@@ -43,7 +42,6 @@ from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from train import pipeline_run
 from train.core import run_dir
 from train.core.fit import STATE_FILE, fit, read_state
-from train.core.time_budget import StepBudget
 from train.pipeline_run import run_pipeline
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
 
@@ -213,16 +211,7 @@ def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFi
         train()
 
 
-def test_steps_and_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "checkpoint-1").mkdir()
-    kept = {"minutes": 2.0, "seconds_per_step": 0.5, "steps": 240, "decided": [[10, 250], [90, 240]]}
-    (tmp_path / "steps.json").write_text(json.dumps(kept))
-
-    def steps() -> None:
-        StepBudget(TimeLimit(1.0), 1000, tmp_path, 1)
-
-    steps()
-    require_named(tmp_path / "steps.json", steps, capsys, 60)
+def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"settings": {"seed": 0, "data": {"path": ["x"]}}, "tau": 1.0}))
     same = {"seed": 0, "data": {"path": ["x"]}}
     require_named(

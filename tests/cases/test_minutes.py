@@ -282,39 +282,38 @@ def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: P
 # ---------------------------------------------------------------------------------------------------- training
 
 
-def budget(tmp_path: Path, minutes: float | None, most: int) -> tuple[StepBudget, Clock]:
+def budget(minutes: float | None, most: int) -> tuple[StepBudget, Clock]:
     clock = Clock()
-    made = StepBudget(TimeLimit(minutes, clock=clock), most, tmp_path, 0)
+    made = StepBudget(TimeLimit(minutes, clock=clock), most)
     made.begin()
     return made, clock
 
 
 def stepped(made: StepBudget, clock: Clock, seconds: float) -> StepBudget:
     done = 0
-    while done < made.total(done):
+    while done < made.total:
         clock.now += seconds
-        made.add_step(clock.now - seconds)
         done += 1
         made.decide(done)
     return made
 
 
-def test_a_training_says_what_ended_it(tmp_path: Path) -> None:
+def test_a_training_says_what_ended_it() -> None:
     epochs, steps = FitConfig(epochs=4, batch_rows=8), FitConfig(steps=40, batch_rows=8)
-    few = stepped(*budget(tmp_path, 3.0, 6), 1.0).ended_by(epochs, 12)
+    few = stepped(*budget(3.0, 6), 1.0).ended_by(epochs, 12)
     assert "epochs=4 of 12 rows ended it after 6 steps" in few
     assert "minutes=3 were not needed" in few
     assert "far too few" in few
-    many = stepped(*budget(tmp_path, None, 40), 1.0)
+    many = stepped(*budget(None, 40), 1.0)
     assert many.ended_by(steps, 80) == "steps=40 ended it after 40 steps"
     assert "few" not in many.ended_by(epochs, 80)
-    cut = stepped(*budget(tmp_path, 1.0, 400), 1.0).ended_by(epochs, 800)
+    cut = stepped(*budget(1.0, 400), 1.0).ended_by(epochs, 800)
     assert re.search(r"minutes=1 ended it after \d+ of 400 steps", cut)
 
 
-def test_long_steps_say_which_option_makes_them_shorter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_steps_say_which_option_makes_them_shorter(capsys: pytest.CaptureFixture[str]) -> None:
     for seconds, said in ((30.0, True), (180 / ENOUGH / 2, False)):
-        stepped(*budget(tmp_path, 3.0, 30), seconds)
+        stepped(*budget(3.0, 30), seconds)
         assert ("fit.batch_rows" in capsys.readouterr().err) == said
 
 

@@ -110,7 +110,6 @@ def check_summary(out_dir: Path, experiment: str) -> None:
     assert summary["seconds"] == pytest.approx(sum(step["seconds"] for step in summary["steps"].values()))
     if experiment == "auto":
         assert summary["target"]["made_of"]["model"] == "tiny"
-        assert all((out_dir / name / "steps.json").exists() for name in ("eesd", "small_lm"))
     else:
         assert summary["target"]["steps"] <= 20
     assert len(summary["methods"]) == {"auto": 13, "vicuna_7b": 10, "llama2_13b": 6, "opt_13b": 7}[experiment]

@@ -44,12 +44,13 @@ class TrainingState:
     """What `STATE_FILE` holds.
 
     metrics: the last evaluation, by name; empty where there was none. seconds: what the training had taken by then, of
-    all runs, evaluations included.
+    all runs, evaluations included. total: the steps of the whole run, as far as they were known.
     """
 
     step: int
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    total: int | None = None
 
     def __post_init__(self) -> None:
         numbers = all(isinstance(value, int | float) for value in self.metrics.values())
@@ -124,8 +125,8 @@ def fit(
     done = 0 if start is None else run_dir.step_of(start)
     before = TrainingState(0) if start is None else read_state(start)
     metrics = before.metrics
-    budget = StepBudget(TimeLimit(minutes, earlier=before.seconds, clock=clock), most, out_dir, done)
-    if start is not None and done >= budget.total(done):
+    budget = StepBudget(TimeLimit(minutes, earlier=before.seconds, clock=clock), most, done, before.total)
+    if start is not None and done >= budget.total:
         load_trained(model, start)
         return FitResult(done, done, metrics, before.seconds)
 
@@ -140,7 +141,7 @@ def fit(
             engine.load(start)
         where = {"out_dir": str(out_dir), "processes": state.num_processes}
         start_wandb(engine.accelerator, config.wandb, out_dir, run | where)
-        steps = range(done, budget.total(done))
+        steps = range(done, budget.total)
         report = Report(engine.accelerator, out_dir, steps, evaluate is not None)
 
         def evaluate_now(step: int) -> None:
@@ -154,7 +155,7 @@ def fit(
                 report.log(step, {f"eval_{name}": value for name, value in metrics.items()})
 
         def save(step: int) -> None:
-            reached = TrainingState(step, metrics, budget.spent())
+            reached = TrainingState(step, metrics, budget.spent(), budget.total)
             with report.paused():
                 _save(engine, model, run, reached, out_dir, staging, config.keep_checkpoints)
 

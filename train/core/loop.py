@@ -67,15 +67,15 @@ def train(
     engine.module.train()
     budget.begin()
     done = budget.start
-    while done < budget.total(done):
-        step, began = done, budget.spent()
+    while done < budget.total:
+        step = done
         if on_step is not None:
             on_step(step)
         batches = load_share(rows, config, step, accelerator)
         supervised = count_supervised(batches, accelerator)
         if supervised == 0:
             raise no_supervised_token(step)
-        engine.set_rates(config.lr_scale(step, budget.total(step)))
+        engine.set_rates(config.lr_scale(step, budget.total))
         for batch in batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
                 summed = engine.module(**to_device(batch, accelerator))["loss_sum"]
@@ -90,7 +90,6 @@ def train(
         report.advance()
 
         done = step + 1
-        budget.add_step(began)
         total = report.end_at(budget.decide(done))
         logged = done == 1 or is_due(done, config.log_every, total)  # the first loss says early that all is well
         if logged:
