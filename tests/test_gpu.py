@@ -36,7 +36,7 @@ from inference.measure.results import AUTOREGRESSIVE, Arm, Choosing
 from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import Chain, make_structure
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from outrider.streams import Streams
 from outrider.wandb_config import WandbConfig
 from tests.eagle3_runs import require_same_texts

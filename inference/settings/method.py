@@ -1,14 +1,14 @@
 """Settings of a decoding method: its drafter, draft shape and stop rule."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Final, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from inference.settings.kinds import KINDS, Kind
-from inference.settings.limits import LONGEST_CHAIN, MOST_NODES
+from inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.errors import require, require_choice
 from outrider.settings import Count, Positive, Settings, Share, only, require_default
 
@@ -33,9 +33,19 @@ def _require_defaults(config: Settings, why: str, *, prefix: str = "", names: Co
             require_default(config, own.name, why, prefix)
 
 
+Rule = Literal[
+    "fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival",
+    "bandit",
+]  # fmt: skip
 # What stop.threshold is where it is null, of the rules that have one.
-THRESHOLDS = {"confidence": 0.4, "adaedl": 0.5, "svip": 0.6, "rejection_risk": 0.7, "posterior_mean": 0.5}
-_THOMPSON = ("calibrated", "posterior_mean")
+THRESHOLDS: Mapping[Rule, float] = {
+    "confidence": 0.4,
+    "adaedl": 0.5,
+    "svip": 0.6,
+    "rejection_risk": 0.7,
+    "posterior_mean": 0.5,
+}
+_THOMPSON: tuple[Rule, ...] = ("calibrated", "posterior_mean")
 
 
 @dataclass(frozen=True)
@@ -43,10 +53,7 @@ class StopConfig(Settings):
     """The stop rule of a chain or a tree (see inference/stopping/)."""
 
     # a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head of train/calibrate.py
-    rule: Literal[
-        "fixed", "confidence", "adaedl", "svip", "rejection_risk", "beta", "calibrated", "posterior_mean", "survival",
-        "bandit",
-    ] = "fixed"  # fmt: skip
+    rule: Rule = "fixed"
     # tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
     max_draft: Size | None = None  # null: 8 tokens, 15 of rule=survival, as many levels as the structure has by itself
     # stop below this probability (confidence, posterior_mean) or bound of it (adaedl), above this √entropy (svip) or
@@ -76,7 +83,7 @@ class StopConfig(Settings):
         sized = self.max_draft != AUTO or self.rule == "fixed"
         expected = "an integer ≥ 1, or auto with rule=fixed (the others decide themselves when to stop), or null"
         require(sized, "max_draft", self.max_draft, expected)
-        short = self.rule != "survival" or self.limit(LONGEST_CHAIN) <= LONGEST_CHAIN
+        short = self.rule != "survival" or self.longest() <= LONGEST_CHAIN
         require(short, "max_draft", self.max_draft, f"at most {LONGEST_CHAIN} with rule=survival, or null")
 
     @property
@@ -89,9 +96,18 @@ class StopConfig(Settings):
         """Whether the rule weighs what passes cost."""
         return self.rule == "survival" or self.max_draft == AUTO
 
-    def limit(self, default: int) -> int:
-        """max_draft as a number; `default` where it is null."""
-        return default if self.max_draft is None else number(self.max_draft)
+    @property
+    def bound(self) -> float:
+        """The threshold of a rule that has one."""
+        return THRESHOLDS[self.rule] if self.threshold is None else self.threshold
+
+    def longest(self, levels: int | None = None) -> int:
+        """The most tokens of a chain, or levels of a tree, which has `levels` by itself."""
+        if self.max_draft is None and levels is not None:
+            return levels
+        if self.max_draft == AUTO or (self.max_draft is None and self.rule == "survival"):
+            return LONGEST_CHAIN
+        return CHAIN_TOKENS if self.max_draft is None else number(self.max_draft)
 
 
 Draw = Literal["with_replacement", "without_replacement", "top_k"]

@@ -17,7 +17,6 @@ DRAFTS: Mapping[str, Collection[str]] = {
     "openvino": ("draft_model", "ngram"),
     "transformers": ("draft_model", "ngram"),
 }
-_DEFAULT_LENGTH = 8  # where stop.max_draft is null
 _SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
 
 
@@ -39,7 +38,7 @@ def why_not(engine: str, method: MethodConfig) -> str | None:
 
 def draft_length(method: MethodConfig) -> int:
     """The tokens of a draft of a method that an engine can run."""
-    return method.stop.limit(_DEFAULT_LENGTH) if _has_stop(method) else method.ngrams.depth
+    return method.stop.longest() if _has_stop(method) else method.ngrams.depth
 
 
 def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dict[str, MethodConfig]:

@@ -13,16 +13,15 @@ from torch import Tensor
 from draft_models.calibration.head import CalibrationHead
 from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from inference.core.tree import DraftTree, OptimalTree
-from inference.settings.limits import CHAIN_TOKENS, MOST_NODES
+from inference.settings.limits import MOST_NODES
 from inference.settings.method import AUTO, MethodConfig, StructureConfig, number
 from inference.shapes.opt_tree import opt_tree
 from inference.shapes.shapes import Extends, ToProbs, chain, find_shape, k_config, plain_probs, static
 from inference.shapes.token_graph import GraphTree, token_graph
 from inference.sizing.policy import BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
-from inference.stopping.best_length import BestLength
 from inference.stopping.factory import make_rule, required
-from inference.stopping.fixed import FixedLength
 from inference.stopping.interface import StopRule
+from inference.stopping.plain import BestLength, FixedLength
 from outrider.streams import Streams
 
 
@@ -168,10 +167,10 @@ def make_structure(
     generator = streams.of("draft") if drawn else None
     if settings.kind == "chain":
         by_chance = drawn and method.verify == "exact"  # naive verification accepts a token with probability p
-        rule = make_rule(method.stop, streams, head, tuning, default=CHAIN_TOKENS, drawn=by_chance)
+        rule = make_rule(method.stop, streams, head, tuning, drawn=by_chance)
         return Chain(rule, generator)
     tree = make_tree(settings, generator, tuning)
-    return replace(tree, rule=make_rule(method.stop, streams, head, tuning, default=tree.max_depth))
+    return replace(tree, rule=make_rule(method.stop, streams, head, tuning, levels=tree.max_depth))
 
 
 def make_tree(settings: StructureConfig, generator: random.Random | None = None, tuning: Tuning | None = None) -> Tree:

@@ -1,23 +1,16 @@
-"""Stop rules built from their settings."""
+"""Stop rules built from their settings, and the bandit that chooses among rules."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from draft_models.calibration.head import CalibrationHead
-from inference.settings.limits import LONGEST_CHAIN
-from inference.settings.method import AUTO, THRESHOLDS, StopConfig
+from inference.settings.method import AUTO, THRESHOLDS, Rule, StopConfig
 from inference.sizing.policy import Tuning
-from inference.stopping.bandit import UCB
-from inference.stopping.best_length import BestLength
-from inference.stopping.beta import BetaThompson
-from inference.stopping.calibrated import CalibratedThompson, Posterior, PosteriorMean, ask
-from inference.stopping.confidence import Confidence
-from inference.stopping.entropy import SVIP, AdaEDL
-from inference.stopping.fixed import FixedLength
-from inference.stopping.interface import StopRule
-from inference.stopping.rejection_risk import RejectionRisk
-from inference.stopping.survival import Survival
-from inference.stopping.trust import Belief, Trust
+from inference.stopping.interface import Step, StopRule, ask
+from inference.stopping.plain import SVIP, AdaEDL, BestLength, Confidence, FixedLength, RejectionRisk
+from inference.stopping.survival import Belief, Survival, Trust
+from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
 from outrider.streams import Streams
 
 # A drafter's q may be miscalibrated either way: a greedy target accepts tokens of low q nearly always.
@@ -27,14 +20,36 @@ HEAD = Belief(offset=(0.0, 0.5), slope=(1.0, 0.0))  # calibrated on average, but
 DRAWN = Belief(offset=(1.0, 0.7), slope=(0.1, 0.1))
 
 
-@dataclass(frozen=True)
-class Given:
-    """The inputs of rules in addition to their settings (see `make_rule`)."""
+class UCB(StopRule):
+    """A bandit over stop rules: UCB1 chooses one for every round (as in TapOut, arXiv 2511.02017).
 
-    streams: Streams
-    head: CalibrationHead | None
-    tuning: Tuning | None
-    drawn: bool
+    It uses every rule once, then the rule with the largest mean reward + √(2 ln t / n); t: all rounds, n: the rule's.
+    The reward of a round is the mean of accepted / longest draft, which rewards tokens, and accepted / drafted, which
+    punishes waste. Only the chosen rule decides in a round and observes its outcome.
+    """
+
+    def __init__(self, rules: Sequence[StopRule]):
+        self.rules = rules
+        self.max_draft = max(rule.max_draft for rule in rules)
+        self.rounds, self.rewards = [0] * len(rules), [0.0] * len(rules)
+        self.chosen = 0
+
+    def stop(self, step: Step) -> bool:
+        return self.rules[self.chosen].stop(step)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.rules[self.chosen].observe(drafted, accepted)
+        if drafted:
+            self.rounds[self.chosen] += 1
+            self.rewards[self.chosen] += (accepted / self.max_draft + accepted / drafted) / 2
+        self.chosen = max(range(len(self.rules)), key=self._bound)
+
+    def _bound(self, rule: int) -> float:
+        """The upper confidence bound of a rule's reward; infinite if it was never tried."""
+        count = self.rounds[rule]
+        if not count:
+            return math.inf
+        return self.rewards[rule] / count + math.sqrt(2 * math.log(sum(self.rounds)) / count)
 
 
 def make_rule(
@@ -43,17 +58,17 @@ def make_rule(
     head: CalibrationHead | None = None,
     tuning: Tuning | None = None,
     *,
-    default: int,
+    levels: int | None = None,
     drawn: bool = False,
 ) -> StopRule:
     """A new stop rule for one generation, from which it learns; `streams` are that generation's.
 
-    head: for rules that use one. tuning: for max_draft=auto and rule=survival. default: the value of max_draft=null.
-    drawn: whether drafts are sampled from q; otherwise they are the most likely tokens.
+    head: for rules that use one. tuning: for max_draft=auto and rule=survival. levels: those that a tree has by itself;
+    None for a chain. drawn: whether drafts are sampled from q; otherwise they are the most likely tokens.
     """
     if stop.max_draft == AUTO:
         return BestLength(required(tuning))
-    return RULES[stop.rule](stop, stop.limit(default), Given(streams, head, tuning, drawn))
+    return RULES[stop.rule](_Given(stop, stop.longest(levels), streams, head, tuning, drawn))
 
 
 def required(tuning: Tuning | None) -> Tuning:
@@ -63,50 +78,56 @@ def required(tuning: Tuning | None) -> Tuning:
     return tuning
 
 
-def _required_head(head: CalibrationHead | None) -> CalibrationHead:
-    if head is None:
-        raise ValueError("this stop rule needs the drafter's calibration head")
-    return head
+@dataclass(frozen=True)
+class _Given:
+    """The inputs of rules (see `make_rule`)."""
+
+    stop: StopConfig
+    longest: int
+    streams: Streams
+    given_head: CalibrationHead | None
+    tuning: Tuning | None
+    drawn: bool
+
+    @property
+    def head(self) -> CalibrationHead:
+        if self.given_head is None:
+            raise ValueError("this stop rule needs the drafter's calibration head")
+        return self.given_head
+
+    @property
+    def posterior(self) -> Posterior:
+        stop = self.stop
+        return Posterior(self.head, stop.model_sigma, stop.sample_sigma, stop.prior, stop.mean, stop.evidence)
 
 
-def _threshold(stop: StopConfig) -> float:
-    return THRESHOLDS[stop.rule] if stop.threshold is None else stop.threshold
+def _survival(of: _Given) -> StopRule:
+    tuning = required(of.tuning)
+    if of.stop.score == "head":
+        head = of.head
+        return Survival(tuning, lambda step: ask(head, step), Trust(DRAWN if of.drawn else HEAD), of.longest)
+    return Survival(tuning, lambda step: float(step.log_odds), Trust(DRAWN if of.drawn else DRAFT), of.longest)
 
 
-def _posterior(stop: StopConfig, head: CalibrationHead | None) -> Posterior:
-    return Posterior(_required_head(head), stop.model_sigma, stop.sample_sigma, stop.prior, stop.mean, stop.evidence)
-
-
-def _bandit(longest: int, gamma: float) -> StopRule:
+def _bandit(of: _Given) -> StopRule:
     """A bandit over the rules that need no training."""
     confidence, adaedl, svip = (THRESHOLDS[rule] for rule in ("confidence", "adaedl", "svip"))
-    rules = (Confidence(longest, confidence), AdaEDL(longest, adaedl, gamma), SVIP(longest, svip), FixedLength(longest))
+    longest, gamma = of.longest, of.stop.gamma
+    rules = Confidence(longest, confidence), AdaEDL(longest, adaedl, gamma), SVIP(longest, svip), FixedLength(longest)
     return UCB(rules)
 
 
-def _survival(stop: StopConfig, longest: int, given: Given) -> StopRule:
-    longest, tuning = stop.limit(LONGEST_CHAIN), required(given.tuning)
-    if stop.score == "head":
-        head = _required_head(given.head)
-        return Survival(tuning, lambda step: ask(head, step), Trust(DRAWN if given.drawn else HEAD), longest)
-    return Survival(tuning, lambda step: float(step.log_odds), Trust(DRAWN if given.drawn else DRAFT), longest)
-
-
-RULES: dict[str, Callable[[StopConfig, int, Given], StopRule]] = {
-    "fixed": lambda stop, longest, _: FixedLength(longest),
-    "confidence": lambda stop, longest, _: Confidence(longest, _threshold(stop)),
-    "adaedl": lambda stop, longest, _: AdaEDL(longest, _threshold(stop), stop.gamma),
-    "svip": lambda stop, longest, _: SVIP(longest, _threshold(stop)),
-    "rejection_risk": lambda stop, longest, given: RejectionRisk(_required_head(given.head), longest, _threshold(stop)),
-    "beta": lambda stop, longest, given: BetaThompson(
-        longest, stop.alpha, stop.beta, stop.update, given.streams.of("stop"), stop.discount
+RULES: Mapping[Rule, Callable[[_Given], StopRule]] = {
+    "fixed": lambda of: FixedLength(of.longest),
+    "confidence": lambda of: Confidence(of.longest, of.stop.bound),
+    "adaedl": lambda of: AdaEDL(of.longest, of.stop.bound, of.stop.gamma),
+    "svip": lambda of: SVIP(of.longest, of.stop.bound),
+    "rejection_risk": lambda of: RejectionRisk(of.head, of.longest, of.stop.bound),
+    "beta": lambda of: BetaThompson(
+        of.longest, of.stop.alpha, of.stop.beta, of.stop.update, of.streams.of("stop"), of.stop.discount
     ),
-    "calibrated": lambda stop, longest, given: CalibratedThompson(
-        longest, _posterior(stop, given.head), given.streams.of("stop")
-    ),
-    "posterior_mean": lambda stop, longest, given: PosteriorMean(
-        longest, _posterior(stop, given.head), _threshold(stop)
-    ),
+    "calibrated": lambda of: CalibratedThompson(of.longest, of.posterior, of.streams.of("stop")),
+    "posterior_mean": lambda of: PosteriorMean(of.longest, of.posterior, of.stop.bound),
     "survival": _survival,
-    "bandit": lambda stop, longest, _: _bandit(longest, stop.gamma),
+    "bandit": _bandit,
 }

@@ -1,4 +1,4 @@
-"""The interface of a stop rule."""
+"""The interface of a stop rule, and what it may ask of a drafted token."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draft_models.calibration.head import log_odds
+from draft_models.calibration.head import CalibrationHead, log_odds
 
 
 class HasHidden(Protocol):
@@ -76,9 +76,15 @@ class StopRule(Protocol):
 
     def observe(self, drafted: int, accepted: int) -> None:
         """Learn from a round: its draft had depth `drafted`, and `accepted` of its tokens were accepted."""
-        ...
+        return
 
 
 def sigmoid(logit: float) -> float:
     """1 / (1 + e^−logit), for any number."""
     return 0.5 * (1.0 + math.tanh(0.5 * logit))
+
+
+def ask(head: CalibrationHead, step: Step) -> float:
+    """The logit of `head` for the token just drafted. One transfer."""
+    position = torch.tensor([step.drafted], device=step.hidden.device)
+    return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))

@@ -32,11 +32,9 @@ from inference.shapes.factory import Tree, make_structure
 from inference.shapes.opt_tree import opt_tree
 from inference.shapes.shapes import EAGLE_25, k_config, static
 from inference.shapes.token_graph import token_graph
-from inference.stopping.beta import BetaThompson
-from inference.stopping.calibrated import CalibratedThompson, Posterior
-from inference.stopping.confidence import Confidence
-from inference.stopping.fixed import FixedLength
 from inference.stopping.interface import Step, StopRule
+from inference.stopping.plain import Confidence, FixedLength
+from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior
 from outrider.streams import Streams
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.tiny import LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target

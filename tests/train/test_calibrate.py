@@ -36,7 +36,7 @@ from inference.measure.time_limit import TimeLimit, spread_order
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.shapes.factory import Chain
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from outrider import preset
 from outrider.errors import UserError
 from outrider.processes import join_processes

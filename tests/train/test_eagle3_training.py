@@ -21,7 +21,7 @@ from inference.core.decode import speculative
 from inference.drafters.eagle3 import PLUGIN, Eagle3Source
 from inference.drafters.shaped import ModelDrafter
 from inference.shapes.factory import Chain
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, heading, interrupted_at, log, same

@@ -26,7 +26,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
 from inference.settings.kinds import recorded_seconds
 from inference.shapes.factory import Chain
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from outrider.errors import UserError
 from outrider.run_dirs import LOCK_FILE
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target

@@ -23,7 +23,7 @@ from inference.core.decode import autoregressive, speculative
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import PLUGIN, SmallLMSource
 from inference.shapes.factory import Chain
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from outrider.errors import UserError
 from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE

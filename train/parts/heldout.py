@@ -20,7 +20,7 @@ from inference.drafters.shaped import ModelDrafter
 from inference.loading.targets import end_tokens
 from inference.measure.statistics import acceptance_by_position, decode_statistics
 from inference.shapes.factory import Chain
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from outrider.processes import say
 from outrider.progress import counted
 from train.core.trained_weights import trained_parameters

@@ -12,7 +12,6 @@ from inference.core.session import Session
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, chain_parents
 from inference.settings.kinds import DrafterPlugin
-from inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN
 from inference.settings.method import AUTO, MethodConfig
 from inference.sizing.costs import Allowance
 from inference.sizing.node_sizes import BestNodes
@@ -134,9 +133,8 @@ class LookupPlugin(DrafterPlugin[None]):
     def make(
         self, model: None, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        if method.stop.max_draft == AUTO:
-            return PromptLookup(method.max_ngram, LONGEST_CHAIN, tuning)
-        return PromptLookup(method.max_ngram, method.stop.limit(CHAIN_TOKENS))
+        tuned = tuning if method.stop.max_draft == AUTO else None
+        return PromptLookup(method.max_ngram, method.stop.longest(), tuned)
 
 
 PLUGIN = LookupPlugin()

@@ -23,11 +23,9 @@ from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.measure.arms import make_arms
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import Chain
-from inference.stopping.beta import BetaThompson
-from inference.stopping.calibrated import CalibratedThompson, Posterior
-from inference.stopping.confidence import Confidence
-from inference.stopping.fixed import FixedLength
 from inference.stopping.interface import StopRule
+from inference.stopping.plain import Confidence, FixedLength
+from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.pairwise import all_pairs, each_value

@@ -18,7 +18,7 @@ from inference.core.verify import verify_greedy
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
 from inference.shapes.factory import Chain
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 

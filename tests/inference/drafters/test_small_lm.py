@@ -17,8 +17,8 @@ from inference.core.decode import speculative
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
 from inference.shapes.factory import Chain
-from inference.stopping.beta import BetaThompson
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
+from inference.stopping.thompson import BetaThompson
 from outrider.errors import UserError
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import quick_where, typical_where

@@ -27,7 +27,7 @@ from inference.measure.lossless import judge
 from inference.measure.results import Arm, Choosing
 from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import Chain
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from outrider.streams import Streams
 from tests.families import save_family
 from tests.pairwise import all_pairs

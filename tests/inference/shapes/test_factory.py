@@ -18,11 +18,9 @@ from inference.shapes.shapes import binary_shape, k_config, plain_probs, static
 from inference.shapes.token_graph import token_graph
 from inference.sizing.costs import WIDEST, Costs
 from inference.sizing.policy import Tuning
-from inference.stopping.beta import BetaThompson
-from inference.stopping.calibrated import CalibratedThompson
-from inference.stopping.confidence import Confidence
 from inference.stopping.factory import make_rule
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import Confidence, FixedLength
+from inference.stopping.thompson import BetaThompson, CalibratedThompson
 from outrider.streams import Streams
 from tests.known_source import KnownSource, random_q, root
 
@@ -127,7 +125,7 @@ def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
 
 def test_a_rule_is_made_of_its_settings() -> None:
     def made(rule: str, **settings: Any) -> Any:
-        return make_rule(StopConfig(rule=rule, max_draft=5, **settings), Streams(3), head=head, default=8)
+        return make_rule(StopConfig(rule=rule, max_draft=5, **settings), Streams(3), head=head)
 
     head = CalibrationHead(2, 2)
     assert made("fixed") == FixedLength(5)

@@ -14,7 +14,7 @@ from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import Chain
 from inference.sizing.costs import LOSS, MEMORY, WIDEST, Allowance, Costs
 from inference.sizing.policy import Tuning
-from inference.stopping.fixed import FixedLength
+from inference.stopping.plain import FixedLength
 from outrider.streams import Streams
 from tests.tiny import make_drafter, open_stack, random_prompt, save_target
 

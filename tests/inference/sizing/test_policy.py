@@ -35,7 +35,7 @@ from inference.sizing.policy import (
     trials_by_band,
     trials_in_chain,
 )
-from inference.stopping.best_length import BestLength
+from inference.stopping.plain import BestLength
 from tests.exact_distributions import (
     Chance,
     Distribution,

@@ -53,7 +53,7 @@ def shipped(rule: str) -> Callable[[Chance, Step], bool]:
     head = CalibrationHead(1, 1).requires_grad_(False)
     head.draft += 0.7  # the hidden state of a row is its number
     stop = StopConfig(rule=rule, threshold=0.5 if rule in THRESHOLDS else None)  # type: ignore[arg-type]
-    made = make_rule(stop, Streams(0), head, Tuning(Costs((0.4,) * 66, curve, 0.1, 1.1)), default=8)
+    made = make_rule(stop, Streams(0), head, Tuning(Costs((0.4,) * 66, curve, 0.1, 1.1)))
     return lambda _, step: made.stop(step)
 
 

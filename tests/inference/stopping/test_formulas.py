@@ -18,14 +18,10 @@ from inference.settings.limits import LONGEST_CHAIN
 from inference.settings.method import StopConfig
 from inference.sizing.costs import WIDEST, Costs
 from inference.sizing.policy import KEEP, Tuning, best_length
-from inference.stopping.bandit import UCB
-from inference.stopping.entropy import AIM, AdaEDL
-from inference.stopping.factory import RULES, make_rule
-from inference.stopping.fixed import FixedLength
+from inference.stopping.factory import RULES, UCB, make_rule
 from inference.stopping.interface import Step, StopRule
-from inference.stopping.rejection_risk import RejectionRisk
-from inference.stopping.survival import PRIOR_ROUNDS, Survival
-from inference.stopping.trust import DRIFT, Belief, Trust
+from inference.stopping.plain import AIM, AdaEDL, FixedLength, RejectionRisk
+from inference.stopping.survival import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
 from outrider.streams import Streams
 from tests.inference.test_tree_stops import Transfers
 from tests.tiers import as_many
@@ -72,7 +68,7 @@ def test_rules_of_the_drafts_own_distribution(weights: list[int], token: int, cu
     }
     for name, (value, bound, below) in expected.items():
         if abs(value - bound) > 1e-4:
-            rule = make_rule(StopConfig(rule=name, max_draft=3, threshold=cut), Streams(0), default=8)  # type: ignore[arg-type]
+            rule = make_rule(StopConfig(rule=name, max_draft=3, threshold=cut), Streams(0))  # type: ignore[arg-type]
             assert rule.stop(at) == ((value < bound) == below), name
             assert rule.stop(step(3, [1.0, 0.0]))
 
@@ -221,7 +217,7 @@ def all_rules() -> dict[str, Callable[[], Any]]:
     tuning, asked = Tuning(costs()), head([0.5])
 
     def made(stop: StopConfig) -> Callable[[], Any]:
-        return lambda: make_rule(stop, Streams(0), asked, tuning, default=8)
+        return lambda: make_rule(stop, Streams(0), asked, tuning)
 
     found = {rule: made(StopConfig(rule=rule)) for rule in RULES}  # type: ignore[arg-type]
     return {**found, "survival, head": made(StopConfig(rule="survival", score="head"))}

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.calibration.head import POSITIONS, CalibrationHead
-from inference.stopping.beta import BetaThompson
-from inference.stopping.calibrated import CalibratedThompson, Posterior, PosteriorMean
 from inference.stopping.interface import Step, StopRule
+from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
 
 
 def beta(update: str, alpha: float = 1.0, other: float = 1.0, seed: int = 0, max_draft: int = 1000) -> BetaThompson:
