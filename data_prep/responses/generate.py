@@ -10,6 +10,7 @@ from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from data_prep.responses.batch_decoder import Generator
+from data_prep.responses.client import UNANSWERED
 from data_prep.responses.compiled_batch import CompiledSteps
 from data_prep.responses.directory import (
     SECONDS_FILE,
@@ -24,7 +25,7 @@ from data_prep.responses.directory import (
     summarise,
 )
 from data_prep.responses.plan import describe_first, describe_plan, describe_texts
-from data_prep.responses.server import UNANSWERED, Server
+from data_prep.responses.server import Server
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Answer, Task, Todo, read_tasks, render, uniforms
 from data_prep.text.chat import parting, spoken, warn_of_template, written_by

@@ -8,51 +8,35 @@ the same length is not detected. Log-probabilities shifted by a token are detect
 and, with llama.cpp, for a sampled token outside the top list.
 """
 
-import http.client
-import json
 import math
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple
 
+import httpx
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data_prep.responses.client import UNANSWERED, Client, ReplyError, lines_of, read_json
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Answer, TopK
-from outrider.errors import UserError, reason
-from outrider.files import MOST_BYTES, parse_json
-from outrider.shown import secret
+from outrider.errors import UserError
+from outrider.files import parse_json
 
-UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
-RETOKENISED = "retokenised"  # that of a text without token ids, which is not tokenised so
+RETOKENISED = "retokenised"  # the failure of a text without token ids, which is not tokenised so
 _STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": None}  # log-probabilities take time
-_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
 _FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once more than this number failed
 _WITHIN, _BETWEEN = 1e-3, 0.1  # tolerance of a log-probability in nats, within a reply and between two replies
-Value = TypeVar("Value")
+_WHAT = "log-probabilities that are not those of its tokens"
 Json = Mapping[str, Any]
 Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]  # its steps, when asked and when each came, all
 
 
-class ReplyError(Exception):
-    """No usable reply. failure: that of its `Answer`; retry: whether repeating the request may help."""
-
-    def __init__(self, words: str, failure: str = UNANSWERED, *, retry: bool = True):
-        super().__init__(words)
-        self.failure, self.retry = failure, retry
-
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A reply's entry for one token: its id, its log-probability, and those of the most likely tokens by id."""
 
     token: int
@@ -85,8 +69,8 @@ class Server:
     ) -> None:
         assert config.server is not None
         self.config, self.tokenizer, self.eos, self.vocabulary = config, tokenizer, frozenset(eos), vocabulary
-        self.url, self.named = config.server.rstrip("/").removesuffix("/v1"), f"{option}={config.server}"
-        self.checked, self._asked, self._failed = checked, 0, 0
+        self.checked, self.named, self._asked, self._failed = checked, f"{option}={config.server}", 0, 0
+        self.client = Client(config.server, self.named, config.server_timeout, config.server_retries)
         try:
             self.model, self.context = self._find_model(context)
             self._try_out()
@@ -119,7 +103,7 @@ class Server:
         body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
         begun = time.perf_counter()
         try:
-            chunks, reply = self.fetch("/v1/completions", body, read=read_stream)
+            chunks, reply = self.client.fetch("/v1/completions", body, read=read_stream)
             answer = self._read(reply, prompt, count, greedy=False)
             if not answer.tokens:
                 raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
@@ -137,7 +121,8 @@ class Server:
 
     def _find_model(self, context: int) -> tuple[str, int]:
         """The name of the model to request, and its context length (which vLLM reports)."""
-        listed: Json = self._patiently(lambda: self.fetch("/v1/models"), retries=min(2, self.config.server_retries))
+        retries = min(2, self.config.server_retries)
+        listed: Json = self.client.patiently(lambda: self.client.fetch("/v1/models"), retries)
         try:
             lengths = {str(entry["id"]): int(entry.get("max_model_len") or context) for entry in listed["data"]}
             self.owner = str(listed["data"][0].get("owned_by") or "server")
@@ -194,45 +179,11 @@ class Server:
     def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
         """At most `count` tokens after the prompt."""
         body = self._body(prompt, count, seed, greedy=greedy)
-        read = partial(self._read, prompt=prompt, count=count, greedy=greedy)
-        asked = partial(self.fetch, "/v1/completions", body, lambda response: read(read_reply(response)))
-        return self._patiently(asked, self.config.server_retries)
 
-    def _patiently(self, make: Callable[[], Value], retries: int) -> Value:
-        for attempt in range(retries + 1):
-            try:
-                return make()
-            except ReplyError as error:
-                if attempt == retries or not error.retry:
-                    raise
-                time.sleep(min(_PAUSE * 2**attempt, _LONGEST_PAUSE))
-        raise AssertionError("unreachable")
+        def read(response: httpx.Response) -> Answer:
+            return self._read(read_json(response), prompt, count, greedy=greedy)
 
-    def fetch(self, path: str, body: Json | None = None, read: Callable[..., Value] | None = None) -> Value:
-        """What `read` makes of the reply, else its JSON; a body is POSTed.
-
-        Raises `ReplyError`, and `UserError` for a refusal and for a key that cannot be sent.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
-        if key := secret("OPENAI_API_KEY"):
-            request.add_unredirected_header("Authorization", f"Bearer {key}")  # to no other server
-        try:
-            with urllib.request.urlopen(request, timeout=self.config.server_timeout) as response:
-                return (read or cast(Callable[..., Value], read_reply))(response)
-        except urllib.error.HTTPError as error:
-            words = b""
-            with suppress(OSError, http.client.HTTPException):
-                words = error.read(500)
-            said = f"{path} answered {error.code}: {words.decode('utf-8', 'replace').strip()}"
-            if error.code in (401, 403, 404):
-                raise UserError(f"{self.named}: {said}; check URL, model, OPENAI_API_KEY") from None
-            raise ReplyError(said, retry=error.code in (408, 429) or error.code >= 500) from None
-        except ReplyError:
-            raise
-        except Exception as error:  # a reply may be anything
-            said = reason(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
-            raise ReplyError(f"{path} gave no reply that can be read ({said})") from None
+        return self.client.patiently(partial(self.client.fetch, "/v1/completions", body, read))
 
     # ------------------------------------------------------------------------------------------------ one reply
 
@@ -290,24 +241,12 @@ class Server:
         return [*ends]
 
 
-def read_reply(response: http.client.HTTPResponse) -> Json:
-    """The JSON of a reply. Raises `UserError` for one that is too long, nested too deeply, or none."""
-    content = response.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise UserError(f"more than {MOST_BYTES} bytes")
-    return cast(Json, parse_json(content))  # whose readers say if it is another
-
-
-def read_stream(response: http.client.HTTPResponse) -> tuple[list[tuple[float, Json]], Json]:
+def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:
     """The choices with tokens or text, when each came, and all as one reply. Raises `ReplyError` unless it streamed."""
-    if response.headers.get_content_type() != "text/event-stream":
+    if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
         raise ReplyError("it does not stream its answers")
-    left, lines = MOST_BYTES, list[tuple[float, bytes]]()
-    while line := response.readline(left):
-        left -= len(line)
-        if line.startswith(b"data:"):
-            lines.append((time.perf_counter(), line[5:]))
-    chunks = [(when, cast(Json, parse_json(line))) for when, line in lines if line.strip() != b"[DONE]"]
+    lines = [(time.perf_counter(), line[5:].strip()) for line in lines_of(response) if line.startswith(b"data:")]
+    chunks: list[tuple[float, Any]] = [(when, parse_json(line)) for when, line in lines if line != b"[DONE]"]
     choices = [(when, choice) for when, chunk in chunks for choice in chunk.get("choices", ())]
     whole = {key: value for _, choice in choices for key, value in choice.items() if value is not None}
     if not whole.get("finish_reason"):
@@ -336,7 +275,7 @@ def read_rows(logprobs: Json | None) -> list[Row] | None:
     if not all(value <= _WITHIN for row in rows for value in (row.logprob, *row.top.values())):  # nor is a NaN
         raise ReplyError("log-probabilities above 0")
     if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API always lists it
-        raise ReplyError("log-probabilities that are not those of its tokens")
+        raise ReplyError(_WHAT)
     return rows
 
 
@@ -354,7 +293,7 @@ def check_rows(rows: Sequence[Row], tokens: Sequence[int], *, greedy: bool) -> N
         expected = row.top.get(row.token, min(row.logprob, min(values)))
         shifted = abs(row.logprob - expected) > _WITHIN or (greedy and row.logprob < max(values) - _WITHIN)
         if shifted or sum(map(math.exp, values)) > 1 + _WITHIN:
-            raise ReplyError("log-probabilities that are not those of its tokens")
+            raise ReplyError(_WHAT)
 
 
 def top_of(rows: Sequence[Row], tokens: Sequence[int], k: int) -> TopK:

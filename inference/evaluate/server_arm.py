@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from data_prep.responses.server import RETOKENISED, Json, ReplyError, Server, Streamed
+from data_prep.responses.client import ReplyError, bounded
+from data_prep.responses.server import RETOKENISED, Json, Server, Streamed
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
 from draft_models.targets.model_spec import context_limit
@@ -17,7 +18,6 @@ from inference.report.served import UNREAD
 from inference.serving.engine_process import generation
 from inference.settings.evaluate import EvaluateConfig
 from outrider.errors import UserError, require
-from outrider.files import MOST_BYTES
 from outrider.settings import construct
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
@@ -75,7 +75,7 @@ class EngineServer:
     def _told(self) -> Told:
         """vLLM's counters since it began, by name and by place of an accepted token; None of other servers."""
         try:
-            text = self._server.fetch("/metrics", read=lambda response: response.read(MOST_BYTES).decode())
+            text = self._server.client.fetch("/metrics", read=lambda response: b"".join(bounded(response)).decode())
             found = Counter[str | int]()
             for name, labels, value in _COUNTER.findall(text):
                 place = re.search(r'position="(\d+)"', labels)
@@ -101,7 +101,7 @@ class EngineServer:
         possible = said + drafted * len(texts)  # of the last round of each the end may be cut off
         sound = sum(counts[1:]) == accepted and rounds + accepted <= possible and (drafted > 0 or not accepted)
         expected = f"counts that {said} tokens in drafts of {drafted} can have, and no other client meanwhile: {counts}"
-        require(sound and list(counts) == sorted(counts, reverse=True), self.named, self._server.url, expected)
+        require(sound and list(counts) == sorted(counts, reverse=True), self.named, self._server.client.url, expected)
         return None if rounds == sum(len(text.rounds) for text in texts) > 0 else counts
 
 

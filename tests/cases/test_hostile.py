@@ -10,7 +10,6 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import conf
-from data_prep.responses import server
+from data_prep.responses import client, server
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.server import Server
 from data_prep.responses.settings import GenerateConfig
@@ -43,7 +42,7 @@ from outrider.shown import clean
 from outrider.streams import Streams
 from outrider.wandb_config import WandbConfig
 from tests.data_prep.responding import ENDS, letter_tokenizer, responses, skipped
-from tests.data_prep.responses.serving import Engine, listening, serving
+from tests.data_prep.responses.serving import MODELS, Engine, replying, serving
 from tests.test_shape import sources
 from tests.tiny import save_target
 
@@ -54,7 +53,7 @@ VOCABULARY = 264
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_PAUSE", 0.001)
+    monkeypatch.setattr(client, "PAUSE", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
@@ -96,35 +95,6 @@ def asked(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 
 RUN: dict[str, Callable[[Any], None]] = {"audit": audit, "generate": generate_responses}
-
-
-MODELS = b'{"data": [{"id": "tiny"}]}'
-
-
-def replying(post: bytes, models: bytes = MODELS, seen: list[Any] | None = None, **sent: Any) -> Any:
-    """The URL of a server that says `post` to every request and `models` of its models. sent: status and headers."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send(models)
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send(post)
-
-        def send(self, content: bytes) -> None:
-            if seen is not None:
-                seen.append(dict(self.headers))
-            self.send_response(sent.get("status", 200))
-            for name, value in {"Content-Length": str(len(content)), **sent.get("headers", {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    return listening(Handler)
 
 
 # ------------------------------------------------------------------------------------------------- secrets
@@ -318,7 +288,7 @@ def test_a_nested_stream_is_none(target: Path, asked: Callable[..., Any]) -> Non
         replying(b"\n\n".join(lines), headers={"Content-Type": "text/event-stream"}) as url,
     ):
         served = Server(config, opened.tokenizer, ENDS, 160, VOCABULARY)
-        served.url = url
+        served.client.url = url
         with pytest.raises(UserError, match="nested"):
             served.stream([1, 2], 4, 0)
 

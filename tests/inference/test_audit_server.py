@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from data_prep.responses import server
+from data_prep.responses import client
 from inference.audit.audit import audit
 from inference.settings.tools import OF_SERVERS, AuditConfig
 from outrider.errors import UserError
@@ -24,7 +24,7 @@ Configure = Callable[..., AuditConfig]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_PAUSE", 0.001)
+    monkeypatch.setattr(client, "PAUSE", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 

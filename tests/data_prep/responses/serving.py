@@ -12,6 +12,7 @@ import torch
 from inference.core.sampling import Sampler, invert
 from inference.settings.sampling import SamplingConfig
 
+MODELS = b'{"data": [{"id": "tiny"}]}'
 Fault = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
 
 
@@ -115,3 +116,29 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def replying(post: bytes, models: bytes = MODELS, seen: list[Any] | None = None, **sent: Any) -> Any:
+    """The URL of a server that says `post` to every request and `models` of its models. sent: status and headers."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send(models)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send(post)
+
+        def send(self, content: bytes) -> None:
+            if seen is not None:
+                seen.append(dict(self.headers))
+            self.send_response(sent.get("status", 200))
+            for name, value in {"Content-Length": str(len(content)), **sent.get("headers", {})}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return listening(Handler)

@@ -8,22 +8,24 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
-from data_prep.responses import server
+from data_prep.responses import client
+from data_prep.responses.client import ReplyError
 from data_prep.responses.generate import generate_responses
-from data_prep.responses.server import ReplyError, Row, check_rows, read_rows
+from data_prep.responses.server import Row, check_rows, read_rows
 from outrider.errors import UserError
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary
-from tests.data_prep.responses.serving import Engine, serving
+from tests.data_prep.responses.serving import Engine, replying, serving
 
 GREEDY = {"temperature": 0.0, "greedy_tokens": 0}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(server, "_PAUSE", 0.001)
+    monkeypatch.setattr(client, "PAUSE", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
@@ -226,3 +228,21 @@ def test_rows_that_cannot_be_of_their_tokens():
             check_rows([row], [row.token], greedy=greedy)
     with pytest.raises(ReplyError):
         check_rows([Row(1, -0.7, {1: -0.7})], [2], greedy=False)
+
+
+@pytest.mark.parametrize(("said", "waited"), [({}, [0.001, 0.002]), ({"Retry-After": "7"}, [7, 7]),
+                                              ({"Retry-After": "900"}, [60, 60])])  # fmt: skip
+def test_a_busy_server_says_when_to_ask_again(said, waited):
+    waits = []
+    with replying(b"", b"", status=429, headers=said) as url:
+        asks = client.Client(url, f"server={url}", 5.0, 2, waits.append)
+        with pytest.raises(ReplyError, match="429"):
+            asks.patiently(lambda: asks.fetch("/v1/models"))
+    assert waits == waited
+
+
+def test_a_line_ends_with_a_line_feed_alone():
+    """Texts of models have other characters for it, which JSON need not escape."""
+    parts = ["data: a\u2028b\x85c".encode(), b"d\ndata", b": e"]
+    found = [line.decode() for line in client.lines_of(httpx.Response(200, content=iter(parts)))]
+    assert found == ["data: a\u2028b\x85cd", "data: e"]

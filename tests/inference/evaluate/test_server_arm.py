@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from data_prep.responses import server
+from data_prep.responses import client
 from inference.evaluate.served import FOLDER
 from inference.measure.prompt_results import read_results
 from inference.measure.results import AUTOREGRESSIVE
@@ -29,7 +29,7 @@ LENGTH = 3  # of its drafts
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_PAUSE", 0.001)
+    monkeypatch.setattr(client, "PAUSE", 0.001)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
