@@ -55,12 +55,11 @@ from data_prep.formats.door import fetched, find_original
 from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original, Stored
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
-from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
-from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration import META_FILE as CALIBRATION_FILE
+from draft_models.calibration import drafter_digest, load_calibration, save_calibration
+from draft_models.calibration_head import CalibrationHead
 from draft_models.draft_vocabulary import TOKENS_FILE
-from draft_models.eagle3.checkpoint import make_head, open_head
-from draft_models.eagle3.export import save_head
+from draft_models.eagle3.checkpoint import make_head, open_head, save_head
 from draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_meta, save_pretrained
 from draft_models.small_lm.model import TRAINING_FILE
 from draft_models.targets.architectures import read_config

@@ -16,8 +16,7 @@ from unittest.mock import patch
 from subjects import Subject
 
 from draft_models.early_exit.model import EarlyExit
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import WholeModel
+from draft_models.targets.stack import LayerStack, WholeModel
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import Drafter
 from inference.core.rounds import Clock, Round

@@ -23,9 +23,9 @@ from safetensors.torch import load, save
 from transformers.utils import logging as transformers_logging
 
 from conf import reported
-from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
-from draft_models.calibration.checkpoint import drafter_digest, load_calibration, save_calibration
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration import META_FILE as CALIBRATION_FILE
+from draft_models.calibration import drafter_digest, load_calibration, save_calibration
+from draft_models.calibration_head import CalibrationHead
 from draft_models.card import CARD_FILE, TITLE
 from draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta

@@ -14,7 +14,7 @@ import torch
 
 from data_prep.responses.directory import answered, check_run, read_shard, summarise
 from data_prep.text.chat import render_prompt
-from draft_models.calibration.checkpoint import load_calibration
+from draft_models.calibration import load_calibration
 from draft_models.early_exit.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
 from draft_models.targets.open_target import load_tokenizer, open_target

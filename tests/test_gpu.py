@@ -15,7 +15,7 @@ from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import KERNELS, SPLIT
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.load_layers import load_layers
+from draft_models.targets.model_files import load_layers
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors

@@ -25,7 +25,6 @@ FLOORS = (
     "data_prep/formats",
     "draft_models/targets",
     "draft_models",
-    "draft_models/calibration",
     "draft_models/early_exit",
     "draft_models/small_lm",
     "draft_models/eagle3",

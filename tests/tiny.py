@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from draft_models.early_exit.model import EarlyExit, exit_layers
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import decoder_layers, layer_stack
-from draft_models.targets.load_layers import load_layers
+from draft_models.targets.model_files import load_layers
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.tiny import models as tiny_models

@@ -12,13 +12,10 @@ from data_prep.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
 from data_prep.formats.torch_files import CONFIG_FILE
 from draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from draft_models.draft_vocabulary import read_draft_vocabulary
-from draft_models.eagle3.card import use_of
-from draft_models.eagle3.checkpoint import make_head, open_head
-from draft_models.eagle3.export import require_said, save_head
+from draft_models.eagle3.checkpoint import make_head, open_head, require_said, save_head, use_of
 from draft_models.eagle3.model import Eagle3
-from draft_models.early_exit.checkpoint import from_pretrained, open_target_of
-from draft_models.early_exit.export import WHAT as EARLY_EXIT
-from draft_models.early_exit.export import as_causal_lm
+from draft_models.early_exit.checkpoint import WHAT as EARLY_EXIT
+from draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained, open_target_of
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import WHAT as SMALL_LM
 from draft_models.small_lm.model import load_whole_lm

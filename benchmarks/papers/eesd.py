@@ -14,7 +14,7 @@ from typing import Any
 
 from choose_skip import choose_for
 
-from draft_models.calibration.checkpoint import META_FILE as CALIBRATION
+from draft_models.calibration import META_FILE as CALIBRATION
 from draft_models.early_exit.checkpoint import META_FILE, read_meta
 from inference.drafters.shaped import head_identity
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig

@@ -7,8 +7,8 @@ from annotated_types import Ge
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from draft_models.eagle3.changes import ReadingChanges
 from draft_models.targets.model_spec import RESCALING_ROPE
+from draft_models.targets.settings import ReadingChanges
 from outrider.errors import UserError, require
 from outrider.settings import Count, Positive, Settings
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draft_models.acceptance import AcceptanceOf, acceptance_by_target, acceptance_by_top_k, judge, placed
 from draft_models.draft_vocabulary import places
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
-from draft_models.targets.band import Band
 from draft_models.targets.empty_models import (
     decoder_layers,
     empty_layers,
@@ -25,7 +24,7 @@ from draft_models.targets.empty_models import (
 from draft_models.targets.model_spec import LayerCall, LogitRule
 from draft_models.targets.narrowed import spread
 from draft_models.targets.stack import call_layer, normed_product
-from draft_models.targets.target import LayerCache, Rotary
+from draft_models.targets.target import Band, LayerCache, Rotary
 from outrider.errors import UserError
 
 

@@ -11,10 +11,9 @@ from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.model_spec import UNLIMITED
 from draft_models.targets.open_target import load_proven, load_tokenizer, special_tokens
 from draft_models.targets.proof import NotByLayersError, prove_rows, require_all_kept
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.stack import LayerStack, WholeModel
 from draft_models.targets.target import Target
 from draft_models.targets.tensor_files import open_tensors
-from draft_models.targets.whole_model import WholeModel
 from outrider.errors import UserError
 
 SmallLM = LayerStack | WholeModel

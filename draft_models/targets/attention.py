@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from draft_models.targets.band import Band
+from draft_models.targets.target import Band
 from outrider.errors import UserError, reason
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`

@@ -19,8 +19,7 @@ from draft_models.targets.attention import leave_out_cudnn
 from draft_models.targets.empty_models import empty_model, layer_stack, pick_layers
 from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
 from draft_models.targets.int8 import quantise, require_linear
-from draft_models.targets.load_layers import load_layers
-from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.model_files import load_causal_lm, load_layers
 from draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import TensorFiles, open_tensors

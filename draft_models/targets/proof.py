@@ -13,8 +13,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.empty_models import decoder_layers, layer_stack, pick_layers, settings_by_layer, spec_of
 from draft_models.targets.model_spec import LayerCall, context_limit
+from draft_models.targets.stack import WholeModel
 from draft_models.targets.target import Target
-from draft_models.targets.whole_model import WholeModel
 from outrider.errors import UserError, reason
 from outrider.progress import counted
 

@@ -1,19 +1,87 @@
-"""A frozen target's layers, run a range at a time."""
+"""The two kinds of target: layers that run a range at a time, and a model that only runs as a whole.
 
+Whether a model is run rightly is decided by test runs (`draft_models.targets.proof`), not by its name.
+"""
+
+import inspect
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
 
 from draft_models.targets.attention import additive, packed_mask
-from draft_models.targets.band import Band
 from draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit
 from draft_models.targets.narrowed import draft_vocabulary_of
-from draft_models.targets.row_cache import RowCache
-from draft_models.targets.target import LayerCache, Mask, Masks, Rotary
+from draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
+
+
+class RowCache(Cache):
+    """Keys and values of one sequence, as transformers' models expect them; any subset of rows can be kept."""
+
+    def __init__(self, capacity: int):
+        class Layer(_RowLayer):  # transformers creates one for every layer of the model
+            def __init__(self) -> None:
+                super().__init__(capacity)
+
+        super().__init__(layer_class_to_replicate=Layer)
+
+    def keep(self, base: int, rows: Sequence[int]) -> None:
+        """Keep the first `base` positions and, after them in this order, positions base + r for r in `rows`."""
+        for layer in self._rows():
+            layer.keep(base, rows)
+
+    def content(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [1, heads, positions, head_dim] of every layer."""
+        return [layer.content() for layer in self._rows()]
+
+    def _rows(self) -> "list[_RowLayer]":
+        return [layer for layer in self.layers if isinstance(layer, _RowLayer)]
+
+
+class _RowLayer(DynamicLayer):
+    """A layer of a `RowCache`, in buffers [1, heads, capacity, head_dim] that are allocated on first use."""
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        states = (key_states, value_states)
+        self._buffers = tuple(t.new_empty((*t.shape[:2], self.capacity, t.shape[3])) for t in states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        stop = self.length + key_states.shape[2]
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self.length : stop] = new
+        return self._show(stop)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def keep(self, base: int, rows: Sequence[int]) -> None:
+        stop = base + len(rows)
+        if self.is_initialized:
+            if list(rows) != list(range(len(rows))):
+                for buffer in self._buffers:
+                    buffer[:, :, base:stop] = buffer[:, :, torch.tensor(rows, device=buffer.device) + base]
+            self._show(stop)
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        keys, values = (buffer[:, :, : self.length] for buffer in self._buffers)
+        return keys, values
+
+    def _show(self, length: int) -> tuple[Tensor, Tensor]:
+        self.length = length
+        self.keys, self.values = keys, values = self.content()
+        return keys, values
 
 
 class AtOnce(Protocol):
@@ -240,3 +308,45 @@ class LayerStack(nn.Module):
 
     def _outward(self, logits: Tensor) -> Tensor:
         return logits if self.draft_vocabulary is None else self.draft_vocabulary.outward(logits)
+
+
+class WholeModel(nn.Module):
+    """A causal LM of any architecture in transformers, run by its own forward: a `Target` that only runs as a whole."""
+
+    layered = None
+    predicted = None
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model.requires_grad_(False).eval()
+        self.config: PreTrainedConfig = model.config
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.model.dtype
+
+    def cache(self, capacity: int) -> RowCache:
+        """See `Target.cache`."""
+        return RowCache(capacity)
+
+    def rows(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor, cache: RowCache, *, last_only: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """See `Target.rows`. Hidden states are after the model's final norm if transformers reports them so."""
+        out = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=additive(visible, self.dtype),
+            past_key_values=cache,
+            use_cache=True,
+            output_hidden_states=True,
+            **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
+        )
+        return out.hidden_states[-1][0], out.logits[0, -1:] if last_only else out.logits[0]

@@ -10,10 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from draft_models.calibration.checkpoint import drafter_digest, save_calibration
-from draft_models.calibration.head import CalibrationHead
-from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
-from draft_models.eagle3.export import save_head
+from draft_models.calibration import drafter_digest, save_calibration
+from draft_models.calibration_head import CalibrationHead
+from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes, save_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
 from draft_models.early_exit.checkpoint import read_meta, save_pretrained

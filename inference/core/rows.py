@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_models.targets.band import Band
-from draft_models.targets.target import Mask, Masks
+from draft_models.targets.target import Band, Mask, Masks
 from inference.core.ops import ancestor_mask
 from inference.core.tree import chain_parents
 

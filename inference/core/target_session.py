@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draft_models.targets.band import Band
-from draft_models.targets.target import Layers, Masks, Rotary, Target
+from draft_models.targets.target import Band, Layers, Masks, Rotary, Target
 from inference.core.cache import KVCache
 from inference.core.rows import RoundRows, RowLayout, unpack
 from inference.core.sampling import top_tokens

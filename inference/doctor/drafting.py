@@ -7,9 +7,8 @@ from transformers.cache_utils import DynamicCache
 from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit.model import EarlyExit
 from draft_models.small_lm.model import last_id
-from draft_models.targets.band import Band
 from draft_models.targets.stack import LayerStack
-from draft_models.targets.target import Target
+from draft_models.targets.target import Band, Target
 from inference.doctor.examinee import Recording
 from inference.doctor.recording import read
 

@@ -7,13 +7,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from draft_models.eagle3.card import TRAINING_FILE
-from draft_models.eagle3.changes import ReadingChanges
-from draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head, open_head
+from draft_models.eagle3.checkpoint import D2T, TRAINING_FILE, StoredHead, fit_tensors, make_head, open_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.settings import ReadingChanges
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Target, require_layers
 from inference.doctor.drafting import draft_by_head

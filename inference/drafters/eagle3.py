@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draft_models.calibration.checkpoint import drafter_digest
-from draft_models.eagle3.card import TRAINING_FILE
-from draft_models.eagle3.changes import ReadingChanges
+from draft_models.calibration import drafter_digest
 from draft_models.eagle3.checkpoint import (
     AS_DECLARED,
+    TRAINING_FILE,
     head_shapes,
     holds_head,
     load_head,
     make_head,
     open_head,
+    save_head,
     stored_tokens,
 )
-from draft_models.eagle3.export import save_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.settings import ReadingChanges
 from draft_models.targets.target import Target, require_layers
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.drafter import DraftModel

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_draft_tokens, read_meta
-from draft_models.early_exit.export import as_causal_lm
+from draft_models.early_exit.checkpoint import (
+    as_causal_lm,
+    empty_drafter,
+    from_pretrained,
+    read_draft_tokens,
+    read_meta,
+)
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.target import Target, require_layers

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from draft_models.calibration.checkpoint import META_FILE, load_calibration
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration import META_FILE, load_calibration
+from draft_models.calibration_head import CalibrationHead
 from draft_models.targets.narrowed import spread
 from draft_models.targets.open_target import OpenTarget
 from inference.core.drafter import Drafter, DraftModel, Stopwatch

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from draft_models.calibration.checkpoint import drafter_digest
+from draft_models.calibration import drafter_digest
 from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm

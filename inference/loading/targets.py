@@ -23,8 +23,8 @@ from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
 from draft_models.targets.proof import NotByLayersError, prove_layers, prove_rows, require_all_kept
+from draft_models.targets.stack import WholeModel
 from draft_models.targets.target import Target
-from draft_models.targets.whole_model import WholeModel
 from inference.core.stop_strings import StopStrings
 from inference.core.target_session import Runtime
 from inference.engines.blocked import can_pack

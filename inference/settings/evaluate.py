@@ -10,7 +10,6 @@ from annotated_types import Ge
 
 from data_prep.text.benchmarks import PromptSource
 from data_prep.text.settings import PromptTemplate
-from draft_models.eagle3.changes import ReadingChanges
 from draft_models.targets.settings import (
     MODEL,
     TARGET,
@@ -18,6 +17,7 @@ from draft_models.targets.settings import (
     DrafterFolder,
     Head,
     Model,
+    ReadingChanges,
     RehearsedConfig,
     TableFolder,
 )

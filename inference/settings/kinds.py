@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-    from draft_models.eagle3.changes import ReadingChanges
     from draft_models.targets.open_target import OpenTarget
+    from draft_models.targets.settings import ReadingChanges
     from draft_models.targets.target import Target
     from inference.core.drafter import Drafter
     from inference.engines.footprint import Place

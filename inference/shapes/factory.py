@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from inference.core.tree import DraftTree, OptimalTree
 from inference.settings.limits import MOST_NODES

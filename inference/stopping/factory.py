@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from inference.settings.method import AUTO, THRESHOLDS, Rule, StopConfig
 from inference.sizing.policy import Tuning
 from inference.stopping.interface import Step, StopRule, ask

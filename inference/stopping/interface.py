@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draft_models.calibration.head import CalibrationHead, log_odds
+from draft_models.calibration_head import CalibrationHead, log_odds
 
 
 class HasHidden(Protocol):

@@ -7,7 +7,7 @@ right. Both bound the acceptance probability from below by 1 − √(c H(q)), an
 import math
 from dataclasses import dataclass
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from inference.settings.limits import LONGEST_CHAIN
 from inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
 from inference.stopping.interface import Step, StopRule, ask, sigmoid

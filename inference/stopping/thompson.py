@@ -2,7 +2,7 @@
 
 import random
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from inference.stopping.interface import Step, StopRule, ask, sigmoid
 
 

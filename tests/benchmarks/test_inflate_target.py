@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_models.calibration.checkpoint import drafter_digest, load_calibration
-from draft_models.eagle3.checkpoint import open_head
-from draft_models.eagle3.export import save_head
+from draft_models.calibration import drafter_digest, load_calibration
+from draft_models.eagle3.checkpoint import open_head, save_head
 from draft_models.eagle3.new_head import default_taps, new_head, new_reading
 from draft_models.early_exit.checkpoint import read_meta, save_pretrained
 from draft_models.targets.fingerprint import model_identity

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from draft_models.targets.stack import LayerStack
 from draft_models.tiny.models import tiny_head
 from inference.core.decode import autoregressive

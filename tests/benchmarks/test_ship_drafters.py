@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
+from draft_models.calibration import META_FILE as CALIBRATION_FILE
 from draft_models.card import write_card
 from draft_models.draft_vocabulary import narrow
 from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.ship_drafters import portable
 from draft_models.card import add_report, serving, write_card
-from draft_models.eagle3.card import use_of
+from draft_models.eagle3.checkpoint import use_of
 from draft_models.early_exit import model as early_exit
 from draft_models.small_lm import model as small_lm
 

@@ -14,7 +14,7 @@ from draft_models.losses import IGNORE
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import layer_stack, number_layer
 from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
-from draft_models.targets.load_layers import load_layers
+from draft_models.targets.model_files import load_layers
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError

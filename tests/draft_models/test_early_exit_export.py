@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_models.early_exit import export as exports
+from draft_models.early_exit import checkpoint as exports
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.attention import additive

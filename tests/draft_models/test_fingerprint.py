@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_models.calibration.checkpoint import META_FILE as CALIBRATION_FILE
-from draft_models.calibration.checkpoint import load_calibration, save_calibration
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration import META_FILE as CALIBRATION_FILE
+from draft_models.calibration import load_calibration, save_calibration
+from draft_models.calibration_head import CalibrationHead
 from draft_models.early_exit.checkpoint import from_pretrained, read_meta, save_pretrained
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.architectures import load_config

@@ -24,8 +24,7 @@ from draft_models.small_lm import model as small_lm
 from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.proof import prove_rows
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import RowCache, WholeModel
+from draft_models.targets.stack import LayerStack, RowCache, WholeModel
 from inference.core.decode import speculative
 from inference.core.target_session import WholeSession
 from inference.core.tree import chain_parents

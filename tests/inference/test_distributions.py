@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from draft_models.ngrams.table import TrigramTable
 from draft_models.targets.narrowed import DraftVocabulary
 from inference.core import token_selector, verify

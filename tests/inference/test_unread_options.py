@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from inference.loading.drafters import new_drafter
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.shapes.factory import make_structure

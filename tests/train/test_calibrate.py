@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import load_file, save
 
 from data_prep.text.settings import DataConfig
-from draft_models.calibration.checkpoint import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
-from draft_models.calibration.head import CalibrationHead
-from draft_models.eagle3.changes import ReadingChanges
+from draft_models.calibration import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
+from draft_models.calibration_head import CalibrationHead
 from draft_models.early_exit.checkpoint import read_meta, save_pretrained
 from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
 from draft_models.targets.open_target import load_tokenizer
-from draft_models.targets.settings import HEAD_FOLDER, TARGET
+from draft_models.targets.settings import HEAD_FOLDER, TARGET, ReadingChanges
 from draft_models.targets.tensor_files import TensorFiles, open_tensors
 from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import DraftModel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from draft_models.losses import IGNORE
 from tests.train.jobs import synthetic
 from train.parts.calibration_model import EXAMPLES, CalibrationModel, Examples

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import train.parts.eagle3 as module
 from draft_models.acceptance import tau_of_rounds
-from draft_models.eagle3 import step_attention
+from draft_models.eagle3 import model
 from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
-from draft_models.targets.band import Band
+from draft_models.targets.target import Band
 from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
@@ -185,8 +185,8 @@ def _no_offset(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
 
 def _no_own_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
     """A step attends to itself and the first step, not to those between."""
-    real = step_attention.join
-    patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, first, own[-1:], *rest))
+    real = model.join
+    patch.setattr(model, "join", lambda m, q, first, own, *rest: real(m, q, first, own[-1:], *rest))
 
 
 def _no_documents(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
@@ -206,8 +206,8 @@ def _old_mask(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
 
 def _last_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
     """Later steps attend to the previous step instead of the first one."""
-    real = step_attention.join
-    patch.setattr(step_attention, "join", lambda m, q, first, own, *rest: real(m, q, own[-1], own, *rest))
+    real = model.join
+    patch.setattr(model, "join", lambda m, q, first, own, *rest: real(m, q, own[-1], own, *rest))
 
 
 def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:

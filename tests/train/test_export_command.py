@@ -14,9 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from draft_models.draft_vocabulary import narrow, save_tokens
-from draft_models.eagle3.card import use_of
-from draft_models.eagle3.changes import ReadingChanges
-from draft_models.eagle3.checkpoint import open_head
+from draft_models.eagle3.checkpoint import open_head, use_of
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.early_exit.model import EarlyExit
 from draft_models.small_lm.model import load_small_lm
@@ -24,7 +22,7 @@ from draft_models.targets.architectures import load_config
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import open_target
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET, ReadingChanges
 from inference.drafters.eagle3 import Eagle3Plugin
 from inference.drafters.small_lm import PLUGIN
 from outrider.errors import UserError

@@ -16,7 +16,7 @@ from data_prep.text.settings import DataConfig
 from draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from draft_models.losses import loss_bytes
 from draft_models.targets.architectures import load_config
-from draft_models.targets.load_layers import load_layers
+from draft_models.targets.model_files import load_layers
 from draft_models.targets.tensor_files import open_tensors
 from inference.loading.memory_plan import planned_device
 from outrider.errors import UserError

@@ -16,7 +16,7 @@ from data_prep.formats.torch_files import SafeTensor
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
-from draft_models.calibration.checkpoint import WEIGHTS_FILE
+from draft_models.calibration import WEIGHTS_FILE
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import HEAD_FOLDER
 from draft_models.targets.target import Target

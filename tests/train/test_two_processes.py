@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from data_prep.text.settings import DataConfig
-from draft_models.calibration import checkpoint as calibration
+from draft_models import calibration
 from draft_models.early_exit import checkpoint
 from tests.launched import launched
 from tests.train import two_processes_job

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from draft_models.calibration.head import CalibrationHead, log_odds
+from draft_models.calibration_head import CalibrationHead, log_odds
 from draft_models.losses import IGNORE
 from train.parts.calibration_scores import Batch
 

@@ -13,17 +13,15 @@ from transformers import PreTrainedConfig
 
 from draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
 from draft_models.draft_vocabulary import places
-from draft_models.eagle3.checkpoint import StoredHead, make_head
-from draft_models.eagle3.export import require_said
-from draft_models.eagle3.model import Eagle3, Mask
+from draft_models.eagle3.checkpoint import StoredHead, make_head, require_said
+from draft_models.eagle3.model import Eagle3, Mask, Steps
 from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.eagle3.reading import Reading, require_target
-from draft_models.eagle3.step_attention import Steps
 from draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
 from draft_models.targets.attention import packed_mask
-from draft_models.targets.band import Band
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
+from draft_models.targets.target import Band
 from outrider.errors import UserError
 from outrider.progress import counted
 from outrider.streams import Streams

@@ -15,8 +15,8 @@ from torch import nn
 from data_prep.text.rehearsal import rehearsable
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split
-from draft_models.calibration.checkpoint import save_calibration
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration import save_calibration
+from draft_models.calibration_head import CalibrationHead
 from draft_models.early_exit.checkpoint import open_target_of, read_meta
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype

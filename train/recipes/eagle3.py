@@ -15,9 +15,7 @@ from accelerate import PartialState
 from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import PackedRows, load_rows
 from draft_models.card import write_card
-from draft_models.eagle3.card import TRAINING_FILE, use_of
-from draft_models.eagle3.checkpoint import StoredHead, open_head
-from draft_models.eagle3.export import save_head
+from draft_models.eagle3.checkpoint import TRAINING_FILE, StoredHead, open_head, save_head, use_of
 from draft_models.eagle3.reading import Reading
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import OpenTarget, open_target, stored_dtype

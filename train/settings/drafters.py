@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal, Self
 from annotated_types import Ge
 
 from data_prep.text.settings import DataConfig
-from draft_models.eagle3.changes import ReadingChanges
 from draft_models.targets.settings import (
     SMALL_LM,
     TARGET,
@@ -15,6 +14,7 @@ from draft_models.targets.settings import (
     DrafterFolder,
     FloatDtype,
     Model,
+    ReadingChanges,
     RehearsedConfig,
     RunDtype,
     TargetConfig,

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from annotated_types import Ge
 
 from data_prep.text.settings import DataConfig
-from draft_models.eagle3.changes import ReadingChanges
-from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, TargetConfig
+from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, ReadingChanges, TargetConfig
 from outrider.errors import require
 from outrider.settings import Count, Positive, Share, free, require_default
 from train.settings.drafters import (

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from draft_models.eagle3.changes import ReadingChanges
-from draft_models.targets.settings import FloatDtype, Model
+from draft_models.targets.settings import FloatDtype, Model, ReadingChanges
 from outrider.errors import require
 from outrider.settings import Place, RunConfig, free, only
 

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_models.targets.band import Band
 from draft_models.targets.int8 import Int8Linear, Linear
-from draft_models.targets.target import LayerCache, Mask
+from draft_models.targets.target import Band, LayerCache, Mask
 from inference.core.cache import KVCache
 from inference.engines.cpu import entries
 from inference.engines.cpu.layout import WeightLayout, call, out_of_panels

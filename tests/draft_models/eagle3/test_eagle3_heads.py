@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.eagle3.changes import ReadingChanges
 from draft_models.eagle3.checkpoint import load_head, open_head
 from draft_models.eagle3.model import Eagle3
+from draft_models.targets.settings import ReadingChanges
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
 

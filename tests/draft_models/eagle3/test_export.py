@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draft_models.eagle3.checkpoint import load_head, make_head, open_head
-from draft_models.eagle3.export import save_head
+from draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
 from draft_models.eagle3.model import Eagle3
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head

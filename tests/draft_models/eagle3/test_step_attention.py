@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from draft_models.eagle3.step_attention import Steps, join
+from draft_models.eagle3.model import Steps, join
 from draft_models.targets.attention import packed_mask
-from draft_models.targets.band import Band
+from draft_models.targets.target import Band
 
 HEADS, KEY_HEADS, LENGTH, WIDTH, STEPS = 4, 2, 13, 8, 4
 DOCUMENTS = torch.tensor([[0] * 6 + [1] * 5 + [-1] * 2, [0] * 13])

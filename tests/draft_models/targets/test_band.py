@@ -11,11 +11,10 @@ from data_prep.text.rows import _positions
 from draft_models.early_exit.model import EarlyExitStudent
 from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import grouped_attention, packed_mask
-from draft_models.targets.band import Band
-from draft_models.targets.load_layers import load_layers
-from draft_models.targets.stack import LayerStack
+from draft_models.targets.model_files import load_layers
+from draft_models.targets.stack import LayerStack, WholeModel
+from draft_models.targets.target import Band
 from draft_models.targets.tensor_files import open_tensors
-from draft_models.targets.whole_model import WholeModel
 from inference.core.target_session import TargetSession, WholeSession
 from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource

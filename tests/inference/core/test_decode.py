@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from draft_models.early_exit.model import EarlyExit
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack

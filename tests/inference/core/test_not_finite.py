@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from draft_models.eagle3.model import Eagle3
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import WholeModel
+from draft_models.targets.stack import LayerStack, WholeModel
 from inference.core.decode import autoregressive, speculative
 from inference.core.ops import likeliest
 from inference.core.rounds import Round

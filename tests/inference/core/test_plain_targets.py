@@ -22,10 +22,9 @@ from transformers import (
 
 import outrider
 from data_prep.text.settings import DataConfig
-from draft_models.targets.band import Band
 from draft_models.targets.open_target import load_tokenizer, open_target
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import RowCache, WholeModel
+from draft_models.targets.stack import LayerStack, RowCache, WholeModel
+from draft_models.targets.target import Band
 from inference.core.decode import autoregressive, speculative
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import ModelDrafter

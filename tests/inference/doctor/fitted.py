@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draft_models.eagle3.checkpoint import DRAFT_TOKENS, MADE_WITH, head_shapes
-from draft_models.eagle3.export import save_head
+from draft_models.eagle3.checkpoint import DRAFT_TOKENS, MADE_WITH, head_shapes, save_head
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
 from draft_models.targets.open_target import OpenTarget

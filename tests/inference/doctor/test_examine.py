@@ -14,10 +14,10 @@ from data_prep.text.chat import encode
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import DataConfig, MixPart
 from data_prep.text.sources import read_records
-from draft_models.eagle3.changes import ReadingChanges
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.small_lm.model import TRAINING_FILE, load_plain_lm
 from draft_models.targets.open_target import open_target
+from draft_models.targets.settings import ReadingChanges
 from inference.doctor.examine import examine, examine_lm, find_examinees
 from inference.doctor.table import coloured, table
 from inference.doctor.training_data import training_facts

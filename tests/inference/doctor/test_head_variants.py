@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.eagle3.card import TRAINING_FILE
-from draft_models.eagle3.changes import ReadingChanges
-from draft_models.eagle3.checkpoint import load_head, open_head
+from draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head
+from draft_models.targets.settings import ReadingChanges
 from inference.doctor import head_variants
 from inference.doctor.drafting import draft_by_head
 from inference.doctor.examine import boundaries_of, compare, judge

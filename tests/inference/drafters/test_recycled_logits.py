@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from draft_models.ngrams.overlay import longer_key
 from draft_models.ngrams.recycled import new_recycled, place_of, recycle
 from draft_models.targets.open_target import open_target
-from draft_models.targets.whole_model import WholeModel
+from draft_models.targets.stack import WholeModel
 from inference.core.decode import speculative
 from inference.core.target_session import Runtime
 from inference.core.tree import DraftTree

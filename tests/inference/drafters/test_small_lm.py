@@ -11,8 +11,7 @@ import torch
 
 from draft_models.small_lm.model import load_small_lm
 from draft_models.targets.open_target import load_tokenizer
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.whole_model import WholeModel
+from draft_models.targets.stack import LayerStack, WholeModel
 from inference.core.decode import speculative
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource, fit_vocabulary

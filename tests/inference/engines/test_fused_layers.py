@@ -11,7 +11,7 @@ from draft_models.draft_vocabulary import narrow
 from draft_models.early_exit.model import NoLayer
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.load_layers import load_layers
+from draft_models.targets.model_files import load_layers
 from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors

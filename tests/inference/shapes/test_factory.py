@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from inference.core.tree import ROOT, DraftTree
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.shapes.factory import Chain, make_structure, make_tree

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from inference.core.verify import Chance, Rejection
 from inference.settings.method import THRESHOLDS, StopConfig
 from inference.shapes.shapes import chain, k_config

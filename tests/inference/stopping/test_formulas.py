@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.calibration.head import CalibrationHead, log_odds
+from draft_models.calibration_head import CalibrationHead, log_odds
 from inference.settings.limits import LONGEST_CHAIN
 from inference.settings.method import StopConfig
 from inference.sizing.costs import WIDEST, Costs

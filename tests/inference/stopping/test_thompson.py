@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.calibration.head import POSITIONS, CalibrationHead
+from draft_models.calibration_head import POSITIONS, CalibrationHead
 from inference.stopping.interface import Step, StopRule
 from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
 

@@ -18,7 +18,7 @@ from data_prep.responses import batch_state
 from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.batch_state import FixedBatch
 from data_prep.responses.tasks import uniforms
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from draft_models.draft_vocabulary import narrow
 from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit.model import EarlyExit

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from draft_models.calibration.head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead
 from draft_models.targets.fingerprint import model_differences, model_identity
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError

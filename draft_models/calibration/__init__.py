@@ -1,1 +1,0 @@
-"""EESD's calibration head: the module, and its files in a drafter's directory."""
