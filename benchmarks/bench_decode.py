@@ -1,93 +1,207 @@
-"""The overhead of a round of speculative decoding: its seconds outside the models' passes.
+"""Every kind of round on a target and its drafters: tokens a second, and where the time of a round goes.
 
     python benchmarks/bench_decode.py [--target runs/demo/target --checkpoint runs/demo/eesd --drafter DIR]
 
-Prints the seconds of each part of a round (see round_parts.py) for a random target (Llama, 8 layers × 1024) and, if
-given, for a trained one with its drafters. bench_peers.py compares whole generations with those of transformers.
+The target is a random one (Llama, 8 layers × 1024) or, if given, a trained one with its drafters. The methods take
+turns prompt by prompt; medians over prompts are reported. "other" is what a round does beside drafting, shaping its
+draft and the target's pass.
 """
 
 import argparse
-import time
-from collections.abc import Mapping
-from dataclasses import asdict
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from round_parts import profile, summarise
-from subjects import Subject, add_options, load_subjects, parse
+import torch
+from inference.drafters.calibrated import Calibrated
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_models.targets.open_target import pick_device
-from inference.core.rounds import synchronized_clock
+from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
+from draft_models.early_exit.checkpoint import from_pretrained
+from draft_models.early_exit.model import EarlyExit, exit_layers
+from draft_models.small_lm.model import load_small_lm
+from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.open_target import open_target, pick_device
+from draft_models.targets.stack import LayerStack
+from inference.core.decode import autoregressive
+from inference.core.rounds import Generation
 from inference.engines.choose import make_runtime
-from inference.measure.probe import tune
+from inference.loading.drafters import Drafters, prepare
+from inference.measure.arms import make_arms, measure
+from inference.settings.evaluate import RUNTIMES
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.settings.sampling import GREEDY
 from outrider.files import write_json
 from outrider.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
-MAX_NGRAM = 3
+RANDOM: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 1024,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+RANDOM_TEXT = 48  # tokens of the random target's own; a prompt is 1½ times that text, for prompt lookup to find
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target ready to decode, its drafters and prompts of ids."""
+
+    name: str
+    stack: LayerStack
+    drafters: Drafters
+    prompts: Sequence[Sequence[int]]
 
 
 def methods_for(draft_tokens: int) -> dict[str, MethodConfig]:
-    """The methods whose rounds are measured by part; chains and prompt lookup draft `draft_tokens`."""
+    """Chains and prompt lookup draft `draft_tokens`."""
     fixed = StopConfig(rule="fixed", max_draft=draft_tokens)
     return {
         "chain_early_exit": MethodConfig(stop=fixed),
         "chain_small_lm": MethodConfig(source="small_lm", stop=fixed),
-        "opt_tree": MethodConfig(structure=StructureConfig(kind="opt_tree")),
+        "opt_tree": MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, delta=0.2)),
         "k_config": MethodConfig(structure=StructureConfig(kind="k_config")),
         "token_graph": MethodConfig(structure=StructureConfig(kind="token_graph")),
-        "prompt_lookup": MethodConfig(source="prompt_lookup", stop=fixed, max_ngram=MAX_NGRAM),
+        "prompt_lookup": MethodConfig(source="prompt_lookup", stop=fixed, max_ngram=3),
     }
 
 
+def random_subject(folder: Path, prompts: int, dtype: torch.dtype, device: torch.device) -> Subject:
+    """A random target in which early layers decide much of the next token, so that drafts are accepted now and then.
+
+    Its small LM is its own first layer; its early exit sits on that layer and is a copy of its last.
+    """
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(LlamaConfig(**RANDOM))
+    with torch.no_grad():
+        target.model.embed_tokens.weight.mul_(50.0)
+        target.lm_head.weight.mul_(10.0)
+    small = LlamaForCausalLM(LlamaConfig(**{**RANDOM, "num_hidden_layers": 1}))
+    small.load_state_dict(target.state_dict(), strict=False)
+    target.save_pretrained(folder / "target")
+    small.save_pretrained(folder / "small")
+    whole, first = open_target(str(folder / "target")), open_target(str(folder / "small"))
+    below = whole.layers(exit_layers(whole.config, 1), dtype=dtype, device=device)
+    drafters: Drafters = {
+        "early_exit": Calibrated(EarlyExit.from_model(below, 1, own_head=True).requires_grad_(False)),
+        "small_lm": layer_stack(first.layers(None, dtype=dtype, device=device)),
+    }
+    stack = layer_stack(whole.layers(None, dtype=dtype, device=device))
+    prepare(stack, drafters)
+    starts = torch.randint(RANDOM["vocab_size"], (prompts, 1), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = [[t for r in autoregressive(stack, one, max_new_tokens=RANDOM_TEXT) for t in r.tokens] for one in starts]
+    name = f"random Llama, {RANDOM['num_hidden_layers']} × {RANDOM['hidden_size']}"
+    return Subject(name, stack, drafters, [[*text, *text[: RANDOM_TEXT // 2]] for text in texts])
+
+
+def trained_subject(options: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Subject:
+    """The target, early-exit checkpoint and small LM of the command line."""
+    target = open_target(options.target)
+    early_exit = from_pretrained(options.checkpoint, target.config, target.fingerprint, dtype=dtype, device=device)
+    small = load_small_lm(options.drafter, target.tokenizer, dtype=dtype, device=device)
+    drafters: Drafters = {"early_exit": Calibrated(early_exit), "small_lm": small}
+    stack = layer_stack(target.layers(None, dtype=dtype, device=device))
+    prepare(stack, drafters)
+    rendered = [
+        render_prompt([{"role": "user", "content": p.turns[0]}], target.tokenizer, "auto" if p.chat else "none")
+        for p in read_prompts(options.prompts, limit=options.num_prompts)
+    ]
+    return Subject(options.target, stack, drafters, rendered)
+
+
 def run(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
-    """The rounds of every method on one subject."""
-    clock = synchronized_clock if subject.stack.device.type == "cuda" else time.perf_counter
+    """Every method on one subject, in turn."""
     runtime = make_runtime(options.runtime, subject.stack.device)
-    methods, _ = tune(
-        methods_for(options.draft_tokens), subject.stack, subject.drafters, subject.prompts[0], runtime=runtime,
-        clock=clock,
-    )  # fmt: skip
-    profiles = profile(subject, {"autoregressive": None, **methods}, options.max_new_tokens, runtime, clock)
+    methods = methods_for(options.draft_tokens)
+
+    def generations(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Mapping[str, Generation]]:
+        arms = make_arms(
+            subject.stack, subject.drafters, methods, None, max_new_tokens=new_tokens, eos=(), sampling=GREEDY,
+            runtime=runtime,
+        )  # fmt: skip
+        results = [
+            measure(arms, prompt, prompt_id=str(turn), category="", repeats=1, turn=turn)
+            for turn, prompt in enumerate(prompts)
+        ]
+        return [result.generations for result in results]
+
+    generations(subject.prompts[:1], 8)
+    found = generations(subject.prompts, options.max_new_tokens)
     return {
         "target": subject.name,
         "dtype": str(subject.stack.dtype).removeprefix("torch."),
         "runtime": runtime.name,
-        "draft_tokens": options.draft_tokens,
+        "prompts": len(found),
         "max_new_tokens": options.max_new_tokens,
         "methods": {name: asdict(method) for name, method in methods.items()},
-        "rounds": {name: summarise(measured) for name, measured in profiles.items()},
+        "rounds": {name: summarise([one[name] for one in found]) for name in found[0]},
+    }
+
+
+def summarise(found: Sequence[Generation]) -> dict[str, Any]:
+    """Tokens a second and τ, and the median over prompts of the mean seconds of a round, whole and by part."""
+    rounds = [r for one in found for r in one.rounds]
+    parts = {}
+    for part in ("seconds", "draft_seconds", "structure_seconds", "verify_seconds"):
+        means = [statistics.fmean(getattr(r, part) for r in one.rounds) for one in found]
+        parts[part.removesuffix("_seconds")] = statistics.median(means)
+    whole = parts.pop("seconds")
+    return {
+        "tokens_per_second": statistics.median(sum(len(r.tokens) for r in g.rounds) / g.decode_seconds for g in found),
+        "tau": sum(len(r.tokens) for r in rounds) / len(rounds),
+        "drafted_per_round": statistics.fmean(r.drafted for r in rounds),
+        "seconds_of_a_round": whole,
+        "seconds_by_part": {**parts, "other": whole - sum(parts.values())},
     }
 
 
 def show(result: Mapping[str, Any]) -> None:
     """The table on standard output."""
-    names = sorted({n for r in result["rounds"].values() for n in r["median_seconds_by_part"]})
-    print(f"\n{result['target']}: median ms per round")
-    print(f"| method | τ | drafted | round | {' | '.join(names)} | not forward |")
+    names = list(next(iter(result["rounds"].values()))["seconds_by_part"])
+    print(f"\n{result['target']}, {result['dtype']}, {result['runtime']}: ms per round")
+    print(f"| method | tokens/s | τ | drafted | round | {' | '.join(names)} |")
     print("|---" * (len(names) + 5) + "|")
     for method, r in result["rounds"].items():
-        parts = " | ".join(f"{1e3 * r['median_seconds_by_part'].get(name, 0.0):.3f}" for name in names)
+        parts = " | ".join(f"{1e3 * r['seconds_by_part'][name]:.3f}" for name in names)
         print(
-            f"| {method} | {r['tau']:.2f} | {r['drafted_per_round']:.1f} | {1e3 * r['median_seconds']:.3f} | "
-            f"{parts} | {100 * r['share_not_forward']:.1f} % |"
+            f"| {method} | {r['tokens_per_second']:.1f} | {r['tau']:.2f} | {r['drafted_per_round']:.1f} | "
+            f"{1e3 * r['seconds_of_a_round']:.3f} | {parts} |"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser.add_argument("--target", help="a trained target; needs --checkpoint and --drafter")
+    parser.add_argument("--checkpoint", help="an early-exit drafter for it")
+    parser.add_argument("--drafter", help="a small LM for it")
+    parser.add_argument("--draft-tokens", type=int, default=4, help="K of chains and prompt lookup")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--prompts", default="python_stdlib", help="for the trained target; see evaluate-checkpoint")
+    parser.add_argument("--num-prompts", type=int, default=12)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA only")
+    parser.add_argument("--runtime", choices=RUNTIMES, default="auto")
     parser.add_argument("--out", type=Path, help="default: results/decode_DEVICE.json")
-    options = parse(parser)
+    options = parser.parse_args()
+    given = [options.target, options.checkpoint, options.drafter]
+    if any(given) != all(given):
+        parser.error("--target, --checkpoint and --drafter go together")
     device = pick_device(options.device)
-    results = []
-    for subject in load_subjects(options, device):
-        results.append(run(subject, options))
-        show(results[-1])
+    dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    with tempfile.TemporaryDirectory() as folder:
+        subject = (
+            trained_subject(options, dtype, device)
+            if options.target
+            else random_subject(Path(folder), options.num_prompts, dtype, device)
+        )
+        result = run(subject, options)
+    show(result)
     out = options.out or RESULTS / f"decode_{device.type}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(out, {"machine": describe_machine(), "results": results})
+    write_json(out, {"machine": describe_machine(str(device)), "results": [result]})
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ from figures import all_figures
 from interleaved import ArmsFor, Contest, add_options, evaluation, measure_all, read_categories
 from peer_llamacpp import llama_server, llama_version
 from record_tables import tables
-from subjects import as_model
-from transformers_arms import assisted_arms, load_drafter
+from transformers_arms import as_model, assisted_arms, load_drafter
 
 from conf import reported
 from draft_models.early_exit.checkpoint import from_pretrained, provenance
@@ -46,7 +45,7 @@ from outrider.machine import describe_machine
 
 HERE = Path(__file__).parent
 PEERS = (  # modules whose code decides what is measured
-    "transformers_arms.py", "peer_llamacpp.py", "llamacpp_server.py", "subjects.py", "interleaved.py",
+    "transformers_arms.py", "peer_llamacpp.py", "llamacpp_server.py", "interleaved.py",
 )  # fmt: skip
 
 

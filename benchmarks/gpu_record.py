@@ -7,11 +7,9 @@ A part is a command with a time limit of its own. What it found is in WORK/gpu_r
 it failed or was cut; the same command does the parts again that did not end well. The parts:
 
 - tests: `pytest -m gpu`;
-- floors: a 7B shape against its memory's bandwidth, and against `torch.compile` of transformers' own layers;
 - smollm2: the target as it is in bfloat16, plain, `generate`, and every method with the shipped drafters;
 - inflate, inflated: the same in the shape of Llama-2-7B (inflate_target.py): real acceptance at a 7B's cost;
-- answers: answers a second;
-- prediction: the speed-ups that τ and the floors predict, beside those measured.
+- answers: answers a second.
 
 A machine without a network gets the target in pieces, each small enough for one transfer, which are joined there:
 
@@ -25,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,14 +78,11 @@ def parts(options: argparse.Namespace) -> list[Part]:
         words = [str(HERE / "bench_real.py"), *given, f"method=[{methods}]", *size, "doctor=false", *some, *limits]
         return Part(name, 60 * minutes + 60, [*words, "--work", str(work / name), "--out", str(out)], out)
 
-    shape = ["--shapes", "toy" if tiny else "7b", "--contexts", "192", "--repeats", "1" if tiny else "8"]
-    floors = ["--out", str(work), *(["--buffer-gb", "0.01"] if tiny else ["--compiled"])]
     answers = ["--batch", "4", "--batches", "2", "--new-tokens", "8", "--device", "cpu"] if tiny else ["--batch", "512"]
     found = work / "answers.json"
     gpu_tests = ["-m", "pytest", "-q", "-m", "gpu", "-n0", "-p", "no:cacheprovider"]
     return [
         Part("tests", 150, [*gpu_tests, *(["tests/test_gpu.py", "--collect-only"] if tiny else [])]),
-        Part("floors", 90, [str(HERE / "bench_floor.py"), *shape, *floors], work / f"floor_{options.device}.json"),
         real("smollm2", 1.2, options.target, drafters["eesd"], drafters["small_lm"]),
         Part("inflate", 90, [
             str(HERE / "inflate_target.py"), "--target", options.target, "--shape", "tiny-test" if tiny else "7b",
@@ -123,63 +118,6 @@ def run(part: Part, log: Path) -> dict[str, Any]:
         "said": last,
         "found": result,
     }
-
-
-def speedup_of(tau: float, drafted: float, steps: float, step: float, widths: Mapping[int, float]) -> float:
-    """The speed-up of rounds that yield τ tokens: τ / (pass over the root and the draft + draft steps).
-
-    In passes over one row. drafted: tokens of a draft; passes are padded to a power of two. step: cost of a draft step.
-    """
-    width = min((one for one in widths if one >= drafted + 1), default=max(widths))
-    return tau / (widths[width] + steps * step)
-
-
-def costs_of(floors: Mapping[str, Any]) -> tuple[dict[int, float], float, float]:
-    """Of floor_DEVICE.json, in passes of its first shape over one row: passes by width, draft steps of both models.
-
-    The early exit's is over 8 % of the layers. The small LM's is a pass of the shape 68m; 0 where that is not measured.
-    """
-    first, *others = (shape for shape in floors["shapes"] if "contexts" in shape)
-    context = first["contexts"][0]
-    seconds = context["verify"]["1"]["seconds"]
-    small = next((one["contexts"][0]["verify"]["1"]["seconds"] for one in others if one["shape"] == "68m"), 0.0)
-    widths = {int(width): one["of_width_1"] for width, one in context["verify"].items()}
-    return widths, context["draft_step"]["share_of_step"], small / seconds
-
-
-def predictions(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """By method the speed-up predicted at a 7B's cost, and the one measured; trees are left out, see `predict`."""
-    widths, exit_step, _ = costs_of(found["floors"]["found"])
-    arms = next(iter(found["inflated"]["found"]["entries"].values()))["arms"]
-    steps = {"eesd_fixed": exit_step, "ngrams": 0.0, "prompt_lookup": 0.0, "aded": 0.0}
-    there = {name: arms[name] for name in steps if "drafted_tokens_per_round" in arms.get(name, {})}
-    return {
-        name: {
-            "predicted": speedup_of(
-                arm["tau"], arm["drafted_tokens_per_round"], arm["drafted_tokens_per_round"], steps[name], widths
-            ),
-            "measured": arm["speedup"]["median"],
-        }
-        for name, arm in there.items()
-    }  # fmt: skip
-
-
-def predict(report: Path, floors: Path) -> list[str]:
-    """A table of the speed-ups that the τ of an evaluation predicts at the costs in `floors`, as Markdown.
-
-    The drafts of its methods have fixed depths (`stop.max_draft`, `max_depth` with δ = 0, or `widths`).
-    """
-    widths, exit_step, small_step = costs_of(read_json(floors, "floors", "run bench_floor.py"))
-    rows = ["| method | τ | drafted a pass | draft steps | predicted speed-up |", "|---|---|---|---|---|"]
-    for one in read_json(report, "report", "evaluate again")["reports"]:
-        settings, tree = one["settings"], one["settings"]["structure"]
-        depths = {"chain": settings["stop"]["max_draft"], "k_config": len(tree["widths"])}
-        step = {"early_exit": exit_step, "small_lm": small_step}.get(settings["source"], 0.0)
-        steps = depths.get(tree["kind"], tree["max_depth"]) if step else 0
-        drafted = one["drafted_tokens_per_round"]
-        speedup = speedup_of(one["tau"], drafted, steps, step, widths)
-        rows.append(f"| `{one['method']}` | {one['tau']:.2f} | {drafted:.1f} | {steps} | {speedup:.2f}× |")
-    return rows
 
 
 def join(path: Path) -> None:
@@ -221,13 +159,6 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
             f"part={part.name} state='{found[part.name]['state']}' seconds={found[part.name]['seconds']:.1f}",
             flush=True,
         )
-    if all(found[name]["found"] for name in ("floors", "inflated")):
-        found["prediction"] = predictions(found)
-        write_json(path, found)
-        for name, one in found["prediction"].items():
-            print(
-                f"prediction method={name} predicted={one['predicted']:.2f} measured={one['measured']:.2f}", flush=True
-            )
     return found
 
 
@@ -239,13 +170,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_record"))
     parser.add_argument("--rehearse", action="store_true", help="everything tiny, on a CPU")
     parser.add_argument("--split", type=Path, metavar="FILE", help="only cut this file into pieces, in --work")
-    parser.add_argument("--predict", type=Path, metavar="REPORT", help="only predict from this report.json")
-    parser.add_argument("--floors", type=Path, default=HERE / "results/floor_cuda.json", help="for --predict")
     options = parser.parse_args()
     with reported(goes_on=True):
-        if options.predict:
-            print(*predict(options.predict, options.floors), sep="\n")
-            return
         if options.split:
             print(*split(options.split, options.work), sep="\n")
             return

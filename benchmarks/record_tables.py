@@ -122,7 +122,7 @@ def interval(ratio: Mapping[str, Any] | None) -> str:
 
 
 def layouts(entry: Mapping[str, Any]) -> str:
-    """Milliseconds of a pass by its tokens, in every layout, of an entry of benchmarks/bench_layouts.py."""
+    """Milliseconds of a pass by its tokens, in every layout."""
     first = entry["results"][0]["milliseconds"]
     widths = list(next(iter(first.values())))
     lines = [f"| threads | layout | {' | '.join(widths)} |", "|---" * (2 + len(widths)) + "|"]

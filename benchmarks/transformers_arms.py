@@ -10,11 +10,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
+from draft_models.targets.empty_models import decoder_layers, final_norm
 from draft_models.targets.model_files import load_causal_lm
+from draft_models.targets.open_target import open_target
 from inference.core.decode import cut
 from inference.core.rounds import Generation, Round
 from inference.measure.arms import stock_attention
 from inference.measure.results import Arm
+from outrider.errors import UserError
 from outrider.streams import Streams
 
 MAX_NGRAM = 3
@@ -46,6 +50,40 @@ def widened(model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> PreTrain
     model.set_input_embeddings(nn.Embedding.from_pretrained(embedding.weight[place]))
     model.set_output_embeddings(whole)
     return model.requires_grad_(False)
+
+
+def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal LM that computes what `drafter` on `target` does. Raises `UserError` for an exit of several layers."""
+    if drafter.deeper:
+        raise UserError(f"--checkpoint: an exit of {len(drafter.layers)} layers; expected exit_depth=1 here")
+    opened = open_target(target)
+    model = opened.layers(exit_layers(opened.config, drafter.exit_layer), dtype=dtype, device=device)
+    layers = decoder_layers(model)
+    if isinstance(drafter.layer, NoLayer):
+        del layers[-1]
+        model.config.num_hidden_layers = len(layers)
+    else:
+        layers[-1].load_state_dict(drafter.layer.state_dict())
+    final_norm(model).load_state_dict(drafter.norm.state_dict())
+    if drafter.head is None:
+        head: Any = model.get_output_embeddings()
+        drafter.use_head(head)
+    if drafter.head is not None or drafter.draft_tokens is not None:
+        model.set_output_embeddings(_whole_head(drafter))
+    return model
+
+
+def _whole_head(drafter: EarlyExit) -> nn.Linear:
+    """The drafter's head with a row for every token; those that it does not predict get a very low bias."""
+    own, tokens = drafter.output_head, drafter.draft_tokens
+    if tokens is None:
+        return copy.deepcopy(own)
+    whole = nn.Linear(own.weight.shape[1], drafter.vocabulary).to(own.weight)
+    whole.weight.data.zero_()
+    whole.bias.data.fill_(-1e4)
+    whole.weight.data[tokens] = own.weight
+    whole.bias.data[tokens] = 0 if own.bias is None else own.bias
+    return whole.requires_grad_(False)
 
 
 class _Deliveries(BaseStreamer):

@@ -25,7 +25,7 @@ def rows_at_once(tokens: int, device: torch.device) -> int:
     """Rows per chunk of logits over a head's `tokens`.
 
     Enough to keep a GPU busy. Few on a CPU, so that a chunk fits into caches; twice as many if even few rows do not,
-    since the weight's gradient is accumulated once per chunk (`benchmarks/bench_losses.py`).
+    since the weight's gradient is accumulated once per chunk (`benchmarks/results/losses_cpu.json`).
     """
     if device.type != "cpu":
         return max(1024, logits_at_once(tokens, device))

@@ -58,7 +58,7 @@ def tables(*, options: Any, **_: Any) -> dict[str, Table]:
         "abstract": strong_drafter(options.skip),
         "table_3": sampled_table(),
         "figure_3": Table("Fig. 3: time by input length", never="a property of the device; "
-                          "benchmarks/bench_floor.py measures it"),
+                          "benchmarks/results/floor_cpu.json has one"),
         "figure_5": correlation(),
         "figure_6": scaling(str(options.work / "sequoia_{}.json")),
         "figure_7": time_shares(),
