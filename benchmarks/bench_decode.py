@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from inference.drafters.calibrated import Calibrated
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data_prep.text.chat import render_prompt
@@ -29,6 +28,7 @@ from draft_models.targets.open_target import open_target, pick_device
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive
 from inference.core.rounds import Generation
+from inference.drafters.shaped import Calibrated
 from inference.engines.choose import make_runtime
 from inference.loading.drafters import Drafters, prepare
 from inference.measure.arms import make_arms, measure
