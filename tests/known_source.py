@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ ROOT_TOKEN = 1
 class KnownSource:
     """A source whose q is a function of the path below the root; refuses rows under parents it was not fed."""
 
-    to_probs = None
+    to_probs: Any = None
 
     def __init__(self, q: Q):
         self.q = q

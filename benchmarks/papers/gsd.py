@@ -25,8 +25,9 @@ from inference.drafters.shaped import ModelDrafter
 from inference.loading.drafters import new_drafter
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import RoundSource, Structure, WrappedSource
+from inference.shapes.factory import Structure
 from inference.shapes.token_graph import GraphTree
+from inference.stopping.interface import Source
 from outrider.errors import require
 from outrider.streams import Streams
 from papers.claims import Claim, Counts, Row, Table
@@ -282,13 +283,20 @@ def where_merging_pays(by: Drafts) -> Table:
 # ------------------------------------------------------------------------------------------------------------- App. C
 
 
-class _Logging(WrappedSource):
+class _Logging:
     """A source whose logits are kept, row by row of the round."""
 
-    def __init__(self, source: RoundSource):
-        super().__init__(source)
-        self.to_probs = source.to_probs
+    def __init__(self, source: Source):
+        self._source, self.to_probs = source, source.to_probs
         self.logits: list[Tensor] = []
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._source.hidden
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._source.target_hidden
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         self.logits.append(self._source.extend(tokens, parents).clone())
@@ -302,7 +310,7 @@ class Diverging:
         self.inner, self.max_rows, self.reads_root = inner, inner.max_rows, inner.reads_root
         self.totals: Counter[str] = Counter()
 
-    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         logged = _Logging(source)
         tree = self.inner.draft(logged, root, limit)
         if len(tree) and limit:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from inference.core.decode import cut
 from inference.core.tree import ROOT, DraftTree, OptimalTree, depths
-from inference.shapes.factory import RoundSource, Structure
+from inference.shapes.factory import Structure
 from inference.shapes.token_graph import GraphTree
 from inference.sizing.policy import outcomes_at_nodes
+from inference.stopping.interface import Source
 
 LONGEST_GRAM, BANDS = 4, 5
 
@@ -29,7 +30,7 @@ class Watched:
     def totals(self) -> Mapping[str, float]:
         return {**self.inner.totals, **self.sums}
 
-    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         return self.inner.draft(source, root, limit)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.settings.kinds import KINDS, DrafterPlugin
 from inference.settings.method import MethodConfig
-from inference.shapes.factory import Structure, WrappedSource, make_structure
+from inference.shapes.factory import Structure, make_structure
 from inference.sizing.costs import Allowance
 from inference.sizing.policy import Tuning
 from outrider.streams import Streams
@@ -130,8 +130,8 @@ def rows_known(model: DraftModel, session: Session, tree: DraftTree, nodes: Sequ
     return [0, *(tree.rows[node] for node in nodes)]
 
 
-class TimedModel(WrappedSource):
-    """A draft model during a round: times its passes, and tracks the text up to each row it was fed.
+class TimedModel:
+    """A draft model as the `Source` of a round: times its passes, and tracks the text up to each row it was fed.
 
     by_place: for a model with a draft vocabulary, logits are [n, K] over that vocabulary, and the drafted tokens that
     it is fed are indices into it: choosing among a sixth of the tokens takes a sixth of the time. `with_ids` converts
@@ -141,11 +141,18 @@ class TimedModel(WrappedSource):
     def __init__(
         self, model: DraftModel, selector: TokenSelector, watch: Stopwatch, vocabulary: int, *, by_place: bool = False
     ):
-        super().__init__(model)
         self._model, self._vocabulary = model, vocabulary
         self._ids = model.predicted if by_place else None
         self._selector, self._watch = selector, watch
         self.to_probs = None if selector.greedy else self._probabilities
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._model.hidden
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._model.target_hidden
 
     def begin_round(self) -> None:
         self._contexts: list[Tensor] = []
@@ -160,7 +167,7 @@ class TimedModel(WrappedSource):
                 self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
         self.fed.append(len(tokens))
         with self._watch.part("draft"):
-            logits = self._source.extend(tokens, parents)
+            logits = self._model.extend(tokens, parents)
             predicted = self._model.predicted
             return logits if predicted is None or self._ids is not None else spread(logits, predicted, self._vocabulary)
 

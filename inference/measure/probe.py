@@ -24,10 +24,11 @@ from inference.loading.generation_config import generate_settings, make_sampler
 from inference.settings.kinds import KINDS
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
-from inference.shapes.factory import RoundSource, Structure, WrappedSource
+from inference.shapes.factory import Structure
 from inference.sizing.costs import Costs, curve, typical
 from inference.sizing.node_sizes import SEARCH_SIZES, trials_of
-from inference.sizing.policy import INDICES, Trials, Tuning, trials_at_nodes, trials_by_band, trials_in_chain
+from inference.sizing.policy import INDICES, Tuning
+from inference.stopping.interface import Source
 from outrider.errors import UserError
 from outrider.progress import Stage
 from outrider.streams import Streams
@@ -39,13 +40,6 @@ CHAINS = (1, 3, 7, 15)
 NODES, LEVELS = (1, 3, 7, 15, 31, 63), 4
 SIZES = (0, *NODES)  # for a drafter that shapes its own drafts; the cost of a round without a draft matters as well
 WIDTHS: tuple[tuple[int, ...], ...] = ((1,), (3,), (7,), (2, 2, 1), (8, 2), (6, 3, 2))
-
-Observe = Callable[[DraftTree, Sequence[int]], Trials]
-TRIALS: dict[str, Observe] = {
-    "chain": lambda tree, accepted: trials_in_chain(len(tree), len(accepted)),
-    "opt_tree": trials_by_band,
-    "k_config": trials_at_nodes,
-}
 
 
 def probes(method: MethodConfig) -> list[MethodConfig]:
@@ -145,7 +139,7 @@ def measure(
     probe: _Probe | _SizesInTurn
     if shaped:
         structures = [make_shaped(p, streams.within("probe", i)).structure for i, p in enumerate(explicit)]
-        probe = _Probe(structures, TRIALS[method.structure.kind], clock)
+        probe = _Probe(structures, clock)
     else:
         probe = _SizesInTurn()
 
@@ -189,24 +183,23 @@ def measure(
     return Tuning(costs, tuple(probe.tried), tuple(probe.right))
 
 
-class _Probe:
+class _Probe(Structure):
     """Cycles through several structures by round; records the time of a step by width, and the outcomes of trials.
 
     laps: (width, seconds) of every draft step, from one forward pass to the next one or to the end of the draft.
     """
 
-    def __init__(self, structures: Sequence[Structure], trials: Observe, clock: Clock):
-        self._structures, self._trials, self._clock = structures, trials, clock
+    def __init__(self, structures: Sequence[Structure], clock: Clock):
+        super().__init__(max(each.max_rows for each in structures), max(each.max_depth for each in structures))
+        self._structures, self._clock = structures, clock
         self._turn, self.turns = 0, len(structures)
-        self.max_rows = max(structure.max_rows for structure in structures)
         self.reads_root = any(structure.reads_root for structure in structures)
-        self.totals: dict[str, float] = {}
         self.laps: list[tuple[int, float]] = []
         self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
 
-    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         watched = _Watched(source, self._clock)
-        tree = self._structures[self._turn % len(self._structures)].draft(watched, root, limit)
+        tree = self._now.draft(watched, root, limit)
         laps = itertools.pairwise([*watched.starts, self._clock()])
         self.laps += [(width, end - start) for width, (start, end) in zip(watched.widths, laps, strict=True)]
         return tree
@@ -214,10 +207,14 @@ class _Probe:
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         if not len(tree):
             return
-        self._turn += 1
-        for index, tried, right in self._trials(tree, accepted):
+        for index, tried, right in self._now.trials(tree, accepted):
             self.tried[index] += tried
             self.right[index] += right
+        self._turn += 1
+
+    @property
+    def _now(self) -> Structure:
+        return self._structures[self._turn % self.turns]
 
     def note(self, r: Round) -> None:
         """Do nothing: `draft` times every step."""
@@ -261,14 +258,22 @@ class _SizesInTurn:
         self.laps.append((max(1, r.drafted), r.structure_seconds))
 
 
-class _Watched(WrappedSource):
+class _Watched:
     """A source that records the time and row count of each call."""
 
-    def __init__(self, source: RoundSource, clock: Clock):
-        super().__init__(source)
-        self.to_probs, self._clock = source.to_probs, clock
+    def __init__(self, source: Source, clock: Clock):
+        self._source, self._clock = source, clock
+        self.to_probs = source.to_probs
         self.starts: list[float] = []
         self.widths: list[int] = []
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._source.hidden
+
+    @property
+    def target_hidden(self) -> Tensor:
+        return self._source.target_hidden
 
     def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
         self.starts.append(self._clock())

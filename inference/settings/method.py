@@ -112,14 +112,15 @@ class StopConfig(Settings):
 
 Draw = Literal["with_replacement", "without_replacement", "top_k"]
 DRAWS = get_args(Draw)
-_GROWN = ("opt_tree", "token_graph")  # structures that grow where q is large
+StructureKind = Literal["chain", "k_config", "opt_tree", "token_graph", "static"]
+_GROWN: tuple[StructureKind, ...] = ("opt_tree", "token_graph")  # they grow where q is large
 
 
 @dataclass(frozen=True)
 class StructureConfig(Settings):
     """The shape of a draft (see inference/shapes/shapes.py)."""
 
-    kind: Literal["chain", "k_config", "opt_tree", "token_graph", "static"] = "chain"  # one line of tokens, or a tree
+    kind: StructureKind = "chain"  # one line of tokens, or a tree
     max_depth: Annotated[Size, only(kind=_GROWN)] = 10  # drafting steps at most; auto with opt_tree
     # budget; the size of shape=binary; auto with opt_tree
     nodes: Annotated[Size, only(kind=(*_GROWN, "static"))] = 25

@@ -1,12 +1,9 @@
-"""Draft structures built from their settings and stop rules."""
+"""Draft structures, which shape one round's draft, built from their settings and stop rules."""
 
 import random
-import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -14,140 +11,232 @@ from draft_models.calibration_head import CalibrationHead
 from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from inference.core.tree import DraftTree, OptimalTree
 from inference.settings.limits import MOST_NODES
-from inference.settings.method import AUTO, MethodConfig, StructureConfig, number
+from inference.settings.method import AUTO, Draw, MethodConfig, StructureConfig, StructureKind, number
 from inference.shapes.opt_tree import opt_tree
-from inference.shapes.shapes import Extends, ToProbs, chain, find_shape, k_config, plain_probs, static
+from inference.shapes.shapes import chain, find_shape, k_config, plain_probs, static
 from inference.shapes.token_graph import GraphTree, token_graph
-from inference.sizing.policy import BestWidths, TreeSizes, Tuning, level_sizes, outcomes_at_nodes
+from inference.sizing.policy import (
+    BestWidths,
+    TreeSizes,
+    Trials,
+    Tuning,
+    level_sizes,
+    outcomes_at_nodes,
+    trials_at_nodes,
+    trials_by_band,
+    trials_in_chain,
+)
 from inference.stopping.factory import make_rule, required
-from inference.stopping.interface import StopRule
+from inference.stopping.interface import Source, StopRule, ToProbs
 from inference.stopping.plain import BestLength, FixedLength
 from outrider.streams import Streams
 
 
-class RoundSource(Extends, Protocol):
-    """A source during one round. `to_probs` turns its logits into draft distributions; None under greedy decoding."""
+class Structure(ABC):
+    """Shapes one round's draft. Its stop rule decides after every token or level, and learns from the accepted depth.
 
-    @property
-    def to_probs(self) -> ToProbs | None: ...
+    max_rows: upper bound of the rows that a round adds to the caches, not counting the root. max_depth: the most
+    drafting steps. reads_root: whether it compares drafted tokens with the root; then both must be ids of the same
+    vocabulary.
 
-
-class WrappedSource:
-    """A source that delegates to another one: the base of wrappers that observe it."""
-
-    to_probs: ToProbs | None
-
-    def __init__(self, source: Extends):
-        self._source = source
-
-    @property
-    def hidden(self) -> Tensor:
-        return self._source.hidden
-
-    @property
-    def target_hidden(self) -> Tensor:
-        return self._source.target_hidden
-
-
-class Structure(Protocol):
-    """Shapes one round's draft.
-
-    reads_root: whether it compares drafted tokens with the root; then both must be ids of the same vocabulary.
+    totals: sums over the rounds observed, most of which the papers report. expected_tau: OPT-Tree's E(A).
+    drafted_by_source: a token graph's nodes before unmerging. graph_success: rounds in which a copy was accepted. For a
+    k-config tree, `TRIED` nodes and `CANDIDATE`k of them at which the k-th draw was accepted. For chosen sizes, the
+    rounds with each choice: for example `CHOSEN`max_depth=3 rounds of 3 levels, or `CHOSEN`widths=[4,2] rounds of such
+    trees.
     """
-
-    reads_root: bool
-
-    @property
-    def max_rows(self) -> int:
-        """Upper bound of the rows that a round adds to the caches, not counting the root."""
-        ...
-
-    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
-        """A draft under `root` [1] whose paths have at most `limit` nodes; empty if `limit` is 0."""
-        ...
-
-    @property
-    def totals(self) -> Mapping[str, float]:
-        """Sums over the rounds observed.
-
-        expected_tau: OPT-Tree's E(A). drafted_by_source: a token graph's nodes before unmerging. graph_success: rounds
-        in which a copy was accepted. For a k-config tree, `TRIED` nodes and `CANDIDATE`k of them at which the k-th draw
-        was accepted. For chosen sizes, the rounds with each choice: for example `CHOSEN`max_depth=3 rounds of 3 levels,
-        or `CHOSEN`widths=[4,2] rounds of such trees.
-        """
-        ...
-
-    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Learn from a verified draft, given its `accepted` nodes."""
-        ...
-
-
-class Chain:
-    """Drafts one token at a time until the stop rule stops. With a generator, tokens are sampled from q."""
 
     reads_root = False
 
-    def __init__(self, rule: StopRule, generator: random.Random | None = None):
-        self.rule = rule
-        self.generator = generator
-        self.max_rows = rule.max_draft
-        self.totals: Counter[str] = Counter()
+    def __init__(self, max_rows: int, max_depth: int, rule: StopRule | None = None):
+        self.max_rows, self.max_depth = max_rows, max_depth
+        self.rule = rule or FixedLength(max_depth)
+        self.totals: dict[str, float] = defaultdict(float)
 
-    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
-        limit = min(limit, self.rule.max_draft)
-        return chain(source, root, self.rule, limit=limit, to_probs=source.to_probs, generator=self.generator)
+    @abstractmethod
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
+        """A draft under `root` [1] whose paths have at most `limit` nodes; empty if `limit` is 0."""
+
+    def steps(self, limit: int) -> int:
+        """The most drafting steps of a round whose paths may have `limit` nodes."""
+        return min(limit, self.max_depth, self.rule.max_draft)
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Learn from a verified draft, given its `accepted` nodes."""
+        self.rule.observe(tree.depth, len(accepted))
+
+    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+        """The outcomes of a round from which "auto" learns; none if no size can be "auto"."""
+        return iter(())
+
+
+class Chain(Structure):
+    """Drafts one token at a time until the stop rule stops. With a generator, tokens are sampled from q."""
+
+    def __init__(self, rule: StopRule, generator: random.Random | None = None):
+        super().__init__(rule.max_draft, rule.max_draft, rule)
+        self.generator = generator
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
+        steps, to_probs = self.steps(limit), source.to_probs
+        return chain(source, root, self.rule, limit=steps, to_probs=to_probs, generator=self.generator)
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
         if isinstance(self.rule, BestLength) and len(tree):
             self.totals[f"{CHOSEN}max_draft={self.rule.length}"] += 1
-        self.rule.observe(len(tree), len(accepted))
+        super().observe(tree, accepted)
+
+    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+        return trials_in_chain(len(tree), len(accepted))
 
 
-@dataclass
-class Tree:
-    """A tree structure with its settings bound. `totals` are the statistics that the papers report, summed over rounds.
+class Tree(Structure):
+    """A structure with `settings`. sizes: if some of them are "auto", chooses these and learns from their outcomes."""
 
-    rule: decides after every level whether drafting stops. It learns from the tree's depth and the accepted path, as
-    from a chain and its accepted tokens.
-    """
+    sizes: TreeSizes | BestWidths | None = None
 
-    build: Callable[..., DraftTree]  # (source, root, limit=…, rule=…, to_probs=…)
-    max_rows: int
-    max_depth: int
-    greedy_probs: ToProbs | None = None  # q under greedy decoding; None if ranking the logits is enough
-    rank: str = "sampler"  # drafter: `greedy_probs` when sampling too
-    count_candidates: bool = False
-    sizes: TreeSizes | BestWidths | None = None  # if `build` chooses sizes: learns from their outcomes
-    rule: StopRule = field(default_factory=lambda: FixedLength(sys.maxsize))  # the default never stops
-    reads_root: bool = False
-    deep: bool = False  # copies of a token graph may have any depth
-    totals: dict[str, float] = field(default_factory=dict)
+    def __init__(self, settings: StructureConfig, max_rows: int, max_depth: int):
+        super().__init__(max_rows, max_depth)
+        self.settings = settings
 
-    def draft(self, source: RoundSource, root: Tensor, limit: int) -> DraftTree:
-        to_probs = (source.to_probs if self.rank == "sampler" else None) or self.greedy_probs
-        steps = min(limit, self.max_depth, self.rule.max_draft)
-        longest = {"longest": limit} if self.deep else {}
-        return self.build(source, root, limit=steps, rule=self.rule, to_probs=to_probs, **longest)
+    def ranking(self, source: Source) -> ToProbs | None:
+        """What turns logits into the q that a tree grows by, if this is not the softmax of the logits."""
+        return source.to_probs if self.settings.rank == "sampler" else None
 
     def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
-        self.rule.observe(tree.depth, len(accepted))
-        if isinstance(tree, OptimalTree):
-            self._add("expected_tau", tree.expected)
-        if isinstance(tree, GraphTree):
-            self._add("drafted_by_source", tree.drafted)
-            self._add("graph_success", any(node >= tree.drafted for node in accepted))
-        if self.count_candidates:
-            for _, place in outcomes_at_nodes(tree, accepted):
-                self._add(TRIED, 1)
-                if place is not None:
-                    self._add(f"{CANDIDATE}{place + 1}", 1)
+        super().observe(tree, accepted)
         if self.sizes is not None and len(tree):
             self.sizes.observe(tree, accepted)
             for name in self.sizes.chosen(tree):
-                self._add(CHOSEN + name, 1)
+                self.totals[CHOSEN + name] += 1
 
-    def _add(self, name: str, value: float) -> None:
-        self.totals[name] = self.totals.get(name, 0.0) + value
+
+class Static(Tree):
+    """A tree of fixed shape."""
+
+    def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
+        self.shape = find_shape(settings.shape, number(settings.nodes))
+        super().__init__(settings, len(self.shape), self.shape.depth)
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
+        steps, to_probs = self.steps(limit), self.ranking(source)
+        return static(source, root, self.shape, limit=steps, rule=self.rule, to_probs=to_probs)
+
+
+class KConfig(Tree):
+    """MCSD's tree: so many children of every node, drawn with the generator, or the most likely ones without it."""
+
+    def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
+        self.generator = generator
+        self.mode: Draw = "top_k" if generator is None else settings.draw
+        self.widths: tuple[int, ...] = () if isinstance(settings.widths, str) else settings.widths
+        if not self.widths:
+            self.sizes = BestWidths(required(tuning))
+            super().__init__(settings, MOST_NODES, self.sizes.max_depth)
+        else:
+            super().__init__(settings, sum(level_sizes(self.widths)), len(self.widths))
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
+        steps, sizes = self.steps(limit), self.sizes
+        return k_config(
+            source,
+            root,
+            limit=steps,
+            widths=sizes.widths(steps) if isinstance(sizes, BestWidths) else self.widths,
+            mode=self.mode,
+            rule=self.rule,
+            to_probs=self.ranking(source),
+            generator=self.generator,
+        )
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        super().observe(tree, accepted)
+        for _, place in outcomes_at_nodes(tree, accepted):
+            self.totals[TRIED] += 1
+            if place is not None:
+                self.totals[f"{CANDIDATE}{place + 1}"] += 1
+
+    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+        return trials_at_nodes(tree, accepted)
+
+
+class OptTree(Tree):
+    """OPT-Tree's: the tree with the largest expected accepted length, of given sizes or of the fastest ones."""
+
+    def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
+        nodes, depth = (None if size == AUTO else number(size) for size in (settings.nodes, settings.max_depth))
+        if settings.delta is None and depth is not None:
+            raise ValueError("opt_tree needs a delta: measure one (inference.measure.probe)")
+        if nodes is not None and depth is not None:
+            fed = min(nodes, settings.width or nodes)  # per level
+            super().__init__(settings, max(nodes, fed * depth), depth)
+        else:
+            self.sizes = sizes = TreeSizes(required(tuning), nodes, depth)
+            super().__init__(settings, sizes.max_nodes * sizes.max_depth, sizes.max_depth)
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> OptimalTree:
+        settings = self.settings
+        growth = self.sizes.begin() if isinstance(self.sizes, TreeSizes) else None
+        return opt_tree(
+            source,
+            root,
+            limit=self.steps(limit),
+            nodes=number(settings.nodes) if growth is None else growth.nodes,
+            delta=settings.delta or 0.0,
+            width=settings.width,
+            growth=growth,
+            rule=self.rule,
+            to_probs=self.ranking(source),
+            temperature=settings.temperature,
+        )
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        assert isinstance(tree, OptimalTree)
+        super().observe(tree, accepted)
+        self.totals["expected_tau"] += tree.expected
+
+    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+        return trials_by_band(tree, accepted)
+
+
+class Graph(Tree):
+    """GSD's token graph, unmerged."""
+
+    reads_root = True
+
+    def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
+        super().__init__(settings, number(settings.nodes), number(settings.max_depth))
+
+    def ranking(self, source: Source) -> ToProbs:
+        return super().ranking(source) or self._softened
+
+    def _softened(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        return plain_probs(logits / self.settings.temperature, rows)
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> GraphTree:
+        return token_graph(
+            source,
+            root,
+            self.settings,
+            limit=self.steps(limit),
+            longest=limit if self.settings.deep_copies else 0,
+            rule=self.rule,
+            to_probs=self.ranking(source),
+        )
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        assert isinstance(tree, GraphTree)
+        super().observe(tree, accepted)
+        self.totals["drafted_by_source"] += tree.drafted
+        self.totals["graph_success"] += any(node >= tree.drafted for node in accepted)
+
+
+TREES: Mapping[StructureKind, type[Static] | type[KConfig] | type[OptTree] | type[Graph]] = {
+    "static": Static,
+    "k_config": KConfig,
+    "opt_tree": OptTree,
+    "token_graph": Graph,
+}
 
 
 def make_structure(
@@ -167,66 +256,12 @@ def make_structure(
     generator = streams.of("draft") if drawn else None
     if settings.kind == "chain":
         by_chance = drawn and method.verify == "exact"  # naive verification accepts a token with probability p
-        rule = make_rule(method.stop, streams, head, tuning, drawn=by_chance)
-        return Chain(rule, generator)
+        return Chain(make_rule(method.stop, streams, head, tuning, drawn=by_chance), generator)
     tree = make_tree(settings, generator, tuning)
-    return replace(tree, rule=make_rule(method.stop, streams, head, tuning, levels=tree.max_depth))
+    tree.rule = make_rule(method.stop, streams, head, tuning, levels=tree.max_depth)
+    return tree
 
 
 def make_tree(settings: StructureConfig, generator: random.Random | None = None, tuning: Tuning | None = None) -> Tree:
-    """A tree structure with `settings` bound, without a stop rule; tuning: for sizes that are "auto"."""
-
-    def greedy_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
-        return plain_probs(logits / settings.temperature, rows)
-
-    build: Callable[..., DraftTree]
-    if settings.kind == "opt_tree":
-        return replace(_make_opt_tree(settings, tuning), rank=settings.rank)
-    if settings.kind == "token_graph":
-        build = partial(
-            token_graph,
-            node_budget=number(settings.nodes),
-            out_degree=settings.out_degree,
-            theta_prob=settings.theta_prob,
-            theta_sibling=settings.theta_sibling,
-            tau=settings.tau,
-        )
-        most, depth, deep = number(settings.nodes), number(settings.max_depth), settings.deep_copies
-        return Tree(build, most, depth, greedy_probs, settings.rank, reads_root=True, deep=deep)
-    if settings.kind == "k_config":
-        mode = "top_k" if generator is None else settings.draw
-        build = partial(k_config, mode=mode, generator=generator)
-        if isinstance(settings.widths, str):
-            sizes = BestWidths(required(tuning))
-            chosen = _with_chosen_widths(build, sizes)
-            return Tree(chosen, MOST_NODES, sizes.max_depth, count_candidates=True, sizes=sizes)
-        rows = sum(level_sizes(settings.widths))
-        return Tree(partial(build, widths=settings.widths), rows, len(settings.widths), count_candidates=True)
-    shape = find_shape(settings.shape, number(settings.nodes))
-    return Tree(partial(static, shape=shape), len(shape), shape.depth)
-
-
-def _make_opt_tree(settings: StructureConfig, tuning: Tuning | None) -> Tree:
-    nodes, depth = (None if size == AUTO else number(size) for size in (settings.nodes, settings.max_depth))
-    if settings.delta is None and depth is not None:
-        raise ValueError("opt_tree needs a delta: measure one (inference.measure.probe)")
-    delta = settings.delta or 0.0
-    if nodes is not None and depth is not None:
-        build = partial(opt_tree, nodes=nodes, delta=delta, width=settings.width, temperature=settings.temperature)
-        fed = min(nodes, settings.width or nodes)  # per level
-        return Tree(build, max(nodes, fed * depth), depth)
-    sizes = TreeSizes(required(tuning), nodes, depth)
-
-    def grow(source: RoundSource, root: Tensor, **options: Any) -> DraftTree:
-        options |= {"delta": delta, "width": settings.width, "temperature": settings.temperature}
-        growth = sizes.begin()
-        return opt_tree(source, root, nodes=growth.nodes, growth=growth, **options)
-
-    return Tree(grow, sizes.max_nodes * sizes.max_depth, sizes.max_depth, sizes=sizes)
-
-
-def _with_chosen_widths(build: Callable[..., DraftTree], sizes: BestWidths) -> Callable[..., DraftTree]:
-    def choose(source: RoundSource, root: Tensor, *, limit: int, **options: Any) -> DraftTree:
-        return build(source, root, limit=limit, widths=sizes.widths(limit), **options)
-
-    return choose
+    """A tree structure with `settings`, which drafts all its levels; tuning: for sizes that are "auto"."""
+    return TREES[settings.kind](settings, generator, tuning)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from inference.core.ops import likeliest_children
 from inference.core.tree import ROOT, OptimalTree
-from inference.shapes.shapes import Extends, ToProbs, cat_levels, plain_probs, stops
+from inference.shapes.shapes import cat_levels, plain_probs, stops
 from inference.sizing.policy import TreeGrowth
-from inference.stopping.interface import StopRule
+from inference.stopping.interface import Source, StopRule, ToProbs
 
 
 def opt_tree(
-    source: Extends,
+    source: Source,
     root: Tensor,
     *,
     limit: int,

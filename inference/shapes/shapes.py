@@ -9,11 +9,11 @@ every level. A draft that it stops at depth d equals the draft with limit=d.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,25 +22,12 @@ from inference.core.ops import largest
 from inference.core.sampling import invert
 from inference.core.tree import ROOT, DraftTree, chain_parents
 from inference.settings.method import DRAWS, Draw
-from inference.stopping.interface import Step, StopRule
+from inference.stopping.interface import Source, Step, StopRule, ToProbs
 from outrider.errors import UserError, require_choice
 from outrider.files import read_json
 
-# Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
-ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
 
-
-class Extends(Protocol):
-    """The part of a source that a structure uses (see `inference.core.drafter.DraftModel`)."""
-
-    @property
-    def hidden(self) -> Tensor: ...
-    @property
-    def target_hidden(self) -> Tensor: ...
-    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor: ...
-
-
-def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Extends, row: int = 0) -> bool:
+def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Source, row: int = 0) -> bool:
     """Whether `rule`, if there is one, ends the draft after a level of depth `drafted`.
 
     tokens: of the level, which its first node represents. logits [n, V]: after the rows just fed. row: the one of these
@@ -58,7 +45,7 @@ def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def chain(
-    source: Extends,
+    source: Source,
     root: Tensor,
     rule: StopRule,
     *,
@@ -95,7 +82,7 @@ def chain(
 
 
 def k_config(
-    source: Extends,
+    source: Source,
     root: Tensor,
     *,
     limit: int,
@@ -259,7 +246,7 @@ def full_shape(widths: tuple[int, ...]) -> Shape:
 
 
 def static(
-    source: Extends,
+    source: Source,
     root: Tensor,
     shape: Shape,
     *,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from inference.core.tree import ROOT, DraftTree
-from inference.shapes.shapes import Extends, ToProbs, plain_probs, stops
-from inference.stopping.interface import StopRule
+from inference.settings.method import StructureConfig, number
+from inference.shapes.shapes import plain_probs, stops
+from inference.stopping.interface import Source, StopRule, ToProbs
 
 
 @dataclass(frozen=True)
@@ -80,40 +81,25 @@ class TokenGraph:
 
 
 def token_graph(
-    source: Extends,
+    source: Source,
     root: Tensor,
+    settings: StructureConfig,
     *,
     limit: int,
     longest: int = 0,
-    node_budget: int,
-    out_degree: int = 4,
-    theta_prob: float = 0.2,
-    theta_sibling: float = 0.3,
-    tau: int = 2,
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> GraphTree:
-    """GSD's token graph, drafted and unmerged. At most `node_budget` nodes and rows.
+    """GSD's token graph, drafted and unmerged. At most `settings.nodes` nodes and rows.
 
     Copies cost no drafting and may reach depth `limit`, unless `rule` stopped the graph earlier; with `longest`, that
     depth always.
     """
     if limit < 1:
         return GraphTree(root[:0], (), ())
-    graph = draft_graph(
-        source,
-        root,
-        limit=limit,
-        node_budget=node_budget,
-        out_degree=out_degree,
-        theta_prob=theta_prob,
-        theta_sibling=theta_sibling,
-        tau=tau,
-        rule=rule,
-        to_probs=to_probs,
-    )
+    graph = draft_graph(source, root, settings, limit=limit, rule=rule, to_probs=to_probs)
     drafted = len(graph.tokens)
-    unmerge(graph, node_budget, longest)
+    unmerge(graph, number(settings.nodes), longest)
     return GraphTree(
         torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
         tuple(graph.parents),
@@ -124,15 +110,11 @@ def token_graph(
 
 
 def draft_graph(
-    source: Extends,
+    source: Source,
     root: Tensor,
+    settings: StructureConfig,
     *,
     limit: int,
-    node_budget: int,
-    out_degree: int,
-    theta_prob: float,
-    theta_sibling: float,
-    tau: int,
     rule: StopRule | None = None,
     to_probs: ToProbs | None = None,
 ) -> TokenGraph:
@@ -146,15 +128,15 @@ def draft_graph(
 
     A redundant node is merged into that first node, unless that would close a cycle; then it counts as new. A pruned
     earlier occurrence has no children to share and is ignored. A pruned later one is merged like any other, as sharing
-    is free. tau=0 merges nothing. A level that exceeds `node_budget` keeps its nodes with the largest p̂.
+    is free. tau=0 merges nothing. A level that exceeds the node budget keeps its nodes with the largest p̂.
     """
-    to_probs = to_probs or plain_probs
+    to_probs, budget, tau = to_probs or plain_probs, number(settings.nodes), settings.tau
     graph = TokenGraph(0, limit)
     first_with: dict[tuple[int, ...], int] = {}
     inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0
     for depth in range(1, limit + 1):
         logits = source.extend(tokens, parent_rows)
-        top = to_probs(logits, range(fed, fed + len(inner))).topk(min(out_degree, logits.shape[-1]))
+        top = to_probs(logits, range(fed, fed + len(inner))).topk(min(settings.out_degree, logits.shape[-1]))
         table = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
         if not fed:
             table = torch.cat([table, root[None].float()], dim=-1)
@@ -165,21 +147,21 @@ def draft_graph(
         if not fed:
             graph.root_token = int(lines[0].pop())
         fed += len(inner)
-        level = _children(graph, inner, lines, node_budget)
+        level = _children(graph, inner, lines, budget)
         above = [graph.paths[node] if node >= 0 else 1.0 for node in inner]
         first_children = [path * line[0] for path, line in zip(above, lines, strict=True)]
         place = first_children.index(max(first_children))
         if stops(rule, depth, top.indices[place], logits, source, place):
             graph.limit = depth
         inner = []
-        if depth == graph.limit or len(graph.tokens) >= node_budget:
+        if depth == graph.limit or len(graph.tokens) >= budget:
             break
         for node, largest in level:
             gram = graph.suffix(node, tau) if tau else None
             first = first_with.get(gram) if gram is not None else None
             if first is not None and not graph.leads_to(first, node):
                 graph.merged[node] = first
-            elif graph.probs[node] >= theta_prob and graph.probs[node] >= theta_sibling * largest:
+            elif graph.probs[node] >= max(settings.theta_prob, settings.theta_sibling * largest):
                 inner.append(node)
                 if gram is not None:
                     first_with.setdefault(gram, node)
@@ -201,9 +183,9 @@ def _children(
         for prob, token in zip(line[:k], line[k:], strict=True):
             if prob > 0:
                 found.append((above * prob, parent, int(token), prob, line[0]))
-    room = node_budget - len(graph.tokens)
-    if len(found) > room:
-        order = sorted(range(len(found)), key=lambda i: -found[i][0])[:room]
+    left = node_budget - len(graph.tokens)
+    if len(found) > left:
+        order = sorted(range(len(found)), key=lambda i: -found[i][0])[:left]
         found = [found[i] for i in sorted(order)]
     return [(graph.add(token, parent, prob), largest) for _, parent, token, prob, largest in found]
 

@@ -1,6 +1,7 @@
 """The interface of a stop rule, and what it may ask of a drafted token."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,15 +10,25 @@ from torch import Tensor
 
 from draft_models.calibration_head import CalibrationHead, log_odds
 
+# Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
+ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
 
-class HasHidden(Protocol):
-    """hidden [n, d_D]: the drafter's last hidden states at the rows fed last; target_hidden [1, d_T]: the target's last
-    hidden state at the last verified position."""
+
+class Source(Protocol):
+    """A draft model during one round, as a structure feeds it and a stop rule asks it (see `DraftModel`).
+
+    hidden [n, d_D]: the drafter's last hidden states at the rows fed last; target_hidden [1, d_T]: the target's last
+    hidden state at the last verified position. to_probs: turns its logits into draft distributions; None under greedy
+    decoding.
+    """
 
     @property
     def hidden(self) -> Tensor: ...
     @property
     def target_hidden(self) -> Tensor: ...
+    @property
+    def to_probs(self) -> ToProbs | None: ...
+    def extend(self, tokens: Tensor, parents: Sequence[int]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class Step:
     drafted: int
     token: Tensor
     logits: Tensor
-    source: HasHidden
+    source: Source
     row: int = 0
 
     @property

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.core.tree import DraftTree
+from inference.settings.method import StructureConfig
 from inference.shapes.token_graph import token_graph
 from outrider.errors import UserError
 from tests.known_source import KnownSource, Q, root, untied
@@ -49,8 +50,8 @@ def test_weak_sibling_pruning_prunes_nothing_where_weak_tokens_are_pruned(q: Q, 
     """As the note of Fig. 8 says."""
 
     def draft(theta_sibling: float) -> DraftTree:
-        options = {"limit": 4, "node_budget": 10**4, "theta_prob": 0.4, "tau": 1}
-        return token_graph(KnownSource(q), root(), theta_sibling=theta_sibling, **options)  # type: ignore[arg-type]
+        shape = StructureConfig("token_graph", nodes=10**4, theta_prob=0.4, theta_sibling=theta_sibling, tau=1)
+        return token_graph(KnownSource(q), root(), shape, limit=4)
 
     ours, other = draft(theta), draft(0.0)
     assert torch.equal(ours.tokens, other.tokens)

@@ -54,7 +54,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         for mode in ("with_replacement", "without_replacement", "top_k")
     },
     "opt_tree": {"nodes": 9, "delta": 0.0},
-    "token_graph": {"node_budget": 60, "tau": 1, "theta_prob": 0.0, "theta_sibling": 0.1},
+    "token_graph": {
+        "settings": StructureConfig("token_graph", nodes=60, tau=1, theta_prob=0.0, theta_sibling=0.1),
+    },
     "static": {"shape": EAGLE_25},
 }
 TREES = {
@@ -171,7 +173,7 @@ def test_drafts_get_deeper_with_the_prior(structure: str) -> None:
         drafting, depths = make_structure(method, Streams(0)), []
         for seed in range(60):
             source: Any = KnownSource(random_q(seed))
-            source.to_probs = None
+
             depths.append(drafting.draft(source, root(), 99).depth)
         means.append(sum(depths) / len(depths))
     assert means == sorted(means)
@@ -188,7 +190,7 @@ def test_max_draft_bounds_the_levels(structure: str, limit: int) -> None:
         trees = []
         for drafting in (own, bound, longer):
             source: Any = KnownSource(random_q(seed))
-            source.to_probs = None
+
             trees.append(drafting.draft(source, root(), 99))
         assert (trees[1].depth, content(trees[0])) == (limit, content(trees[2]))
         assert trees[0].depth > 2
@@ -207,7 +209,7 @@ def test_max_draft_bounds_the_copies_of_a_token_graph() -> None:
     for limit in (None, 4):
         stop, shape = StopConfig(max_draft=limit), StructureConfig(kind="token_graph", out_degree=2, tau=1)
         source: Any = KnownSource(q)
-        source.to_probs = None
+
         tree = make_structure(MethodConfig(structure=shape, stop=stop), 0).draft(source, root(), 99)
         assert source.calls == [1, 2, 2]
         depths[limit] = tree.depth

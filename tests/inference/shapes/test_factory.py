@@ -35,7 +35,7 @@ BUILDERS: dict[str, tuple[StructureConfig, int, Callable[..., DraftTree]]] = {
     "token_graph": (
         StructureConfig(kind="token_graph", nodes=40, max_depth=4, temperature=0.7, **GRAPH),
         4,
-        partial(token_graph, node_budget=40, **GRAPH),
+        partial(token_graph, settings=StructureConfig("token_graph", nodes=40, **GRAPH)),
     ),
     "opt_tree by the drafter": (
         StructureConfig(kind="opt_tree", nodes=14, max_depth=6, delta=0.25, temperature=0.7, rank="drafter"),
@@ -45,7 +45,7 @@ BUILDERS: dict[str, tuple[StructureConfig, int, Callable[..., DraftTree]]] = {
     "token_graph by the drafter": (
         StructureConfig(kind="token_graph", nodes=40, max_depth=4, temperature=0.7, rank="drafter", **GRAPH),
         4,
-        partial(token_graph, node_budget=40, **GRAPH),
+        partial(token_graph, settings=StructureConfig("token_graph", nodes=40, **GRAPH)),
     ),
     "k_config": (
         StructureConfig(kind="k_config", widths=(3, 2, 2)),
@@ -58,10 +58,6 @@ BUILDERS: dict[str, tuple[StructureConfig, int, Callable[..., DraftTree]]] = {
         partial(static, shape=binary_shape(11)),
     ),
 }
-
-
-class RoundSource(KnownSource):
-    to_probs: Any = None
 
 
 def as_drafted(tree: DraftTree) -> tuple:
@@ -81,7 +77,7 @@ def test_a_tree_is_drafted_by_its_settings(name: str) -> None:
     for seed in range(12):
         structure = make_tree(settings)
         for to_probs in (None, flatter):  # of the target's sampler; none when greedy
-            ours, other = RoundSource(random_q(seed, order=2)), KnownSource(random_q(seed, order=2))
+            ours, other = KnownSource(random_q(seed, order=2)), KnownSource(random_q(seed, order=2))
             ours.to_probs = to_probs
             own = sharper if settings.kind in ("opt_tree", "token_graph") else None
             expected = own if settings.rank == "drafter" else to_probs or own
@@ -98,7 +94,7 @@ def test_whose_q_ranks_a_tree_matters_when_sampling_only(kind: str) -> None:
 
     def draft(rank: str, to_probs: Any) -> tuple:
         settings = StructureConfig(kind, nodes=14, rank=rank, **({"delta": 0.0} if kind == "opt_tree" else {}))  # type: ignore[arg-type]
-        source = RoundSource(random_q(1, order=2))
+        source = KnownSource(random_q(1, order=2))
         source.to_probs = to_probs
         return as_drafted(make_tree(settings).draft(source, root(), 9))
 
@@ -115,7 +111,7 @@ def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
     for sampled in (False, True):
         generators = [random.Random(1) if sampled else None for _ in range(2)]
         structure = make_tree(settings, generators[0])
-        found = structure.draft(RoundSource(random_q(0)), root(), 9)
+        found = structure.draft(KnownSource(random_q(0)), root(), 9)
         mode = draw if sampled else "top_k"
         options = {"limit": 2, "widths": (3, 2), "mode": mode, "generator": generators[1]}
         expected = k_config(KnownSource(random_q(0)), root(), **options)

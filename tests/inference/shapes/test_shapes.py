@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inference.core.tree import ROOT, DraftTree
+from inference.settings.method import StructureConfig
 from inference.shapes.opt_tree import opt_tree
 from inference.shapes.shapes import (
     EAGLE_25,
@@ -61,7 +62,7 @@ every_structure = pytest.mark.parametrize(
             for mode in ("with_replacement", "without_replacement", "top_k")
         ),
         partial(opt_tree, nodes=9, delta=0.0),
-        partial(token_graph, node_budget=20),
+        partial(token_graph, settings=StructureConfig("token_graph", nodes=20)),
         partial(static, shape=EAGLE_25),
     ],
 )

@@ -1,6 +1,7 @@
 """Token graphs against the tree they stand for, and against merging by its definition."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +22,18 @@ graphs = st.fixed_dictionaries(
         "theta_sibling": st.sampled_from([0.0, 0.31, 0.83]),
     }
 )
+
+
+def graph_of(
+    source: KnownSource,
+    draft: Callable[..., Any] = token_graph,
+    *,
+    limit: int,
+    longest: int | None = None,
+    **shape: Any,
+) -> Any:
+    options = {"limit": limit} | ({} if longest is None else {"longest": longest})
+    return draft(source, root(), StructureConfig("token_graph", **shape), **options)
 
 
 def gram(path: Path_, tau: int) -> Path_ | None:
@@ -49,7 +62,7 @@ def pruned_tree(q: Q, limit: int, out_degree: int, theta_prob: float, theta_sibl
 def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> None:
     config = config | {"limit": min(config["limit"], 4)}
     source = KnownSource(q)
-    tree = token_graph(source, root(), node_budget=10**6, tau=0, **config)
+    tree = graph_of(source, nodes=10**6, tau=0, **config)
     paths = check(tree, source, config["limit"])
     expected = set(pruned_tree(q, **config))
     assert set(paths) == expected
@@ -62,7 +75,7 @@ def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> Non
        longest=st.sampled_from([0, 8]))  # fmt: skip
 def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int, longest: int) -> None:
     source = KnownSource(q)
-    graph = draft_graph(source, root(), node_budget=budget, tau=tau, **config)
+    graph = graph_of(source, draft_graph, nodes=budget, tau=tau, **config)
     n = len(graph.tokens)
     paths: list[Path_] = []
     for token, parent in zip(graph.tokens, graph.parents, strict=True):
@@ -96,7 +109,7 @@ def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int, lo
         for node in graph.merged:
             walk(node, ())
 
-    tree = token_graph(KnownSource(q), root(), node_budget=budget, tau=tau, longest=longest, **config)
+    tree = graph_of(KnownSource(q), nodes=budget, tau=tau, longest=longest, **config)
     unmerged = check(tree, source, longest or config["limit"])
     assert len(tree) <= budget
     assert tree.drafted == n
@@ -123,8 +136,8 @@ def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int, lo
 @given(q=untied, budget=st.integers(1, 12))
 def test_a_level_over_the_budget_keeps_its_likeliest_nodes(q: Q, budget: int) -> None:
     config = {"limit": 4, "out_degree": 3, "theta_prob": 0.0, "theta_sibling": 0.0, "tau": 0}
-    bounded = paths_of(token_graph(KnownSource(q), root(), node_budget=budget, **config))
-    whole = paths_of(token_graph(KnownSource(q), root(), node_budget=10**6, **config))
+    bounded = paths_of(graph_of(KnownSource(q), nodes=budget, **config))
+    whole = paths_of(graph_of(KnownSource(q), nodes=10**6, **config))
     assert len(bounded) == min(budget, len(whole))
     last = len(bounded[-1])
     level = sorted((path for path in whole if len(path) == last), key=lambda path: -weight(q, path))
@@ -142,7 +155,7 @@ def test_two_branches_that_would_merge_into_each_other() -> None:
         return [0, 0, 0.01, 0.99] if path[-1] == 2 else [0, 0, 0.99, 0.01]
 
     source = KnownSource(swap)
-    tree = token_graph(source, root(), limit=5, node_budget=50, tau=1, out_degree=2)
+    tree = graph_of(source, limit=5, nodes=50, tau=1, out_degree=2)
     paths = check(tree, source, 5)
     assert (2, 3, 2, 3, 2) in paths
     assert (3, 2, 3, 2, 3) in paths
@@ -162,7 +175,7 @@ def again(path: Path_) -> Sequence[float]:
 
 def test_the_roots_token_is_part_of_a_gram() -> None:
     """τ = 2: after the root's token 1 comes 2, and so it does at the end of 3, 1, 2, which is merged."""
-    tree = token_graph(KnownSource(again), root(), limit=4, node_budget=40, tau=2)
+    tree = graph_of(KnownSource(again), limit=4, nodes=40, tau=2)
     paths = paths_of(tree)
     assert (paths.index((3, 1, 2)), paths.index((2,))) in tree.merged.items()
 
@@ -191,7 +204,7 @@ def test_a_shared_continuation_is_drafted_once() -> None:
 
     def draft(tau: int) -> tuple[DraftTree, KnownSource]:
         source = KnownSource(q)
-        return token_graph(source, root(), limit=6, node_budget=40, tau=tau), source
+        return graph_of(source, limit=6, nodes=40, tau=tau), source
 
     merged, source = draft(2)
     alone, other = draft(0)
