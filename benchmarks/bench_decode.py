@@ -29,8 +29,7 @@ from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive
 from inference.core.rounds import Generation
 from inference.drafters.shaped import Calibrated
-from inference.engines.choose import make_runtime
-from inference.loading.drafters import Drafters, prepare
+from inference.loading.targets import Drafters, make_runtime, prepare
 from inference.measure.arms import make_arms, measure
 from inference.settings.evaluate import RUNTIMES
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig

@@ -27,8 +27,7 @@ from inference.core.token_selector import TokenSelector
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.loading.drafters import prepare
-from inference.loading.targets import end_tokens, load_plain
+from inference.loading.targets import end_tokens, load_plain, prepare
 from inference.measure.arms import transformers_generate
 from inference.measure.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
 from inference.measure.results import AUTOREGRESSIVE

@@ -70,7 +70,7 @@ from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative
-from inference.loading.drafters import new_drafter
+from inference.loading.targets import new_drafter
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.errors import UserError

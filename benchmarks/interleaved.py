@@ -41,8 +41,16 @@ from inference.measure.bench import (
     render,
     require_fits,
 )
-from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.measure.results import Arm, PromptResult
+from inference.measure.results import (
+    Arm,
+    Measured,
+    PromptResult,
+    append_result,
+    begin_run,
+    next_number,
+    open_run,
+    read_results,
+)
 from inference.measure.threads import use_threads
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
@@ -153,7 +161,7 @@ def measure_all(
         done, number = read_results(folder), next_number(folder)
         todo = [position for position in range(len(prompts)) if position not in done]
         if todo:
-            use_threads(config.threads)
+            threads = use_threads(config.threads)
             field = enter(config, setup, prompts, ids, known, peers)
             if known is None:
                 known = asdict(field.prepared)
@@ -161,7 +169,6 @@ def measure_all(
             for position in tqdm(todo, desc="measure", unit="prompt", disable=None):
                 if minutes is not None and position != todo[0] and time.monotonic() - began > 60 * minutes:
                     break
-                threads = use_threads(config.threads)
                 prompt = prompts[position]
                 result = measure(
                     field.arms, ids[position], prompt_id=prompt.id, category=prompt.category, repeats=config.repeats,

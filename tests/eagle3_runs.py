@@ -12,7 +12,7 @@ from inference.core.target_session import Runtime
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.shaped import ModelDrafter
 from inference.engines.graphs.cuda_graphs import Graphed
-from inference.loading.drafters import prepare
+from inference.loading.targets import prepare
 from inference.shapes.factory import make_structure
 from outrider.streams import Streams
 from tests.fitted_heads import fitted_head

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from draft_models.targets.attention import use_kernel
 from inference.engines.graphs import attention_kernels, cuda_graphs
 from inference.engines.graphs.attention_kernels import kernel_for
-from inference.engines.graphs.capture import GraphPool
+from inference.engines.graphs.fixed_shapes import GraphPool
 from tests.recorded import WAITING, storage_key, waits
 
 # The rules, as `BrokenError` names them.

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from inference.engines.graphs import attention_kernels, cuda_graphs
-from inference.engines.graphs.capture import GraphPool
+from inference.engines.graphs.fixed_shapes import GraphPool
 
 # The host waits for the device, or hands it memory of its own.
 WAITING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.__bool__,

@@ -28,7 +28,7 @@ from inference.loading.targets import (
     run_settings,
 )
 from inference.measure import bench
-from inference.measure.prompt_results import append_result, begin_run, open_run, read_results
+from inference.measure.results import append_result, begin_run, open_run, read_results
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError

@@ -29,7 +29,7 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.attention_kernels import attention_shape
 from inference.engines.graphs.fixed_shapes import UPLOADS, Upload
-from inference.loading.drafters import prepare
+from inference.loading.targets import prepare
 from inference.measure.arms import make_arms, measure, measure_deviations
 from inference.measure.lossless import judge
 from inference.measure.results import AUTOREGRESSIVE, Arm, Choosing

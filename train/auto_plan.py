@@ -7,7 +7,7 @@ from typing import Literal
 
 from data_prep.text.settings import DataConfig
 from draft_models.targets.model_spec import UNLIMITED
-from inference.measure.verdict import MIN_PROMPTS
+from inference.measure.statistics import MIN_PROMPTS
 from outrider.errors import require
 from outrider.words import option
 from train.pipeline_settings import STEPS, TIME, PipelineConfig, StepConfig

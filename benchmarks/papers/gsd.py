@@ -22,7 +22,7 @@ from torch import Tensor
 
 from inference.core.tree import ROOT, DraftTree
 from inference.drafters.shaped import ModelDrafter
-from inference.loading.drafters import new_drafter
+from inference.loading.targets import new_drafter
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import Structure

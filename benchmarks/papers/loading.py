@@ -11,9 +11,7 @@ from interleaved import read_categories
 
 from data_prep.text.prompts import Prompt, read_prompts
 from inference.drafters.ngram.ngrams import open_table
-from inference.engines.choose import make_runtime
-from inference.loading.drafters import prepare
-from inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack
+from inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack, make_runtime, prepare
 from inference.measure.bench import render
 from inference.measure.replay import load_vocabulary, read_transcripts, recordings
 from inference.settings.evaluate import EvaluateConfig

@@ -27,8 +27,8 @@ from inference.core.target_session import Runtime
 from inference.core.token_selector import TokenSelector
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource
-from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
+from inference.loading.targets import Drafters, new_drafter
 from inference.measure.arms import make_arms
 from inference.measure.replay import RecordedSession
 from inference.measure.results import AUTOREGRESSIVE

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps, can_be_compiled
 from draft_models.targets.attention import grouped_attention
-from inference.engines.graphs.capture import GraphPool, can_capture
+from inference.engines.graphs.fixed_shapes import GraphPool, can_capture
 from outrider.errors import UserError
 
 _ROOM = 256  # maximum number of cache slots added at a time; masked slots cost compute too

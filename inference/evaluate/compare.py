@@ -1,7 +1,7 @@
 """Evaluating a checkpoint: all arms over all prompts, spread over the processes of a launcher, and one report.
 
-Results are stored prompt by prompt (`prompt_results`), and the report is made from the stored results. So a stopped run
-can be continued, with any number of processes.
+Results are stored prompt by prompt (`measure.results`), and the report is made from the stored results. So a stopped
+run can be continued, with any number of processes.
 """
 
 import gc
@@ -22,8 +22,7 @@ from data_prep.text.prompts import Prompt, read_prompts
 from data_prep.text.rehearsal import rehearsable
 from draft_models.card import add_report
 from inference.core.rounds import Clock
-from inference.doctor.table import coloured, refuse, table
-from inference.engines.choose import make_runtime
+from inference.doctor.scores import refuse, table
 from inference.loading.memory_plan import plan_evaluation
 from inference.loading.targets import (
     Models,
@@ -34,6 +33,7 @@ from inference.loading.targets import (
     heldout_fraction,
     load_drafters,
     load_models,
+    make_runtime,
     run_settings,
 )
 from inference.measure.bench import (
@@ -46,10 +46,9 @@ from inference.measure.bench import (
     render,
     require_fits,
 )
-from inference.measure.busy import load_average, machine_load
-from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
 from inference.measure.replay import evaluate_replay
-from inference.measure.threads import use_threads
+from inference.measure.results import Measured, append_result, begin_run, next_number, open_run, read_results
+from inference.measure.threads import load_average, machine_load, use_threads
 from inference.measure.time_limit import TimeLimit
 from inference.report.drafter_facts import digests, draft_vocabularies, trained_seconds
 from inference.report.lossless_report import is_lossless, target_differs
@@ -185,12 +184,19 @@ def _evaluate(
                 made = f"{min(least, len(done) + taken * state.num_processes)} of at least {least} prompts are done"
                 print(f"{config.minutes:.3g} minutes are over: {made}", flush=True)
             asked = prompts[position], rendered[position], position
-            threads = use_threads(config.threads)  # the same number for all arms of the prompt
             results, skipped = measure_prompt(config, *asked, setup, models, bench)
             spent, taken = limit.spent(), taken + 1
             peak, got = peak_memory(setup.device), bench.watch.take()
             measured = Measured(
-                position, state.num_processes, results, skipped, threads, spent, peak, got, load_average()
+                position,
+                state.num_processes,
+                results,
+                skipped,
+                torch.get_num_threads(),
+                spent,
+                peak,
+                got,
+                load_average(),
             )
             append_result(out_dir, number + state.process_index, measured)
         del bench
@@ -228,7 +234,7 @@ def see_doctor(
     with Stage("examining drafters"):
         found = examine(config, setup, models, prompts, rendered)
     for kind, one in found.items():
-        print(coloured(table(kind, one), sys.stdout), flush=True)
+        print("\n".join(table(kind, one)), flush=True)
         refuse(KINDS[kind].option or kind, str(config.where(KINDS[kind])), one)
     return found
 

@@ -21,9 +21,8 @@ from inference.core.rounds import Generation, Round
 from inference.drafters.ngram.ngrams import open_table
 from inference.evaluate.server_arm import EngineServer
 from inference.loading.targets import TargetSetup, context_length, load_plain
-from inference.measure.busy import load_average, machine_load
-from inference.measure.prompt_results import append_line, read_lines
-from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.measure.results import AUTOREGRESSIVE, PromptResult, append_line, read_lines
+from inference.measure.threads import load_average, machine_load
 from inference.report.served import DRAFTED, PLAIN, UNREAD, Row, served_row
 from inference.serving.engine_process import EngineProcess, require_engine, running
 from inference.serving.proposer import PROPOSER, chain_rounds, environment

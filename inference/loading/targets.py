@@ -1,4 +1,4 @@
-"""The target of a run and its drafters: first located and identified by digests, then loaded."""
+"""The target of a run and its drafters: located and identified by digests, loaded, and prepared for decoding."""
 
 import hashlib
 import json
@@ -25,22 +25,26 @@ from draft_models.targets.open_target import OpenTarget, open_target, pick_devic
 from draft_models.targets.proof import NotByLayersError, prove_layers, prove_rows, require_all_kept
 from draft_models.targets.stack import WholeModel
 from draft_models.targets.target import Target
+from inference.core.drafter import Drafter
 from inference.core.stop_strings import StopStrings
 from inference.core.target_session import Runtime
 from inference.engines.blocked import can_pack
-from inference.engines.choose import make_runtime
 from inference.engines.cpu.recorded import recorded
-from inference.loading.drafters import Drafters, prepare
 from inference.loading.generation_config import Inherited, inherit, read_generation_config
 from inference.loading.templates import chat_template, trained_templates
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS, Placed
-from inference.settings.method import number
+from inference.settings.method import MethodConfig, number
 from inference.shapes.shapes import find_shape
+from inference.sizing.policy import Tuning
 from outrider.errors import UserError, reason, require, warn
 from outrider.machine import describe_machine
+from outrider.progress import Stage
+from outrider.streams import Streams
 from outrider.versions import code_version
 from outrider.words import listed
+
+Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
 
 
 @dataclass(frozen=True)
@@ -285,3 +289,38 @@ def load_plain(target: OpenTarget, dtype: torch.dtype, device: torch.device, *, 
     if int8:
         quantise(model, dtype, f"target={target.source}")
     return nn.Module.to(model, device)
+
+
+def new_drafter(
+    method: MethodConfig,
+    drafters: Drafters,
+    streams: Streams,
+    drawn: bool = False,
+    tuning: Tuning | None = None,
+) -> Drafter:
+    """A new drafter of `method`, for the generation of `streams`.
+
+    drawn: sample drafts from q. tuning: for sizes that are "auto" (see `inference.measure.probe`).
+    """
+    kind = KINDS[method.source]
+    return kind.load_plugin().make(drafters.get(kind.name), method, streams, drawn=drawn, tuning=tuning)
+
+
+def prepare(target: Target, drafters: Drafters) -> None:
+    """Prepare a target and its drafters for decoding: fuse layers, pack weights for the device, share heads."""
+    from inference.engines.packing import lay_out  # the engines: imported only for decoding
+
+    with Stage("laying out weights, compiling what is new"):
+        if target.layered is not None:  # else it runs unchanged
+            lay_out(target.layered, target.device)
+        for name, model in drafters.items():
+            KINDS[name].load_plugin().prepare(model, target)
+
+
+def make_runtime(name: str, device: torch.device) -> Runtime:
+    """The runtime called `name` (auto | eager | graphed); auto is graphed on CUDA and eager elsewhere."""
+    if name == "graphed" or (name == "auto" and device.type == "cuda"):
+        from inference.engines.graphs.cuda_graphs import Graphed  # an engine is loaded only where it is used
+
+        return Graphed()
+    return Runtime()

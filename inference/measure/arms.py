@@ -1,9 +1,10 @@
 """The arms of a measurement: decoding methods run in turn on the same prompts, and compared token by token."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -12,13 +13,13 @@ from transformers.generation.streamers import BaseStreamer
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.target import Target
 from inference.core.decode import autoregressive, cut, speculative, until
+from inference.core.drafter import Drafter
 from inference.core.rounds import Clock, Generation, Round, collect
-from inference.core.sampling import Sampler
 from inference.core.stop_strings import StopStrings
 from inference.core.target_session import Runtime
 from inference.core.token_selector import TokenSelector
-from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
+from inference.loading.targets import Drafters, new_drafter
 from inference.measure.lossless import Deviation, Forced, make_reference
 from inference.measure.results import (
     AUTOREGRESSIVE,
@@ -66,44 +67,15 @@ def make_arms(
 
     An arm uses the random streams within its name, one per purpose.
     """
-    plainly = partial(autoregressive, stack, max_new_tokens=max_new_tokens, eos=eos, runtime=runtime, clock=clock)
-    drafted = partial(speculative, stack, max_new_tokens=max_new_tokens, eos=eos, runtime=runtime, clock=clock)
     settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos)
-    ends = None
-    if stops:
-        assert tokenizer is not None
-        ends = StopStrings(stops, tokenizer).first_end
-
-    def run(rounds: Iterator[Round], prompt: Sequence[int]) -> Generation:
-        with Stage("", max_new_tokens, "tokens") as stage:
-            told = _telling(rounds if ends is None else until(rounds, prompt, ends), stage)
-            return collect(told, clock)
-
-    def sampler_for(prompt: Sequence[int]) -> Sampler | None:
-        return make_sampler(settings, sampling, prompt, stack.device)
-
-    sampled = sampling.temperature > 0
-
-    def choose_by(streams: Streams, prompt: Sequence[int], naive: bool = False) -> TokenSelector:
-        return choosing(TokenSelector(sampler_for(prompt), streams.of("verify") if sampled else None, naive=naive))
-
-    def autoregress(prompt: Sequence[int], streams: Streams) -> Generation:
-        selector = choose_by(streams.within(AUTOREGRESSIVE), prompt)
-        return run(plainly(prompt, selector=selector), prompt)
-
-    def drafting(name: str, method: MethodConfig) -> Arm:
+    ends = StopStrings(stops, tokenizer).first_end if stops and tokenizer is not None else None
+    options = {"max_new_tokens": max_new_tokens, "eos": eos, "runtime": runtime, "clock": clock}
+    ours = _Ours(stack, sampling, settings, ends, choosing, options)
+    arms: dict[str, Arm] = {AUTOREGRESSIVE: ours.autoregress}
+    for name, method in methods.items():
         tuning = tunings.get(name) if tunings else None
-
-        def draft(prompt: Sequence[int], streams: Streams) -> Generation:
-            own = streams.within(name)
-            drafter = new_drafter(method, drafters, own, sampled, tuning)
-            selector = choose_by(own, prompt, naive=method.verify == "naive")
-            decoded = run(drafted(drafter, prompt, selector=selector), prompt)
-            return replace(decoded, totals=dict(drafter.totals))
-
-        return draft
-
-    arms = {AUTOREGRESSIVE: autoregress, **{name: drafting(name, method) for name, method in methods.items()}}
+        make = partial(new_drafter, method, drafters, drawn=sampling.temperature > 0, tuning=tuning)
+        arms[name] = partial(ours.draft, name, make, method.verify == "naive")
     if runtime is not None:
         arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
     if plain is not None:
@@ -119,6 +91,47 @@ def make_arms(
             eos=eos,
         )
     return arms
+
+
+@dataclass(frozen=True)
+class _Ours:
+    """What the arms of this runtime share (see `make_arms`).
+
+    settings: of the logits processors. ends: finds the end of a text with stop strings; None: there are none.
+    options: of `autoregressive` and `speculative`.
+    """
+
+    stack: Target
+    sampling: SamplingConfig
+    settings: GenerationConfig
+    ends: Callable[[Sequence[int], int], int | None] | None
+    choosing: Choosing
+    options: Mapping[str, Any]
+
+    def autoregress(self, prompt: Sequence[int], streams: Streams) -> Generation:
+        """Plain decoding: an `Arm`."""
+        selector = self._selector(prompt, streams.within(AUTOREGRESSIVE))
+        return self._run(autoregressive(self.stack, prompt, selector=selector, **self.options), prompt)
+
+    def draft(
+        self, name: str, make: Callable[[Streams], Drafter], naive: bool, prompt: Sequence[int], streams: Streams
+    ) -> Generation:
+        """Decoding with the drafter that `make` makes of random streams: an `Arm` once `naive` and before are given."""
+        own = streams.within(name)
+        drafter, selector = make(own), self._selector(prompt, own, naive=naive)
+        rounds = speculative(self.stack, drafter, prompt, selector=selector, **self.options)
+        return replace(self._run(rounds, prompt), totals=dict(drafter.totals))
+
+    def _selector(self, prompt: Sequence[int], streams: Streams, naive: bool = False) -> TokenSelector:
+        sampler = make_sampler(self.settings, self.sampling, prompt, self.stack.device)
+        coins = streams.of("verify") if self.sampling.temperature > 0 else None
+        return self.choosing(TokenSelector(sampler, coins, naive=naive))
+
+    def _run(self, rounds: Iterator[Round], prompt: Sequence[int]) -> Generation:
+        most = self.options["max_new_tokens"]
+        with Stage("", most, "tokens") as stage:
+            told = _telling(rounds if self.ends is None else until(rounds, prompt, self.ends), stage)
+            return collect(told, self.options["clock"])
 
 
 def _telling(rounds: Iterator[Round], stage: Stage) -> Iterator[Round]:

@@ -18,10 +18,10 @@ from inference.core.rounds import Clock, synchronized_clock
 from inference.core.target_session import KernelChoice
 from inference.loading.targets import Models, TargetSetup, context_length
 from inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
-from inference.measure.busy import CpuWatch
 from inference.measure.lossless import HALF
 from inference.measure.probe import NEW_TOKENS, tune
 from inference.measure.results import AUTOREGRESSIVE, Arm, Choosing, MakeArms, PromptResult, Skipped
+from inference.measure.threads import CpuWatch
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig

@@ -19,8 +19,8 @@ from inference.core.target_session import Runtime
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.shaped import ModelDrafter
-from inference.loading.drafters import Drafters, new_drafter
 from inference.loading.generation_config import generate_settings, make_sampler
+from inference.loading.targets import Drafters, new_drafter
 from inference.settings.kinds import KINDS
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings.sampling import GREEDY, SamplingConfig

@@ -37,10 +37,16 @@ from inference.core.target_session import TargetSession, eager_session
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree, depths
 from inference.core.verify import verify_greedy
-from inference.loading.drafters import Drafters, new_drafter
-from inference.loading.targets import load_drafters
-from inference.measure.loops import looped, loops_text, share_of_loops
-from inference.measure.statistics import acceptance_by_position, decode_statistics, structure_statistics, tau_text
+from inference.loading.targets import Drafters, load_drafters, new_drafter
+from inference.measure.statistics import (
+    acceptance_by_position,
+    decode_statistics,
+    looped,
+    loops_text,
+    share_of_loops,
+    structure_statistics,
+    tau_text,
+)
 from inference.measure.threads import use_threads
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict
 
 from inference.core.rounds import Generation
-from inference.measure.loops import looped
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
-from inference.measure.statistics import bootstrap_median
+from inference.measure.statistics import bootstrap_median, looped
 from outrider.streams import Streams
 
 

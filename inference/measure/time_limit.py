@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from inference.core.rounds import Clock
-from inference.measure.verdict import MIN_PROMPTS
+from inference.measure.statistics import MIN_PROMPTS
 
 
 @dataclass(frozen=True)

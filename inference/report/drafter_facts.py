@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from inference.doctor.table import table
+from inference.doctor.scores import table
 from inference.measure.results import PromptResult
 from inference.measure.statistics import coverage
 from inference.report.wording import Report
@@ -59,7 +59,7 @@ def drafter_lines(report: Report) -> list[str]:
         said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
         lines += ["", f"Trained, evaluations on the way included: {said}."]
     for kind, found in report.get("doctor", {}).items():
-        lines += ["", "```", *(text for text, _ in table(kind, found)), "```"]
+        lines += ["", "```", *table(kind, found), "```"]
     return lines
 
 

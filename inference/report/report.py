@@ -10,9 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draft_models.early_exit.checkpoint import provenance
-from inference.measure.loops import share_of_loops
-from inference.measure.prompt_results import REPORT_FILE
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, TRANSFORMERS, PromptResult
 from inference.measure.speed import (
     answers_per_second,
     break_even,
@@ -34,9 +32,10 @@ from inference.measure.statistics import (
     chosen_sizes,
     decode_statistics,
     request_statistics,
+    share_of_loops,
     structure_statistics,
+    verdict,
 )
-from inference.measure.verdict import verdict
 from inference.report.drafter_facts import drafter_lines
 from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section, target_differs
 from inference.report.served import served_lines

@@ -10,11 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from inference.core.rounds import Generation
-from inference.measure.loops import share_of_loops
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import speedup, without_loops
-from inference.measure.statistics import decode_statistics
-from inference.measure.verdict import MIN_PROMPTS, verdict
+from inference.measure.statistics import MIN_PROMPTS, decode_statistics, share_of_loops, verdict
 from inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
 from inference.settings.kinds import KINDS
 from outrider.streams import Streams

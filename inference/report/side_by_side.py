@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.measure.loops import looped, loops_text, share_of_loops
-from inference.measure.prompt_results import REPORT_FILE, read_results
-from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, PromptResult, read_results
 from inference.measure.speed import decoding, timed
-from inference.measure.statistics import bootstrap_median
-from inference.measure.verdict import verdict
+from inference.measure.statistics import bootstrap_median, looped, loops_text, share_of_loops, verdict
 from inference.settings.tools import CompareConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_atomically, write_json

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from inference.measure.results import TRANSFORMERS
-from inference.measure.statistics import tau_text
-from inference.measure.verdict import MARGIN, MIN_PROMPTS
+from inference.measure.statistics import MARGIN, MIN_PROMPTS, tau_text
 from inference.report.wording import (
     Report,
     identical_with_ties,

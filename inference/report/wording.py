@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.measure.loops import loops_text
-from inference.measure.verdict import MARGIN, MIN_PROMPTS
+from inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text
 from inference.settings.sampling import SamplingConfig
 from outrider.words import in_shell, option
 
@@ -50,7 +49,7 @@ def recommendation(reports: Sequence[Report]) -> str:
 
 
 def judged_speed(report: Report) -> Report:
-    """The speed-up that a verdict comes from: of the texts that do not loop (see `inference.measure.loops`)."""
+    """The speed-up that a verdict comes from: of the texts that do not loop (see `inference.measure.statistics`)."""
     found: Report = report.get("speedup_without_loops", report["speedup"])
     return found
 

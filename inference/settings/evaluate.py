@@ -81,7 +81,7 @@ class EvaluateConfig(RehearsedConfig):
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
     plan: bool = free(False)  # only say what every device would hold; needs no weights
-    threads: Threads = None  # of the CPU; auto: measured before every prompt; null: torch's choice
+    threads: Threads = None  # of the CPU; auto: measured at the start; null: torch's choice
     seed: int = 0  # of sampling, and of what rules and searches draw
     # how the EAGLE-3 head is read where its config.json is wrong
     reading: ReadingChanges = field(default_factory=ReadingChanges)

@@ -33,11 +33,9 @@ from inference.core.decode import autoregressive, speculative, until
 from inference.core.rounds import Round, synchronized_clock
 from inference.core.stop_strings import StopStrings
 from inference.core.token_selector import TokenSelector
-from inference.engines.choose import make_runtime
 from inference.evaluate.compare import evaluate_checkpoint
-from inference.loading.drafters import new_drafter, prepare
 from inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
-from inference.loading.targets import find_setup, load_drafters, load_stack
+from inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
 from inference.measure.probe import tune
 from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.evaluate import EvaluateConfig, Runtime

@@ -18,7 +18,7 @@ from draft_models.tiny.models import tiny_head
 from inference.core.decode import autoregressive
 from inference.core.tree import OptimalTree
 from inference.drafters.shaped import Calibrated
-from inference.loading.drafters import prepare
+from inference.loading.targets import prepare
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.token_graph import GraphTree

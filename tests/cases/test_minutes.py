@@ -25,8 +25,8 @@ from data_prep.text.given import read_some
 from draft_models.card import write_card
 from draft_models.early_exit.model import USE
 from draft_models.targets.settings import EARLY_EXIT, TARGET
+from inference.measure.statistics import MIN_PROMPTS
 from inference.measure.time_limit import TimeLimit
-from inference.measure.verdict import MIN_PROMPTS
 from inference.report.wording import busy_sentences, measure_again
 from outrider import progress
 from outrider.cli import COMMANDS

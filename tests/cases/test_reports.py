@@ -17,11 +17,11 @@ from draft_models.acceptance import BLOCKS, FLOAT32_BYTES, acceptance_by_target,
 from draft_models.card import LEAST_TAU
 from draft_models.losses import DIVERGENCES, linear_cross_entropy, linear_divergence, linear_topk_divergence, loss_bytes
 from inference.core.rounds import Generation, Round
-from inference.measure.loops import LEAST, looped
 from inference.measure.lossless import Deviation
 from inference.measure.replay import RecordedTurn, replay_markdown, replay_report
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.speed import speedup
+from inference.measure.statistics import LEAST, looped
 from inference.report.page.build import make_page
 from inference.report.report import build_report, markdown, write_reports
 from inference.report.side_by_side import compare_reports

@@ -28,7 +28,7 @@ from draft_models.targets.open_target import open_target
 from inference.drafters.early_exit import EarlyExitPlugin
 from inference.engines.footprint import Place
 from inference.engines.packing import PackedLinear, can_pack
-from inference.loading.drafters import prepare
+from inference.loading.targets import prepare
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig

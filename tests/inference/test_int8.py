@@ -19,7 +19,6 @@ from inference.core.drafter import DraftModel
 from inference.drafters.early_exit import Calibrated
 from inference.drafters.shaped import ModelDrafter
 from inference.engines import packing
-from inference.engines.choose import make_runtime
 from inference.engines.fused_layers import join
 from inference.engines.packing import (
     LAYOUTS,
@@ -30,7 +29,7 @@ from inference.engines.packing import (
 )
 from inference.evaluate.compare import evaluate as command
 from inference.loading import memory_plan, targets
-from inference.loading.drafters import prepare
+from inference.loading.targets import make_runtime, prepare
 from inference.measure.lossless import BULK
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig

@@ -24,7 +24,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
-from inference.loading.drafters import Drafters
+from inference.loading.targets import Drafters
 from inference.measure.arms import make_arms
 from inference.measure.results import AUTOREGRESSIVE, Arm
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draft_models.calibration_head import CalibrationHead
-from inference.loading.drafters import new_drafter
+from inference.loading.targets import new_drafter
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.shapes.factory import make_structure
 from inference.shapes.shapes import plain_probs

@@ -23,8 +23,7 @@ from draft_models.targets.target import Target
 from draft_models.targets.tensor_files import TensorFiles
 from inference.core.decode import speculative
 from inference.engines.cpu.recorded import recorded
-from inference.loading.drafters import prepare
-from inference.loading.targets import load_stack
+from inference.loading.targets import load_stack, prepare
 from outrider.errors import UserError
 from tests.tiny import LAYERS, byte_tokenizer, save_target
 from tests.train.jobs import CHAT, calibrating, save_for_calibration

@@ -24,9 +24,8 @@ from inference.core.decode import speculative
 from inference.core.rounds import Round
 from inference.drafters.shaped import ModelDrafterPlugin
 from inference.engines.packing import lay_out
-from inference.loading.drafters import prepare
 from inference.loading.memory_plan import plan_capture
-from inference.loading.targets import end_tokens, load_stack
+from inference.loading.targets import end_tokens, load_stack, prepare
 from inference.loading.templates import templates_of
 from inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from inference.settings.kinds import KINDS, Kind, kind_in

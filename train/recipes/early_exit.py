@@ -23,7 +23,7 @@ from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.targets.stack import LayerStack
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated
-from inference.loading.drafters import prepare
+from inference.loading.targets import prepare
 from outrider.processes import from_main, say
 from train.core.driver import run_training
 from train.core.training import Batch, Metrics, Trained, Training, TrainRows

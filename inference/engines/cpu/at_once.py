@@ -1,7 +1,10 @@
 """Layers and products on a CPU by `inference.engines.cpu`: the parts of a model that it can run, and their calls."""
 
+import ctypes
 import math
+import mmap
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -14,13 +17,26 @@ from draft_models.targets.int8 import Int8Linear, Linear
 from draft_models.targets.target import Band, LayerCache, Mask
 from inference.core.cache import KVCache
 from inference.engines.cpu import entries
-from inference.engines.cpu.layout import WeightLayout, call, out_of_panels
+from inference.engines.cpu.layout import WeightLayout, call, most_threads, out_of_panels
 from inference.engines.cpu.linear import PANEL
-from inference.engines.cpu.pages import in_large_pages
 from inference.engines.cpu.passes import LayerShape
 from inference.engines.cpu.recorded import settle
-from inference.engines.cpu.team import most_threads
 from inference.engines.cpu.vectors import LANES
+
+LARGE = 2 * 2**20  # bytes of a large page on most machines
+_COLLAPSE = 25  # of Linux 6.1 and later: move existing memory to large pages now
+
+
+def in_large_pages(tensor: Tensor) -> Tensor:
+    """`tensor`, contiguous and on a CPU, with its memory in large pages as far as the system provides them."""
+    begin = -(-tensor.data_ptr() // LARGE) * LARGE
+    size = (tensor.data_ptr() + tensor.nbytes) // LARGE * LARGE - begin
+    if sys.platform == "linux" and size > 0:
+        advise = ctypes.CDLL(None).madvise
+        for advice in (mmap.MADV_HUGEPAGE, _COLLAPSE):  # a refusal changes nothing
+            advise(ctypes.c_void_p(begin), ctypes.c_size_t(size), ctypes.c_int(advice))
+    return tensor
+
 
 ONE_BY_ONE, AT_ONCE = "one by one", "at once"
 WIDTHS = (1, 2, 4, 8, 16, 32)  # rows of the passes that are measured

@@ -17,12 +17,10 @@ from numba.extending import intrinsic
 from inference.engines.cpu.attention import NEAR
 from inference.engines.cpu.by_amx import STEP
 from inference.engines.cpu.elementwise import norm_row
-from inference.engines.cpu.likeliest import likeliest_children
+from inference.engines.cpu.likeliest import first_largest, likeliest_children
 from inference.engines.cpu.linear import PARTS, Linear
-from inference.engines.cpu.maxima import first_largest
 from inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
-from inference.engines.cpu.passes import Layers, LayerShape, Workspace, run
-from inference.engines.cpu.products import part, product
+from inference.engines.cpu.passes import Layers, LayerShape, Workspace, part, product, run
 from inference.engines.cpu.vectors import LANES
 from outrider.compiled import kept_entry
 

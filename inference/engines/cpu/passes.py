@@ -14,14 +14,41 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from inference.engines.cpu.attention import attend
+from inference.engines.cpu.attention import AttentionTask, attend
 from inference.engines.cpu.attention_amx import attend_by_amx
-from inference.engines.cpu.by_amx import STEP
+from inference.engines.cpu.by_amx import STEP, by_amx
+from inference.engines.cpu.by_vectors import by_vectors
 from inference.engines.cpu.elementwise import add_row, gate_row, norm_row
-from inference.engines.cpu.linear import Linear, weights_in
+from inference.engines.cpu.linear import PANEL, Linear, weights_in
 from inference.engines.cpu.numbers import kernel, put, rounded, wait, wide
-from inference.engines.cpu.products import part, product
-from inference.engines.cpu.task import AttentionTask
+
+
+@kernel
+def product(linear, x, rows, first, last, halves, out):
+    """Compute out[r, c] for outputs first … last − 1: scale of c · (x[r] · weights of c) + bias of c.
+
+    x [rows, inputs]: float32, or bfloat16 if the weights are pairs. For AMX it is bfloat16, and with [3 · rows, inputs]
+    row r is the sum of x[r], x[rows + r] and x[2 · rows + r]. first and last are multiples of `PANEL`. halves: round
+    to bfloat16.
+    """
+    _multiply(linear, x, rows, first, last, halves, out)
+
+
+def _multiply(linear, x, rows, first, last, halves, out):
+    """`product` by the kernel for these weights. In compiled code: see `_product_of`."""
+
+
+@overload(_multiply)
+def _product_of(linear, x, rows, first, last, halves, out):
+    way = by_amx if linear.types[0].dtype == types.uint64 else by_vectors
+    return lambda linear, x, rows, first, last, halves, out: way(linear, x, rows, first, last, halves, out)
+
+
+@kernel
+def part(outputs, rank, threads):
+    """The begin and end of a thread's outputs, in whole panels."""
+    panels = outputs // PANEL
+    return panels * rank // threads * PANEL, panels * (rank + 1) // threads * PANEL
 
 
 class LayerShape(NamedTuple):
@@ -175,7 +202,7 @@ def attend_all(weights, shape, keys, values, past, slots, mask, scale, halves, r
 
 @kernel
 def gate(linear, inner, halves, rank, threads, work):
-    """room.inner = silu(gate) · up, in this thread's columns; the linear layer has the gates first."""
+    """work.inner = silu(gate) · up, in this thread's columns; the linear layer has the gates first."""
     rows, normed = work.joined.shape[0], work.normed[rank]
     begin, end = part(inner, rank, threads)
     product(linear, normed, rows, begin, end, halves, work.joined)

@@ -15,7 +15,7 @@ from draft_models.targets.model_spec import key_heads
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Layers
 from inference.core.target_session import KernelChoice
-from inference.engines.graphs.capture import GraphPool
+from inference.engines.graphs.fixed_shapes import GraphPool
 
 WIDTHS = (1, 4, 16, 64)  # rows of measured passes
 KEYS = 128  # cache positions of measured passes: this many, 4 times as many, …, up to the longest text

@@ -26,8 +26,7 @@ from inference.core.rows import RoundRows, RowLayout
 from inference.core.session import Pass, Session
 from inference.core.target_session import KernelChoice, Runtime, TargetSession, WholeSession
 from inference.engines.graphs.attention_kernels import kernel_for, measure_kernels
-from inference.engines.graphs.capture import GraphPool, can_capture
-from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, Upload, bucket
+from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload, bucket, can_capture
 
 SMALLEST_BUCKET = 128  # cache positions
 Key = tuple[str, int, int]  # of a graph: the name of the pass, its rows, the cache positions it sees

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from inference.measure.loops import loops_text
 from inference.measure.results import PromptResult
-from inference.measure.statistics import tau_text
+from inference.measure.statistics import loops_text, tau_text
 from inference.report.drafter_facts import drafter_lines
 from inference.report.overlap import overlap_sentence
 from inference.report.page.markup import Markup, as_table, tag

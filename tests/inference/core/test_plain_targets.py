@@ -29,8 +29,7 @@ from inference.core.decode import autoregressive, speculative
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
-from inference.engines.choose import make_runtime
-from inference.loading.targets import find_setup, find_target, load_stack
+from inference.loading.targets import find_setup, find_target, load_stack, make_runtime
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import make_structure

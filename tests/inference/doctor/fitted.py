@@ -17,9 +17,8 @@ from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
-from inference.doctor.drafting import draft_by_head
-from inference.doctor.examinee import Recording
-from inference.doctor.recording import answer_of, record
+from inference.doctor.examinees import draft_by_head
+from inference.doctor.scores import Recording, answer_of, record
 from tests.tiny import byte_tokenizer, open_stack, save_target
 
 TOKENS = range(5, 125)  # of the target and the head

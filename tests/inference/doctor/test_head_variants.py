@@ -12,13 +12,9 @@ from torch import Tensor
 
 from draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head
 from draft_models.targets.settings import ReadingChanges
-from inference.doctor import head_variants
-from inference.doctor.drafting import draft_by_head
 from inference.doctor.examine import boundaries_of, compare, judge
-from inference.doctor.examinee import Examinee
-from inference.doctor.head_variants import examinee_of
-from inference.doctor.scores import join, score
-from inference.doctor.table import refuse, table
+from inference.doctor.examinees import Examinee, draft_by_head, examinee_of
+from inference.doctor.scores import join, refuse, score, table
 from inference.drafters.eagle3 import Eagle3Plugin
 from outrider.errors import UserError
 from tests.fitted_heads import hidden_of
@@ -38,7 +34,7 @@ def examined(clinic: Clinic, where: str) -> dict[str, Any]:
 
 
 def shown(found: dict[str, Any]) -> str:
-    return "\n".join(text for text, _ in table("eagle3", found))
+    return "\n".join(table("eagle3", found))
 
 
 Config, Weights = dict[str, Any], dict[str, Tensor]
@@ -152,16 +148,6 @@ def test_only_boundaries_that_are_read_are_recorded(clinic: Clinic, tmp_path: Pa
     examinee = examinee_in(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
     assert boundaries_of({"eagle3": examinee}) == (0, *TAPS, TAPS[-1] + 1)
     assert boundaries_of({"eagle3": replace(examinee, others=())}) == TAPS
-
-
-def test_a_likeness_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if they are compared in parts."""
-    monkeypatch.setattr(head_variants, "ROWS", 4)
-    own = torch.eye(10)
-    theirs = own.clone()
-    theirs[-1] *= -1
-    said = head_variants._likeness("head", own, theirs.double(), None).said
-    assert said == "its own; 90% of the rows are the target's, mean cosine 0.80"
 
 
 def test_constant_positions_in_training_are_found(clinic: Clinic, tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from inference.doctor.scores import CHANCE, Scores, chance_of, is_apart, is_better, relabelled
-from inference.doctor.table import BLOCK, FEWEST
+from inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chance_of, is_better, relabelled
 
 
 def scores_of(agree: np.ndarray, drafted: np.ndarray | None = None, said: np.ndarray | None = None) -> Scores:
@@ -59,11 +58,3 @@ def test_tokens_under_other_names_are_found_by_what_was_not_learned_from() -> No
     assert relabelled(scores_of(said < 0, said + 10, said)).agree.mean() > 0.95
     noise = np.random.default_rng(3).integers(40, size=len(said))
     assert relabelled(scores_of(said < 0, noise, said)).agree.mean() < 0.3
-
-
-def test_texts_that_differ_are_told_apart() -> None:
-    draw = np.random.default_rng(4)
-    high, low = (scores_of(draw.random(30 * BLOCK) < share) for share in (0.8, 0.4))
-    assert is_apart(high, low)
-    assert not is_apart(low, high)
-    assert not is_apart(low, scores_of(draw.random(30 * BLOCK) < 0.4))

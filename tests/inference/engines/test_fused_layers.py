@@ -21,7 +21,7 @@ from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.engines import packing
 from inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from inference.engines.packing import PackedLinear, can_pack
-from inference.loading.drafters import prepare
+from inference.loading.targets import prepare
 from inference.measure.arms import make_arms, measure, measure_deviations
 from inference.measure.lossless import judge
 from inference.measure.results import Arm, Choosing

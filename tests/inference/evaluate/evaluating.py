@@ -15,7 +15,7 @@ from accelerate import PartialState
 
 from data_prep.text.prompts import Prompt
 from inference.evaluate import compare
-from inference.measure.prompt_results import append_result, read_results
+from inference.measure.results import append_result, read_results
 from inference.report import report
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig

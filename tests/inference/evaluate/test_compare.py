@@ -13,8 +13,7 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.vocabulary import UnusableTextError
 from inference.evaluate import compare
 from inference.measure import bench
-from inference.measure.prompt_results import read_results
-from inference.measure.results import Arm
+from inference.measure.results import Arm, read_results
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig

@@ -24,8 +24,7 @@ from inference.core.token_selector import TokenSelector
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.engines.choose import make_runtime
-from inference.loading.drafters import prepare
+from inference.loading.targets import make_runtime, prepare
 from inference.measure.arms import transformers_generate
 from inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
 from inference.settings.method import MethodConfig

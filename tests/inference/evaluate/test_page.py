@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from data_prep.text.prompts import Prompt
 from inference.core.tree import ROOT
-from inference.measure.busy import machine_load
-from inference.measure.prompt_results import read_results
-from inference.measure.results import Noting, PromptResult, ShownRound
+from inference.measure.results import Noting, PromptResult, ShownRound, read_results
+from inference.measure.threads import machine_load
 from inference.report.overlap import RUN, overlap
 from inference.report.page.build import make_page
 from inference.report.page.markup import embedded, tag

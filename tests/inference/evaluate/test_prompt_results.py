@@ -8,8 +8,16 @@ import pytest
 from inference.core.rounds import Generation, Round
 from inference.measure import bench
 from inference.measure.lossless import Deviation
-from inference.measure.prompt_results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.measure.results import PromptResult, Skipped
+from inference.measure.results import (
+    Measured,
+    PromptResult,
+    Skipped,
+    append_result,
+    begin_run,
+    next_number,
+    open_run,
+    read_results,
+)
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.sizing.costs import Costs
 from inference.sizing.policy import Tuning

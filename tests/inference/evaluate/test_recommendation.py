@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from inference.measure.verdict import verdict
+from inference.measure.statistics import verdict
 from inference.report.wording import recommendation
 
 

@@ -14,7 +14,7 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.vocabulary import vocabulary_digest
 from inference.core.decode import speculative
 from inference.evaluate_checkpoint import main
-from inference.loading.drafters import new_drafter
+from inference.loading.targets import new_drafter
 from inference.measure.replay import (
     RecordedTurn,
     Vocabulary,

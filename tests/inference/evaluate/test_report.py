@@ -1,7 +1,5 @@
 """From what was measured to the report: every figure by hand."""
 
-import itertools
-import os
 import re
 import statistics
 import warnings
@@ -17,8 +15,6 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 
 from inference.core.rounds import Generation, Round
-from inference.measure import busy
-from inference.measure.busy import CpuWatch, machine_load
 from inference.measure.lossless import WORST, Deviation
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.speed import speedup
@@ -30,8 +26,9 @@ from inference.measure.statistics import (
     decode_statistics,
     request_statistics,
     structure_statistics,
+    verdict,
 )
-from inference.measure.verdict import verdict
+from inference.measure.threads import machine_load
 from inference.report import report as whole_report
 from inference.report.lossless_report import is_lossless
 from inference.report.page.build import make_page
@@ -442,29 +439,6 @@ def test_on_a_busy_machine_no_speed_is_judged_and_the_report_begins_with_it() ->
     assert build_report("m", results(), {**facts(), "load": quiet}, seed=0)["verdict"] == "faster"
     for signs in ([[0.5], [None]], [[None], [4.0]], [[0.5], [1.0]], [[1.0], [4.0]]):
         assert machine_load(*signs, cores=2)["busy"]
-
-
-def test_a_process_that_waits_for_its_cores_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(busy, "usable_cores", lambda: 2)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)  # of which no more than two run at once
-    got, wall = itertools.count(0, 3), itertools.count(0, 2)
-    watch = CpuWatch(lambda: next(got), lambda: next(wall))
-    arm = watch.around(lambda prompt, streams: generation([(1, 1)], 1.0))
-    assert watch.take() is None
-    assert arm([1], Streams(0)) == arm([2], Streams(0))
-    assert watch.take() == 3 / 4  # of two cores' time, twice
-    assert watch.take() is None
-
-
-@pytest.mark.parametrize("error", [AttributeError, OSError])
-def test_without_a_load_average_none_is_said(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
-    def missing() -> None:
-        raise error
-
-    monkeypatch.setattr(os, "getloadavg", missing)
-    assert busy.load_average() is None
-    monkeypatch.delattr(os, "getloadavg")
-    assert busy.load_average() is None
 
 
 def test_plots_of_a_method_that_drafted_nothing() -> None:

@@ -21,8 +21,7 @@ from inference.core.rounds import Generation, Round
 from inference.drafters.early_exit import EarlyExitPlugin
 from inference.evaluate.compare import evaluate as run_command
 from inference.evaluate.served import FILE, FOLDER, block_keys, require_served
-from inference.measure.prompt_results import read_results
-from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.measure.results import AUTOREGRESSIVE, PromptResult, read_results
 from inference.measure.statistics import acceptance_by_position
 from inference.report.served import DRAFTED, PLAIN, schedule, schedule_lines, served_lines, served_row
 from inference.serving.proposer import NgramProposer

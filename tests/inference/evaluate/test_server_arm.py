@@ -11,8 +11,7 @@ import pytest
 
 from data_prep.responses import client
 from inference.evaluate.served import FOLDER
-from inference.measure.prompt_results import read_results
-from inference.measure.results import AUTOREGRESSIVE
+from inference.measure.results import AUTOREGRESSIVE, read_results
 from inference.report.served import DRAFTED, PLAIN, served_lines
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.sampling import SamplingConfig

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from inference.evaluate import compare
 from inference.measure import bench
-from inference.measure.prompt_results import Measured, append_result, read_results
+from inference.measure.results import Measured, append_result, read_results
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from inference.core.rounds import Generation, Round
-from inference.measure.prompt_results import Measured, append_result
-from inference.measure.results import AUTOREGRESSIVE, PromptResult
+from inference.measure.results import AUTOREGRESSIVE, Measured, PromptResult, append_result
 from inference.report.side_by_side import compare_reports
 from inference.settings.tools import CompareConfig
 from outrider.errors import UserError

@@ -1,16 +1,19 @@
 """threads=auto: what is measured, what is chosen, and what the report says of it."""
 
+import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from inference.measure import threads
-from inference.measure.threads import choose_threads, thread_counts, time_product, use_threads
+from inference.core.rounds import Generation
+from inference.measure.threads import CpuWatch, choose_threads, load_average, thread_counts, time_product, use_threads
 from inference.settings.evaluate import EvaluateConfig
 from outrider.errors import UserError
+from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 
 
@@ -49,25 +52,13 @@ def test_what_is_tried_and_timed() -> None:
 
 
 @pytest.mark.slow
-def test_the_report_says_how_many(
-    tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All arms of a prompt use one number; the report counts the prompts of each."""
-    chosen = iter([1, 2, 1, 1, 1, 1, 1, 1])
-
-    def choose() -> int:
-        count = next(chosen)
-        torch.set_num_threads(count)
-        return count
-
-    monkeypatch.setattr(threads, "choose_threads", choose)
-    made = config("out", threads="auto")
-    evaluate(made, QUESTIONS[:3])
+def test_the_report_says_how_many(tmp_path: Path, config: Callable[..., EvaluateConfig]) -> None:
+    """The number is chosen once, and all arms of all prompts use it."""
+    made = config("out", threads=2)
+    evaluate(made, QUESTIONS[:2])
     report = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"][0]
-    counts = {int(count): prompts for count, prompts in report["threads"].items()}
-    assert counts[2] == 1
-    assert sum(counts.values()) == report["prompts"]
-    assert "2 threads for 1 prompts" in (Path(made.out_dir) / "report.md").read_text()
+    assert report["threads"] == {"2": report["prompts"]}
+    assert f"2 threads for {report['prompts']} prompts" in (Path(made.out_dir) / "report.md").read_text()
 
 
 @pytest.mark.parametrize("turn", [1, 2])
@@ -76,10 +67,28 @@ def test_every_test_begins_with_one_thread(turn: int) -> None:
     torch.set_num_threads(2)
 
 
-def test_a_number_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_or_auto() -> None:
     used = torch.get_num_threads()
-    monkeypatch.setattr(threads, "choose_threads", lambda: used + 2)
-    assert [use_threads(given) for given in (None, used + 1, "auto")] == [used, used + 1, used + 2]
+    for given, count in ((None, used), (used + 1, used + 1), ("auto", used + 2)):
+        assert use_threads(given, lambda: used + 2) == count == torch.get_num_threads()
     for bad in ("many", 0):
         with pytest.raises(UserError, match="threads="):
             EvaluateConfig(target="t", table="n", threads=bad)  # type: ignore[arg-type]
+
+
+def test_a_process_that_waits_for_its_cores_is_seen() -> None:
+    """Of four threads no more than two run at once: the time of two cores is due."""
+    torch.set_num_threads(4)
+    got, wall = itertools.count(0, 3), itertools.count(0, 2)
+    watch = CpuWatch(lambda: next(got), lambda: next(wall), lambda: 2)
+    arm = watch.around(lambda prompt, streams: Generation((1,), 0.0, 1.0))
+    assert watch.take() is None
+    assert arm([1], Streams(0)) == arm([2], Streams(0))
+    assert watch.take() == 3 / 4
+    assert watch.take() is None
+
+
+def test_without_a_load_average_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_average() is not None
+    monkeypatch.delattr(os, "getloadavg")
+    assert load_average() is None

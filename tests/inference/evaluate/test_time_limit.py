@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from inference.core.rounds import Clock
 from inference.evaluate import compare
-from inference.measure.prompt_results import read_results
+from inference.measure.results import read_results
+from inference.measure.statistics import MIN_PROMPTS
 from inference.measure.time_limit import TimeLimit, spread_order
-from inference.measure.verdict import MIN_PROMPTS
 from inference.report import report
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig

@@ -23,7 +23,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
-from inference.loading.drafters import Drafters, new_drafter
+from inference.loading.targets import Drafters, new_drafter
 from inference.measure.arms import make_arms
 from inference.measure.probe import SIZES, probes, tune
 from inference.measure.results import AUTOREGRESSIVE, PromptResult

@@ -10,10 +10,9 @@ from test_compiled_attention import HEADS, KEY_HEADS, POSITIONS, exactly, given,
 from test_compiled_attention import run as run_by
 from torch import Tensor
 
-from inference.engines.cpu.attention import NEAR
+from inference.engines.cpu.attention import NEAR, AttentionTask
 from inference.engines.cpu.attention_amx import USED, attend_by_amx
 from inference.engines.cpu.by_amx import BLOCK, STEP, has_amx
-from inference.engines.cpu.task import AttentionTask
 
 pytestmark = pytest.mark.skipif(not has_amx(), reason="this processor has no AMX, or it is not to be used")
 

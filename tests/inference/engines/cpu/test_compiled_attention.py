@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.engines.cpu.attention import NEAR, attend
+from inference.engines.cpu.attention import NEAR, AttentionTask, attend, softmax
 from inference.engines.cpu.linear import Linear
-from inference.engines.cpu.products import product
-from inference.engines.cpu.task import AttentionTask, softmax
+from inference.engines.cpu.passes import product
 from inference.engines.cpu.vectors import LANES
 from tests.kept_code import kernel_of_a_test
 

@@ -6,8 +6,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from inference.engines.cpu.at_once import LARGE, in_large_pages
 from inference.engines.cpu.elementwise import add_row, gate_row, norm_row, put_columns, softmax_row
-from inference.engines.cpu.pages import LARGE, in_large_pages
 from inference.engines.cpu.vectors import LANES
 
 SIZE, ROWS = 5 * LANES, 3

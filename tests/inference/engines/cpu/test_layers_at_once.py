@@ -22,10 +22,10 @@ from inference.core.rows import RoundRows
 from inference.core.target_session import TargetSession
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.engines.cpu import at_once, layout, team
+from inference.engines.cpu import at_once, layout
 from inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
 from inference.engines.fused_layers import fuse_layers, run_at_once
-from inference.loading.drafters import prepare
+from inference.loading.targets import prepare
 from inference.shapes.factory import make_structure
 from outrider.streams import Streams
 from tests.tiers import quick_where
@@ -255,13 +255,13 @@ def test_any_team_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for threads in (2, 3, 13):
         torch.set_num_threads(threads)
         assert torch.equal(run(), alone)
-    monkeypatch.setattr(team, "_where_torch_looks", lambda: ())
-    team.team.cache_clear()
+    monkeypatch.setattr(layout, "_where_torch_looks", lambda: ())
+    layout.team.cache_clear()
     try:
-        assert team.most_threads() == 1
+        assert layout.most_threads() == 1
         assert torch.equal(run(), alone)
     finally:
-        team.team.cache_clear()
+        layout.team.cache_clear()
 
 
 def run_apart(source: str, *arguments: object) -> None:
@@ -278,7 +278,7 @@ def test_threads_are_those_of_pytorchs_openmp(tmp_path: Path) -> None:
         import ctypes, shutil, sys
         from pathlib import Path
         import torch
-        from inference.engines.cpu.team import team
+        from inference.engines.cpu.layout import team
 
         loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line or "libomp" in line}
         folder = Path(sys.argv[1]) / "torch"
@@ -314,7 +314,7 @@ def test_decoding_on_an_unknown_machine(tmp_path: Path) -> None:
         from inference.engines.cpu.numbers import _yield_core
         from inference.core.decode import autoregressive
         from inference.evaluate import compare
-        from inference.loading.drafters import prepare
+        from inference.loading.targets import prepare
         from inference.measure.bench import peak_memory
         from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 

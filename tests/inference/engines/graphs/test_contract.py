@@ -40,10 +40,9 @@ from inference.drafters.small_lm import SmallLMSource
 from inference.engines import fused_layers, packing
 from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.attention_kernels import attention_shape
-from inference.engines.graphs.capture import GraphPool
 from inference.engines.graphs.cuda_graphs import Graphed
-from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView
-from inference.loading.drafters import prepare
+from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool
+from inference.loading.targets import prepare
 from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import make_structure

@@ -25,13 +25,12 @@ from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
-from inference.engines.choose import make_runtime
 from inference.engines.fused_layers import fuse_layers
 from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.attention_kernels import attention_shape
-from inference.engines.graphs.capture import GraphPool
 from inference.engines.graphs.cuda_graphs import Graphed
-from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, Upload
+from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload
+from inference.loading.targets import make_runtime
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.shapes.factory import make_structure
 from outrider.streams import Streams

@@ -17,7 +17,7 @@ from inference.engines.fused_layers import FusedLayer
 from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.attention_kernels import attention_shape
 from inference.engines.graphs.cuda_graphs import Graphed
-from inference.loading.drafters import prepare
+from inference.loading.targets import prepare
 from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
