@@ -305,7 +305,7 @@ def test_fewer_prompts_than_asked_for_are_said(tmp_path: Path, capsys: pytest.Ca
 def test_calibrate_finds_no_heldout_record_before_it_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.save_for_calibration(tmp_path)
     config = jobs.calibrating(tmp_path, tmp_path / "out")
-    monkeypatch.setattr(calibration.Recipe, "_load", lambda *_: pytest.fail("it was about to decode"))
+    monkeypatch.setattr(calibration, "load_decoder", lambda *_: pytest.fail("it was about to decode"))
     with pytest.raises(UserError, match="no usable heldout record"):
         calibrate(replace(config, data=replace(config.data, heldout_fraction=1e-6)))
 

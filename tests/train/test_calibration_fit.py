@@ -6,7 +6,6 @@ import torch
 from draft_models.calibration_head import CalibrationHead
 from draft_models.losses import IGNORE
 from tests.train.jobs import synthetic
-from train.parts.calibration_model import EXAMPLES, CalibrationModel, Examples
 from train.parts.calibration_scores import (
     CANDIDATES,
     FEWEST,
@@ -21,6 +20,8 @@ from train.parts.calibration_scores import (
     survivals,
     temper,
 )
+from train.parts.capture import EXAMPLES
+from train.recipes.calibration import CalibrationModel, Examples
 
 
 def drawn_rounds(bias: float, scale: float, count: int, seed: int) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,9 @@ from inference.engines.cpu.recorded import recorded
 from inference.loading.targets import load_stack, prepare
 from outrider.errors import UserError
 from tests.tiny import LAYERS, byte_tokenizer, save_target
-from tests.train.jobs import CHAT, calibrating, save_for_calibration
+from tests.train.jobs import CHAT, calibrating, same, save_for_calibration
+from train.core.training import Batch
 from train.parts import capture as capturing
-from train.parts.calibration_scores import Batch
 from train.parts.capture import Drafting, Text
 from train.recipes.calibration import calibrate
 from train.settings.drafters import CalibrateConfig
@@ -77,25 +77,22 @@ def by_record(folder: Path, out_dir: Path, answers: str = "greedy", **changes: A
     return replace(run, **changes)
 
 
-def evidence(run: Path) -> dict[str, Batch]:
-    """What was captured, by split."""
-    return {file.parent.name.partition("-")[0]: load_file(file) for file in run.glob("captured/*/*.safetensors")}
+def evidence(run: Path) -> Batch:
+    """What was captured, as SPLIT.NAME."""
+    (file,) = run.glob("captured/*")
+    return load_file(file)
 
 
-def same(one: Batch, other: Batch) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def decoded_by(stack: Target, ends: set[bool]) -> Callable[..., Batch]:
+    """In the place of `capture`: the whole target decodes the prompts, and its last hidden states are left out.
 
+    ends: whether answers end with an end token, filled in.
+    """
 
-def decoded_by(stack: Target) -> Callable[..., Batch]:
-    """In the place of `capture`: the whole target decodes the prompts, and its last hidden states are left out."""
-
-    def capture(drafting: Drafting, texts: Sequence[Text], *options: Any) -> Batch:
-        assert {text.answer[-1] == END for text in texts if text.answer} == {True, False}
-        whole, prompts = (
-            replace(drafting, load=lambda: partial(speculative, stack)),
-            [Text(text.prompt) for text in texts],
-        )
-        found = WITH_TARGET(whole, prompts, *options)
+    def capture(drafting: Drafting, text: Text, whole: bool) -> Batch:
+        assert text.answer is not None
+        ends.add(text.answer[-1] == END)
+        found = WITH_TARGET(replace(drafting, decode=partial(speculative, stack)), Text(text.prompt), whole)
         assert found["target_hidden"].any()
         return {**found, "target_hidden": torch.zeros_like(found["target_hidden"])}
 
@@ -127,22 +124,24 @@ def test_the_head_is_that_of_the_whole_target(
         head = stored.read_bytes()
         stack = load_stack(open_target(target), None, torch.float32, torch.device("cpu"), by_layers=True)
         prepare(stack, {})
-        monkeypatch.setattr(capturing, "capture", decoded_by(stack))
+        ends = set[bool]()
+        monkeypatch.setattr(capturing, "capture", decoded_by(stack, ends))
         calibrate(replace(run, out_dir=str(tmp_path / "live")))
         assert stored.read_bytes() == head
-        ours, theirs = evidence(tmp_path / "recorded"), evidence(tmp_path / "live")
-        assert all(same(ours[split], theirs[split]) for split in ("train", "heldout"))
-        assert 0 < ours["train"]["label"].mean() < 1
+        assert ends == {True, False}
+        ours, first = evidence(tmp_path / "recorded"), list[Text]()
+        assert same(ours, evidence(tmp_path / "live"))
+        assert 0 < ours["train.label"].mean() < 1
 
-        def misread(drafting: Drafting, texts: Sequence[Text], *options: Any) -> Batch:
-            first, *others = texts
-            assert first.answer is not None
-            changed = [*first.answer[:5], first.answer[5] ^ 1, *first.answer[6:]]
-            return WITH_TARGET(drafting, [Text(first.prompt, changed), *others], *options)
+        def misread(drafting: Drafting, text: Text, whole: bool) -> Batch:
+            assert text.answer is not None
+            first.append(text)
+            wrong = [*text.answer[:5], text.answer[5] ^ (text is first[0]), *text.answer[6:]]
+            return WITH_TARGET(drafting, Text(text.prompt, wrong), whole)
 
         monkeypatch.setattr(capturing, "capture", misread)
         calibrate(replace(run, out_dir=str(tmp_path / "misread")))
-        assert not same(evidence(tmp_path / "misread")["train"], ours["train"])
+        assert not same(evidence(tmp_path / "misread"), ours)
         assert stored.read_bytes() != head
 
 

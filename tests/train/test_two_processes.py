@@ -138,10 +138,8 @@ def check_a_calibration_head(runs: Runs) -> None:
     together = load_file(runs.folder / "drafted/drafter" / calibration.WEIGHTS_FILE)
     assert runs.head["target"].abs().max() > 1e-3  # it did learn
     torch.testing.assert_close(together, runs.head, rtol=1e-3, atol=1e-4)
-    captured = [sorted((runs.folder / name / "captured").rglob("*.safetensors")) for name in ("head-alone", "head")]
-    assert [len(files) for files in captured] == [4, 4]  # of 8 prompts each: three to learn from, one to report on
-    for mine, theirs in zip(*captured, strict=True):
-        torch.testing.assert_close(load_file(mine), load_file(theirs), rtol=1e-4, atol=1e-4)
+    mine, theirs = (load_file(next((runs.folder / name / "captured").iterdir())) for name in ("head-alone", "head"))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # in the order of the texts
 
 
 @pytest.mark.parametrize(("micro", "processes"), [(1, 1), (4, 1), (2, 2), (3, 4)])

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from draft_models.calibration_head import POSITIONS, CalibrationHead
+from train.core.training import Batch
 
 CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, including 1
 FEWEST = 100  # rounds needed to fit a position's temperature; only rounds with all earlier tokens accepted count
@@ -70,10 +71,9 @@ def survivals(rounds: Rounds, temperatures: Tensor) -> tuple[Tensor, Tensor]:
 
 
 BINS = 10
-Batch = dict[str, Tensor]
 
 
-class Survival(TypedDict):
+class Tempering(TypedDict):
     """The calibration error of drafts' products without and with temperatures, and whether the head keeps them."""
 
     rounds: int
@@ -112,7 +112,7 @@ def logits_of(head: CalibrationHead, captured: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def temper(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Survival:
+def temper(head: CalibrationHead, heldout: Batch, *, keep: bool = True) -> Tempering:
     """Fit temperatures of `head` on the first half of the rounds of `heldout`; keep them if they improve the second.
     keep=False: never.
 

@@ -1,7 +1,6 @@
 """Capture of drafting outcomes: a target with its drafter continues texts, and every tested token is recorded.
 
-The target decodes them, or what it would say is on record (see `inference.measure.replay`). In shards on disk, so that
-a killed run goes on where it was.
+The target decodes them, or its greedy answers are on record (see `inference.measure.replay`).
 """
 
 import hashlib
@@ -9,31 +8,34 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from data_prep.responses.directory import SECONDS_FILE, seconds_spent
-from data_prep.text.sources import Split
-from inference.core.drafter import Drafter, DraftModel
+from data_prep.text.settings import DataConfig
+from data_prep.text.sources import RUN_FILE, Split, resolve_paths
+from draft_models.losses import IGNORE
+from draft_models.targets.fingerprint import changed_parts, config_differences
+from draft_models.targets.open_target import OpenTarget
+from inference.core.drafter import DraftModel
 from inference.core.rounds import Round
 from inference.drafters.shaped import ModelDrafter
 from inference.measure.time_limit import TimeLimit, spread_order
 from inference.shapes.factory import Chain
 from inference.stopping.interface import Step
-from outrider.errors import UserError, require
-from outrider.files import require_writable, write_atomically, write_json
-from outrider.processes import say
+from outrider.errors import UserError
+from outrider.files import read_mapping, require_writable, write_atomically
+from outrider.processes import from_main
 from outrider.progress import counted
 from train.core import run_dir
-from train.parts.calibration_model import EXAMPLES
-from train.parts.calibration_scores import Batch
-from train.settings.drafters import CalibrateConfig
+from train.core.training import Batch
 
-SHARD_PROMPTS = 8
+EXAMPLES = 64  # drafted tokens in one row of `fit`
+_REMEDY = "make others with outrider generate-responses temperature=0 top_k_logits=2"
 
 
 class Text(NamedTuple):
@@ -47,130 +49,15 @@ class Text(NamedTuple):
 class Drafting:
     """How texts are continued by a drafter.
 
-    load: loads what of the target is needed, once, and gives what decodes: `speculative` of a target, or `replay` of
-    texts with answers. draft_model: makes one, fresh for a text. new_tokens: at most; ends: the tokens that end a text.
+    decode: `speculative` of a target, or `replay` of texts with answers. draft_model: makes one, fresh for a text.
+    new_tokens: at most; max_draft: tokens drafted a round; ends: the tokens that end a text.
     """
 
-    load: Callable[[], Callable[..., Iterator[Round]]]
+    decode: Callable[..., Iterator[Round]]
     draft_model: Callable[[], DraftModel]
     new_tokens: int
+    max_draft: int
     ends: Collection[int] = ()
-
-    def rounds(self, drafter: Drafter, text: Text) -> Iterator[Round]:
-        """The rounds of decoding `text`."""
-        most, given = self.new_tokens, [text.prompt]
-        if text.answer is not None:
-            given.append(text.answer)
-            if text.answer[-1] not in self.ends:  # a draft does not see where another one ends
-                most = min(most, len(text.answer))
-        return self.load()(drafter, *given, max_new_tokens=most, eos=self.ends)
-
-
-def capture_splits(
-    config: CalibrateConfig,
-    settings: Mapping[str, object],
-    texts_of: Callable[[Split, int], Sequence[Text]],
-    drafting: Drafting,
-    state: PartialState,
-) -> dict[Split, Batch]:
-    """The training and held-out examples: `capture` on the texts of each split, stored in `config.out_dir`.
-
-    settings: JSON-able, what decides what is captured of a text. texts_of: so many texts of a split.
-
-    Raises `UserError` where no token was drafted.
-    """
-    out_dir, found = Path(config.out_dir), dict[Split, Batch]()
-    begun = bool(run_dir.checkpoints(out_dir))  # then the set of examples is fixed
-    counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
-    minutes, texts = config.minutes, sum(counts.values())  # the remaining minutes and texts
-    every = {split: texts_of(split, count) for split, count in counts.items()}
-    for split, prompts in every.items():  # known before a target is loaded
-        require(bool(prompts), "data", config.data.source, f"a text of the {split} split that can be continued")
-        if len(prompts) < counts[split]:
-            say(f"calibrate split={split}: {len(prompts)} texts, not {counts[split]}: there are no more")
-    for split, prompts in every.items():
-        count = counts[split]
-        known = [text.prompt if text.answer is None else text for text in prompts]
-        folder = require_writable(out_dir / "captured" / f"{split}-{digest_of([settings, known])}")
-        limit = TimeLimit(minutes and minutes * count / texts)
-        there = _captured(folder, prompts)
-        state.wait_for_everyone()  # no process adds shards before all have listed them
-        if not (begun and there):
-            capture_shards(config, folder, prompts, drafting, state, limit, whole=split == "heldout")
-            state.wait_for_everyone()
-            there = [*_starts(prompts)] if limit.minutes is None else _captured(folder, prompts)
-            _end_time(folder, limit, whole=len(there) == len(_starts(prompts)), state=state)
-        elif len(there) < len(_starts(prompts)):
-            said = "goes on with the texts that it learns from; for more another out_dir"
-            say(f"calibrate split={split}: {said}")
-        shards = [shard for start in there if (shard := load_file(_shard(folder, start)))]
-        if not shards:
-            raise UserError(f"data: the {split} split has no text in which a token is drafted; give others")
-        found[split] = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
-        minutes, texts = minutes and max(0.0, minutes - seconds_spent(folder) / 60), texts - count
-    return found
-
-
-def _starts(prompts: Sequence[Text]) -> range:
-    """The index of the first prompt of every shard."""
-    return range(0, len(prompts), SHARD_PROMPTS)
-
-
-def _captured(folder: Path, prompts: Sequence[Text]) -> list[int]:
-    """The existing shards."""
-    return [start for start in _starts(prompts) if _shard(folder, start).exists()]
-
-
-def _end_time(folder: Path, limit: TimeLimit, *, whole: bool, state: PartialState) -> None:
-    """If the time limit left out some shards, record the whole limit as spent: a resumed run must also find its time
-    over, because the examples are part of its identity."""
-    if limit.minutes is not None and not whole and state.is_main_process:
-        write_json(folder / SECONDS_FILE, {"seconds": max(seconds_spent(folder), 60 * limit.minutes)})
-
-
-def capture_shards(
-    config: CalibrateConfig,
-    folder: Path,
-    prompts: Sequence[Text],
-    drafting: Drafting,
-    state: PartialState,
-    limit: TimeLimit,
-    whole: bool = False,
-) -> None:
-    """Write this process's shards of `capture` on `prompts` to `folder`; existing shards are kept.
-
-    When the time of `limit` is over, the remaining texts are left out. The captured texts are then spread over all
-    texts, and the first shard has enough tokens for a row of `Examples`. The seconds spent are stored too, so a resumed
-    run gets no additional time.
-    """
-
-    def is_over() -> bool:
-        return limit.is_over(limit.spent())
-
-    limit = replace(limit, earlier=seconds_spent(folder))
-    left = own_shards(folder, len(prompts), state.process_index, state.num_processes)
-    mine = [start for start in left if start == 0 or not limit.is_over(limit.earlier)]
-    if mine:
-        drafting.load()  # loading takes none of the time
-    limit = replace(limit, started=limit.clock())
-    for start in counted(mine, "continuing texts", f"shards of {SHARD_PROMPTS}", most=limit.left(limit.earlier)):
-        if start > 0 and is_over():
-            break
-        texts = prompts[start : start + SHARD_PROMPTS]
-        shard = capture(drafting, texts, config.max_draft, whole, is_over)
-        write_atomically(_shard(folder, start), save(shard))
-        if state.is_main_process:
-            write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
-
-
-def own_shards(folder: Path, prompts: int, process: int, processes: int) -> list[int]:
-    """First prompts of the shards that `process` has to capture and that `folder` lacks, in the order of capture.
-
-    The assignment to processes does not depend on existing shards, because processes list them at different times. The
-    first shards are spread over all prompts.
-    """
-    starts = [SHARD_PROMPTS * index for index in spread_order(-(-prompts // SHARD_PROMPTS))[process::processes]]
-    return [start for start in starts if not _shard(folder, start).exists()]
 
 
 class Recorder:
@@ -180,7 +67,7 @@ class Recorder:
     those too, with the label 0. After an accepted one of `ends` there is no text that any could be a part of.
     """
 
-    def __init__(self, max_draft: int, whole: bool = False, ends: Collection[int] = ()):
+    def __init__(self, max_draft: int, whole: bool, ends: Collection[int]):
         self.max_draft, self.whole, self.ends = max_draft, whole, ends
         self._round: list[Batch] = []
         self._tokens: list[Tensor] = []
@@ -208,28 +95,83 @@ class Recorder:
         self._tokens.clear()
 
 
-def capture(
-    drafting: Drafting,
-    texts: Sequence[Text],
-    max_draft: int,
-    whole: bool = False,
-    is_over: Callable[[], bool] = lambda: False,
-) -> Batch:
-    """Continue `texts` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
-
-    is_over: whether to leave out the texts that are left, once there are tokens for a row of `Examples`.
+def capture(drafting: Drafting, text: Text, whole: bool = False) -> Batch:
+    """Continue `text` greedily, drafting `max_draft` tokens a round, and keep every tested token; whole: every one.
 
     Returns target_hidden [n, d_T], draft_hidden [n, d_D] in the model's dtype, and position (from 1), confidence (q of
     the token) and label (1: it was the target's), each [n]; nothing where nothing was drafted.
     """
-    recorder = Recorder(max_draft, whole, drafting.ends)
-    for text in counted(texts, "shard", "texts"):
-        for _ in drafting.rounds(ModelDrafter(drafting.draft_model(), Chain(recorder)), text):
-            pass
-        if len(recorder.kept) >= EXAMPLES and is_over():
+    recorder, most, given = Recorder(drafting.max_draft, whole, drafting.ends), drafting.new_tokens, [text.prompt]
+    if text.answer is not None:
+        given.append(text.answer)
+        if text.answer[-1] not in drafting.ends:  # a draft does not see where another one ends
+            most = min(most, len(text.answer))
+    drafter = ModelDrafter(drafting.draft_model(), Chain(recorder))
+    for _ in drafting.decode(drafter, *given, max_new_tokens=most, eos=drafting.ends):
+        pass
+    return joined([{name: value.cpu() for name, value in example.items()} for example in recorder.kept])
+
+
+def capture_texts(
+    drafting: Drafting, texts: Sequence[Text], limit: TimeLimit, state: PartialState, whole: bool = False
+) -> Batch:
+    """`capture` of all `texts`, in their order, on every process; each continues its share of them.
+
+    When the time of `limit` is over, the remaining texts are left out: the captured ones are spread over all texts, and
+    every process has enough tokens for a row of `fit`, if its texts hold them.
+    """
+    mine, tokens = dict[int, Batch](), 0
+    limit = replace(limit, started=limit.clock())
+    order = spread_order(len(texts))[state.process_index :: state.num_processes]
+    for place in counted(order, "continuing texts", "texts", most=limit.left(0.0)):
+        if tokens >= EXAMPLES and limit.is_over(limit.spent()):
             break
-    names = recorder.kept[0] if recorder.kept else ()
-    return {name: torch.cat([example[name].cpu() for example in recorder.kept]) for name in names}
+        mine[place] = capture(drafting, texts[place], whole)
+        tokens += len(mine[place].get("label", ()))
+    every = {place: batch for share in gather_object([mine]) for place, batch in share.items()}
+    return joined([every[place] for place in sorted(every)])
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The tokens of all `batches`; nothing where there are none."""
+    some = [batch for batch in batches if batch]
+    return {name: torch.cat([batch[name] for batch in some]) for name in some[0]} if some else {}
+
+
+def capture_splits(
+    out_dir: Path,
+    settings: Mapping[str, object],
+    texts: Mapping[Split, Sequence[Text]],
+    load: Callable[[], Drafting],
+    limit: TimeLimit,
+    state: PartialState,
+) -> dict[Split, Batch]:
+    """The examples of each split: of held-out texts whole rounds. The time of `limit` is shared by numbers of texts.
+
+    They are kept in one file of `out_dir`, so a run that is stopped later goes on with them. settings: JSON-able, what
+    decides what is captured of a text. load: loads what decodes, if anything is left to capture; this takes none of
+    the time.
+
+    Raises `UserError` where no token was drafted, and for a run that has begun to learn from other examples.
+    """
+    file = out_dir / "captured" / f"{digest_of([settings, texts])}.safetensors"
+    if not from_main(state, file.exists):
+        if run_dir.checkpoints(out_dir):
+            raise UserError(f"out_dir={out_dir}: a run there has learned from other examples than these settings give, "
+                            f"or {file} was removed; give another out_dir")  # fmt: skip
+        found, drafting, left = dict[str, Tensor](), load(), limit.minutes
+        for index, (split, every) in enumerate(texts.items()):
+            count = sum(map(len, [*texts.values()][index:]))
+            share = replace(limit, minutes=left and left * len(every) / count, started=limit.clock())
+            captured = capture_texts(drafting, every, share, state, whole=split == "heldout")
+            if not captured:
+                raise UserError(f"data: the {split} split has no text in which a token is drafted; give others")
+            left = left and max(0.0, left - share.spent() / 60)
+            found |= {f"{split}.{name}": value for name, value in captured.items()}
+        from_main(state, lambda: write_atomically(require_writable(file.parent) / file.name, save(found)))
+    stored = load_file(file)
+    return {split: {name.partition(".")[2]: stored[name] for name in stored if name.startswith(f"{split}.")}
+            for split in texts}  # fmt: skip
 
 
 def only_tested(captured: Batch) -> Batch:
@@ -239,10 +181,39 @@ def only_tested(captured: Batch) -> Batch:
     return {name: value[kept] for name, value in captured.items()}
 
 
-def _shard(folder: Path, start: int) -> Path:
-    return folder / f"{start:06d}.safetensors"
-
-
 def digest_of(value: object) -> str:
     """A short digest of a JSON-able value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
+    """Raise `UserError` where the responses that `data` names are not greedy or are of another target or template, as
+    far as the runs that made them have recorded it."""
+    for file in sorted({path.parent / RUN_FILE for path in resolve_paths(data.path)}):
+        run: dict[str, Any] = read_mapping(file, "record of a run", _REMEDY) if file.is_file() else {}
+        mine, model = target.fingerprint, run.get("model", {})
+        greedy = run.get("temperature", 0) == 0 or run.get("greedy_tokens", 0) >= run.get("max_new_tokens", 0)
+        other = bool(config_differences(model.get("config", mine.config), mine.config))
+        other |= bool(changed_parts(model.get("tensors", {}), mine.tensors or {}))
+        other |= run.get("tokenizer", mine.tokenizer) != mine.tokenizer
+        rendered = target.tokenizer.chat_template if data.template == "tokenizer" else data.template
+        wrong = {
+            "sampled, but for the first tokens": not greedy,
+            f"of another target than {target.source}": other,
+            f"of another template than {data.template}": any(one != rendered for one in run.get("template", ())),
+        }
+        found = " and ".join(what for what, is_so in wrong.items() if is_so)
+        if found:
+            raise UserError(f"data.path={file.parent}: these answers are {found}; {_REMEDY}")
+
+
+def recorded_text(row: Batch) -> Text | None:
+    """The first prompt of a row (see `TopKRows`) and the answer to it; None where a token of the answer was neither the
+    target's most likely one nor as likely."""
+    supervised = row["labels"] != IGNORE
+    first = int(supervised.nonzero()[0])
+    place = slice(first, first + int(supervised[first:].int().cumprod(0).sum()))
+    answer, logprobs = row["labels"][place], row["top_logprobs"][place]
+    likeliest = (row["top_ids"][place] == answer[:, None]) & (logprobs == logprobs[:, :1])
+    greedy = bool(likeliest.any(-1).all())
+    return Text(row["input_ids"][: first + 1].tolist(), answer.tolist()) if greedy else None

@@ -1,23 +1,24 @@
 """Recipe for calibration heads: trained on the outcomes of a drafter's drafts (EESD §3.3).
 
-The training step is `CalibrationModel` (train/parts/calibration_model.py).
+The examples are captured first (train/parts/capture.py). The training step is `CalibrationModel.forward`.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from torch import nn
+from torch import Tensor, nn
 
 from data_prep.text.rehearsal import rehearsable
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split
 from draft_models.calibration import save_calibration
-from draft_models.calibration_head import CalibrationHead
+from draft_models.calibration_head import CalibrationHead, log_odds
 from draft_models.early_exit.checkpoint import open_target_of, read_meta
+from draft_models.losses import IGNORE
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from inference.core.decode import speculative
@@ -25,21 +26,30 @@ from inference.core.rounds import Round
 from inference.drafters.shaped import ModelDrafterPlugin
 from inference.engines.packing import lay_out
 from inference.loading.memory_plan import plan_capture
-from inference.loading.targets import end_tokens, load_stack, prepare
+from inference.loading.targets import end_tokens, load_stack
+from inference.loading.targets import prepare as prepare_drafters
 from inference.loading.templates import templates_of
 from inference.measure.replay import FirstLayersSession, RecordedSession, replay
+from inference.measure.time_limit import TimeLimit
 from inference.settings.kinds import KINDS, Kind, kind_in
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.processes import from_main, join_processes, say
 from train.core.driver import run_training
-from train.core.training import Metrics, Trained, Training
-from train.parts.calibration_model import CalibrationModel, Examples
-from train.parts.calibration_scores import Batch, brier, judge, later_half, plot_reliability, predict, temper
-from train.parts.capture import SHARD_PROMPTS, Drafting, Text, capture_splits, digest_of, only_tested
+from train.core.training import Batch, Metrics, Trained, Training
+from train.parts.calibration_scores import brier, judge, later_half, plot_reliability, predict, temper
+from train.parts.capture import (
+    EXAMPLES,
+    Drafting,
+    Text,
+    capture_splits,
+    digest_of,
+    only_tested,
+    recorded_text,
+    require_answers_of,
+)
 from train.parts.heldout import heldout_prompt
-from train.parts.recorded_answers import recorded_text, require_answers_of
 from train.parts.top_k_rows import load_taught_rows
 from train.settings.drafters import CalibrateConfig
 
@@ -54,12 +64,129 @@ def calibrate(config: CalibrateConfig) -> None:
     if config.plan:
         target = find_target(config, kind).config
         positions = min(config.seq_len + config.new_tokens, context_limit(target))
-        print(plan_capture(config, kind, config.checkpoint, target, positions, _layers_read(config, kind)), flush=True)
+        print(plan_capture(config, kind, config.checkpoint, target, positions, layers_read(config, kind)), flush=True)
         return
     join_processes()
     config = with_its_heldout(config, kind)
     digest = kind.load_plugin().reading(config.reading).digest(config.checkpoint)  # before anything is written there
-    run_training(config, Recipe(config, kind, digest).prepare, config.checkpoint)
+    run_training(config, partial(prepare, config, kind, digest), config.checkpoint)
+
+
+def prepare(config: CalibrateConfig, kind: Kind, digest: str, state: PartialState) -> "Training[CalibrationModel]":
+    """The training, on examples that this captures first. digest: identifies the drafter. Raises `UserError`."""
+    target = find_target(config, kind)
+    if config.answers == "recorded":
+        require_answers_of(target, config.data)
+    plugin = kind.load_plugin().reading(config.reading)
+    assert isinstance(plugin, ModelDrafterPlugin)  # each kind that has a head
+    warn_of_template(config, plugin.data_of(config.checkpoint), target)
+    fingerprint = from_main(state, lambda: target.fingerprint)
+    known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
+    dtype, ends = pick_dtype(config.dtype, target.config, state.device), end_tokens(target)
+    model = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
+
+    def load() -> Drafting:
+        decode = load_decoder(config, kind, target, model, dtype, state.device)
+        draft_model = partial(plugin.draft_model, model, MethodConfig(kind.name))
+        return Drafting(decode, draft_model, config.new_tokens, config.max_draft, ends)
+
+    settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
+    settings |= {"drafter": digest, "target": digest_of(known), "dtype": str(dtype), "ends": sorted(ends)}
+    texts = texts_of(config, target, longest_prompt(config, target, plugin.context(model)))
+    captured = capture_splits(Path(config.out_dir), settings, texts, load, TimeLimit(config.minutes), state)
+    learned, heldout = captured["train"], only_tested(captured["heldout"])
+    heldout = {name: value.to(state.device) for name, value in heldout.items()}
+    student = CalibrationModel(learned, config.l2, odds=config.odds)
+    recipe = {"capture": settings, "l2": config.l2, "odds": config.odds, "examples": len(learned["label"])}
+
+    def evaluate(fitted: CalibrationModel, _: int) -> Metrics:
+        return {"brier": brier(predict(fitted.folded(), heldout), heldout["label"])}
+
+    def save(trained: Trained) -> None:
+        made = {**recipe, "data": config.data.source, "fit": asdict(config.fit), "steps": trained.result.steps}
+        save_head(config, kind, digest, student.cpu().folded(), captured, {**made, "target": known})
+
+    identity = {**recipe, "labels": digest_of(learned["label"].tolist())}
+    return Training(student, Examples(learned), config.fit, identity, evaluate, save)
+
+
+class Examples:
+    """Captured tokens as rows of `EXAMPLES` for `fit`; the last row is padded with tokens labelled IGNORE."""
+
+    def __init__(self, captured: Batch):
+        self.captured = captured
+
+    def __len__(self) -> int:
+        return -(-len(self.captured["label"]) // EXAMPLES)
+
+    def __getitem__(self, index: int) -> Batch:
+        part = {name: value[index * EXAMPLES : (index + 1) * EXAMPLES] for name, value in self.captured.items()}
+        part = {name: part[name] for name in ("target_hidden", "draft_hidden", "position", "confidence", "label")}
+        missing = EXAMPLES - len(part["label"])
+        row = {name: nn.functional.pad(v, (0, 0) * (v.ndim - 1) + (0, missing)) for name, v in part.items()}
+        labels = row.pop("label").long()
+        labels[EXAMPLES - missing :] = IGNORE
+        return {**row, "labels": labels}
+
+
+class CalibrationModel(nn.Module):
+    """The head on standardised inputs, so that one learning rate fits every model; see `folded`.
+
+    It is initialised to the draft's own odds, shifted to the mean acceptance, so that few steps are enough.
+    odds=False: these stay without weight, as in the paper.
+    """
+
+    mean_target: Tensor
+    mean_draft: Tensor
+    scale_target: Tensor
+    scale_draft: Tensor
+    mean_odds: Tensor
+    scale_odds: Tensor
+
+    def __init__(self, captured: Batch, l2: float, *, odds: bool = True):
+        super().__init__()
+        self.l2 = l2 / len(captured["label"])
+        seen = log_odds(captured["confidence"].log())
+        self.register_buffer("mean_odds", seen.mean(), persistent=False)
+        self.register_buffer("scale_odds", seen.std().clamp_min(1e-6), persistent=False)
+        for name in ("target", "draft"):
+            values = captured[f"{name}_hidden"].float()
+            self.register_buffer(f"mean_{name}", values.mean(0), persistent=False)
+            self.register_buffer(f"scale_{name}", values.std(0).clamp_min(1e-6), persistent=False)
+        self.head = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0])
+        accepted = captured["label"].float().mean().clamp(0.01, 0.99)
+        nn.init.constant_(self.head.bias, float(accepted.logit()))
+        nn.init.constant_(self.head.odds, float(self.scale_odds) if odds else 0.0)
+        self.head.odds.requires_grad_(odds)
+
+    def forward(
+        self, target_hidden: Tensor, draft_hidden: Tensor, position: Tensor, confidence: Tensor, labels: Tensor
+    ) -> Batch:
+        """{"loss_sum"} over labels that are not IGNORE: binary cross-entropy, plus each label's share of
+        l2 · ‖weights‖². A convex problem.
+
+        Inputs are rows of `Examples`. There are thousands of weights and only thousands of tokens, so a head without l2
+        is overconfident. The weight of the draft's own odds is not penalised.
+        """
+        keep = labels != IGNORE
+        target = (target_hidden[keep].float() - self.mean_target) / self.scale_target
+        draft = (draft_hidden[keep].float() - self.mean_draft) / self.scale_draft
+        odds = (log_odds(confidence[keep].log()) - self.mean_odds) / self.scale_odds
+        logits = self.head.weigh(target, draft, position[keep], odds)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[keep].float(), reduction="sum")
+        penalty = self.head.target.square().sum() + self.head.draft.square().sum()
+        return {"loss_sum": loss + self.l2 * len(logits) * penalty}
+
+    @torch.no_grad()
+    def folded(self) -> CalibrationHead:
+        """The same head for raw inputs: the standardisation is folded into its weights."""
+        plain = CalibrationHead(self.mean_target.shape[0], self.mean_draft.shape[0]).to(self.mean_target.device)
+        plain.target.copy_(self.head.target / self.scale_target)
+        plain.draft.copy_(self.head.draft / self.scale_draft)
+        plain.odds.copy_(self.head.odds / self.scale_odds)
+        shift = plain.target @ self.mean_target + plain.draft @ self.mean_draft + plain.odds * self.mean_odds
+        plain.bias.copy_(self.head.bias - shift)
+        return plain.requires_grad_(False)
 
 
 def kind_to_calibrate(config: CalibrateConfig) -> Kind:
@@ -98,7 +225,7 @@ def with_its_heldout(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
     return config if kept else replace(config, data=replace(config.data, heldout_fraction=recorded))
 
 
-def _layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
+def layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
     """How many of the target's first layers are read; None: the whole target."""
     if config.answers == "target":
         return None
@@ -113,116 +240,80 @@ def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
     return open_target(config.target, config.revision, by_layers=kind.layers)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """A calibration head for a drafter of this kind. digest: identifies the drafter."""
+def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] | None, target: OpenTarget) -> None:
+    """Warn if conversations are rendered by another template here than in the training of the drafter."""
+    learned = templates_of(trained_on, target.tokenizer)
+    if learned and (other := templates_of(config.data.deciding(), target.tokenizer) - learned):
+        told = " and ".join(sorted(learned))
+        warn(f"data.template={' and '.join(sorted(other))}: the drafter in {config.checkpoint} learned by {told}")
 
-    config: CalibrateConfig
-    kind: Kind
-    digest: str
 
-    def prepare(self, state: PartialState) -> Training[CalibrationModel]:
-        """The training, on examples that this captures first. Raises `UserError`."""
-        config, target = self.config, find_target(self.config, self.kind)
-        recorded = config.answers == "recorded"
+def longest_prompt(config: CalibrateConfig, target: OpenTarget, drafter_context: int | None) -> int:
+    """The longest prompt that can be continued, in tokens. Raises `UserError` if that is less than one."""
+    context = min(filter(None, (context_limit(target.config), drafter_context)))
+    longest = min(config.seq_len, context - config.new_tokens)
+    if longest < 1:
+        raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
+    return longest
+
+
+def texts_of(config: CalibrateConfig, target: OpenTarget, longest: int) -> dict[Split, list[Text]]:
+    """The texts of each split to continue, of prompts of up to `longest` tokens. Raises `UserError` if one has none."""
+    found, counts = dict[Split, list[Text]](), {"train": config.prompts, "heldout": config.heldout_prompts}
+    recorded = config.answers == "recorded"
+    for split in ("train", "heldout"):
+        given = config.data, target.tokenizer, config.seq_len, split
+        rows = load_taught_rows(*given, cached=recorded, max_rows=counts[split])
         if recorded:
-            require_answers_of(target, config.data)
-        dtype = pick_dtype(config.dtype, target.config, state.device)
-        fingerprint = from_main(state, lambda: target.fingerprint)
-        known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
-        plugin = self.kind.load_plugin().reading(config.reading)
-        learned = templates_of(plugin.data_of(config.checkpoint), target.tokenizer)
-        if learned and (other := templates_of(config.data.deciding(), target.tokenizer) - learned):
-            told = " and ".join(sorted(learned))
-            warn(f"data.template={' and '.join(sorted(other))}: the drafter in {config.checkpoint} learned by {told}")
-        model = plugin.load(config.checkpoint, target, {}, dtype=dtype, device=state.device)
-
-        assert isinstance(plugin, ModelDrafterPlugin)  # each kind that has a head
-        draft_model = partial(plugin.draft_model, model, MethodConfig(self.kind.name))
-
-        @cache
-        def load() -> Callable[..., Iterator[Round]]:  # only where something is left to capture
-            return self._load(target, model, dtype, state.device)
-
-        drafting = Drafting(load, draft_model, config.new_tokens, end_tokens(target))
-        settings = self._settings(digest_of(known), str(dtype), drafting.ends)
-        room = self._room(target, plugin.context(model))
-
-        def texts_of(split: Split, count: int) -> list[Text]:
-            given = config.data, target.tokenizer, config.seq_len, split
-            rows = load_taught_rows(*given, cached=recorded, max_rows=count)
-            if not recorded:
-                return [Text(heldout_prompt(rows[index])[-room:]) for index in range(len(rows))]
             texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
             say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
-            return [text for text in texts if len(text.prompt) <= room]
+            texts = [text for text in texts if len(text.prompt) <= longest]
+        else:
+            texts = [Text(heldout_prompt(rows[index])[-longest:]) for index in range(len(rows))]
+        if not texts:
+            raise UserError(f"data={config.data.source}: expected a text of the {split} split that can be continued")
+        if len(texts) < counts[split]:
+            say(f"calibrate split={split}: {len(texts)} texts, not {counts[split]}: there are no more")
+        found[split] = texts
+    return found
 
-        captured = capture_splits(config, settings, texts_of, drafting, state)
-        heldout = {name: value.to(state.device) for name, value in only_tested(captured["heldout"]).items()}
-        student = CalibrationModel(captured["train"], config.l2, odds=config.odds)
-        recipe = {"capture": settings, "l2": config.l2, "examples": len(captured["train"]["label"])}
-        identity = {**recipe, "labels": digest_of(captured["train"]["label"].tolist())}
-        identity |= {} if config.odds else {"odds": False}
 
-        def evaluate(fitted: CalibrationModel, _: int) -> Metrics:
-            return {"brier": brier(predict(fitted.folded(), heldout), heldout["label"])}
+def load_decoder(
+    config: CalibrateConfig, kind: Kind, target: OpenTarget, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Iterator[Round]]:
+    """See `Drafting.decode`; the drafter `model` is made ready too."""
+    layers = layers_read(config, kind)
+    if layers == 0:
+        lay_out(model, device)
+        sizes = {"vocabulary": target.config.vocab_size, "width": target.config.hidden_size}
+        return partial(replay, session=partial(RecordedSession, **sizes, device=device))
+    if layers is None:
+        whole = load_stack(target, None, dtype, device, by_layers=kind.layers)
+        prepare_drafters(whole, {kind.name: model})
+        return partial(speculative, whole)
+    first = target.stack(range(layers), dtype=dtype, device=device)
+    prepare_drafters(first, {kind.name: model})
+    return partial(replay, session=partial(FirstLayersSession, first))
 
-        def save(trained: Trained) -> None:
-            made = {**recipe, "odds": config.odds, "data": config.data.source, "fit": asdict(config.fit)}
-            made |= {"steps": trained.result.steps}
-            self._save(student.cpu().folded(), captured, {**made, "target": known})
 
-        return Training(student, Examples(captured["train"]), config.fit, identity, evaluate, save)
-
-    def _load(
-        self, target: OpenTarget, model: nn.Module, dtype: torch.dtype, device: torch.device
-    ) -> Callable[..., Iterator[Round]]:
-        """See `Drafting.load`; the drafter `model` is made ready too."""
-        layers = _layers_read(self.config, self.kind)
-        if layers == 0:
-            lay_out(model, device)
-            sizes = {"vocabulary": target.config.vocab_size, "width": target.config.hidden_size}
-            return partial(replay, session=partial(RecordedSession, **sizes, device=device))
-        if layers is None:
-            whole = load_stack(target, None, dtype, device, by_layers=self.kind.layers)
-            prepare(whole, {self.kind.name: model})
-            return partial(speculative, whole)
-        first = target.stack(range(layers), dtype=dtype, device=device)
-        prepare(first, {self.kind.name: model})
-        return partial(replay, session=partial(FirstLayersSession, first))
-
-    def _settings(self, target: str, dtype: str, ends: Collection[int]) -> dict[str, object]:
-        """What decides what is captured of a text. target: its digest. ends: the tokens that end a text."""
-        decided = self.config.deciding().items()
-        return {key: value for key, value in decided if key not in ("fit", "l2", "odds")} | {
-            "drafter": self.digest,
-            "target": target,
-            "dtype": dtype,
-            "shard_prompts": SHARD_PROMPTS,
-            "whole": True,  # whole rounds are kept of held-out text
-            **({"ends": sorted(ends)} if ends else {}),
-        }
-
-    def _room(self, target: OpenTarget, drafter_context: int | None) -> int:
-        """The longest prompt that can be continued, in tokens. Raises `UserError` if that is less than one."""
-        context = min(filter(None, (context_limit(target.config), drafter_context)))
-        room = min(self.config.seq_len, context - self.config.new_tokens)
-        if room < 1:
-            raise UserError(f"new_tokens={self.config.new_tokens}: expected less than the context of {context} tokens")
-        return room
-
-    def _save(self, head: CalibrationHead, captured: Mapping[Split, Batch], made: Mapping[str, object]) -> None:
-        """Fit the head's temperatures, write its scores, and store it with its drafter."""
-        out_dir = Path(self.config.out_dir)
-        survival = temper(head, captured["heldout"], keep=self.config.odds)
-        scores = judge(head, captured["train"], only_tested(later_half(captured["heldout"])))
-        judged = {**scores, "survival": survival}
-        write_json(out_dir / "calibration.json", judged)
-        write_atomically(out_dir / "reliability.png", plot_reliability(scores))
-        folder = require_writable(Path(self.config.checkpoint) / str(self.kind.calibration))
-        save_calibration(folder, head, self.digest, {**made, "heldout": judged})
-        for name, row in scores["predictors"].items():
-            print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
-        errors = f"ece_before={survival['ece_before']:.4f} ece_after={survival['ece_after']:.4f}"
-        print(f"calibration survival {errors} temperatures={'kept' if survival['kept'] else 'none'}", flush=True)
-        print(f"saved calibration={folder} examples={made['examples']}", flush=True)
+def save_head(
+    config: CalibrateConfig,
+    kind: Kind,
+    digest: str,
+    head: CalibrationHead,
+    captured: Mapping[Split, Batch],
+    made: Mapping[str, object],
+) -> None:
+    """Fit the head's temperatures, write its scores, and store it with its drafter."""
+    tempering = temper(head, captured["heldout"], keep=config.odds)
+    scores = judge(head, captured["train"], only_tested(later_half(captured["heldout"])))
+    judged = {**scores, "survival": tempering}
+    write_json(Path(config.out_dir) / "calibration.json", judged)
+    write_atomically(Path(config.out_dir) / "reliability.png", plot_reliability(scores))
+    folder = require_writable(Path(config.checkpoint) / str(kind.calibration))
+    save_calibration(folder, head, digest, {**made, "heldout": judged})
+    for name, row in scores["predictors"].items():
+        print(f"calibration predictor={name} brier={row['brier']:.4f} ece={row['ece']:.4f}", flush=True)
+    errors = f"ece_before={tempering['ece_before']:.4f} ece_after={tempering['ece_after']:.4f}"
+    print(f"calibration survival {errors} temperatures={'kept' if tempering['kept'] else 'none'}", flush=True)
+    print(f"saved calibration={folder} examples={made['examples']}", flush=True)

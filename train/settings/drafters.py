@@ -146,9 +146,9 @@ class CalibrateConfig(RehearsedConfig):
     answers: Literal["target", "recorded"] = "target"
     prompts: Count = free(400)  # texts continued to learn from; a row's start each
     heldout_prompts: Count = free(64)  # texts continued to report on
-    # continue texts until this time is over, of all runs in out_dir together, but until 64 tokens of either kind are
-    # drafted; those to learn from and those to report on share it by their numbers; null: all of them
-    minutes: Positive | None = free(None)
+    # continue texts until this time is over, but until 64 tokens of either kind are drafted; those to learn from and
+    # those to report on share it by their numbers; null: all of them
+    minutes: Positive | None = None
     seq_len: Width = free(512)  # tokens of a text at most that are continued
     # per prompt, greedy; the first is the prefill's, and the last is never drafted
     new_tokens: Annotated[int, Ge(3)] = 128
