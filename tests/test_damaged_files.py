@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from data_prep.responses.directory import answered, check_run, read_shard, summarise
 from data_prep.text.chat import render_prompt
 from draft_models.calibration import load_calibration
 from draft_models.early_exit.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
+from draft_models.ngrams.table_files import TABLE_FILE, map_table
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
 from inference.loading.targets import (
@@ -139,8 +141,15 @@ def test_calibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = folder / TABLE / "table.json"
-    require_named(file, lambda: TrigramTable.open(file.parent), capsys, 200)
+    header, arrays = map_table(folder / TABLE)
+    held, file = {name: array.copy() for name, array in arrays.items()}, folder / "header.json"
+    file.write_text(json.dumps(asdict(header)))
+
+    def read() -> None:
+        save_file(held, folder / TABLE / TABLE_FILE, {"ngrams": file.read_text(errors="replace")})
+        TrigramTable.open(folder / TABLE)
+
+    require_named(file, read, capsys, 200)
 
 
 # ------------------------------------------------------------------------------------------------- runs

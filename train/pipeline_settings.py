@@ -75,7 +75,7 @@ STEPS = {
         ("training_seconds",),
     ),
     "trigrams": PipelineStep(
-        "data_prep/build_trigrams.py", "trigrams/table.json", (*MAKERS, "responses"), ("tokenizer={target}",)
+        "data_prep/build_trigrams.py", "trigrams/table.safetensors", (*MAKERS, "responses"), ("tokenizer={target}",)
     ),
     "report": PipelineStep(
         "inference/evaluate_checkpoint.py",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draft_models.ngrams.table_files import read_header
+from draft_models.ngrams.table_files import map_table
 from inference.core.drafter import Stopwatch
 from inference.drafters.ngram.ngrams import TrigramDrafter
 from inference.measure.replay import RecordedSelector, RecordedSession
@@ -60,7 +60,8 @@ def tables(*, options: Any, categories: Sequence[str]) -> dict[str, Table]:
 def without_suffixes(where: str | None) -> str:
     """Why REST cannot draft from a table; empty where it can, or where none is there to be asked."""
     there = where is not None and Path(where).is_dir()
-    return "" if not there or read_header(Path(where)).suffixes else "needs tables built with suffixes=true"  # type: ignore[arg-type]
+    kept = there and "suffixes.order" in map_table(Path(str(where)))[1]
+    return "" if not there or kept else "needs tables built with suffixes=true"
 
 
 def peers(options: Any, groups: Sequence[str]) -> list[Row]:

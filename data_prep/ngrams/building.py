@@ -3,23 +3,21 @@
 import os
 import shutil
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from data_prep.ngrams.counting import count_order, write_level
-from data_prep.ngrams.merging import kept_from, merged_level
+from data_prep.ngrams.counting import count_order
+from data_prep.ngrams.merging import kept_from, merged
 from data_prep.ngrams.settings import TrigramConfig
 from data_prep.ngrams.token_shards import Shards, passages, tokenise, whole_documents
 from data_prep.text.records import Counts, warn_of_unused
 from data_prep.text.rehearsal import rehearsable
 from data_prep.text.sources import read_records
+from draft_models.ngrams.kernels import require_vocabulary
 from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
-from draft_models.ngrams.table import TrigramTable, merged_facts, write_suffixes
-from draft_models.ngrams.table_files import TABLE_FILE, publish, read_header, require_no_table, require_vocabulary
+from draft_models.ngrams.table import TrigramTable
+from draft_models.ngrams.table_files import TABLE_FILE, require_no_table, verified
 from draft_models.targets.encoder import Encoder, open_encoder
 from draft_models.targets.vocabulary import vocabulary_digest
 from outrider.errors import UserError, require, warn
@@ -73,8 +71,7 @@ def _tidily(work: Path, build: Callable[[], None]) -> None:
         build()
         shutil.rmtree(work)
     except BaseException as error:
-        for part in ("table", "runs"):  # never resumed
-            shutil.rmtree(work / part, ignore_errors=True)
+        shutil.rmtree(work / "counts", ignore_errors=True)  # never resumed
         if not any((work / "shards").iterdir()):
             shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError) and error.strerror:
@@ -98,67 +95,52 @@ def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], 
     memory = int(config.memory_gb * _GB)
     if config.suffixes:
         _require_room_to_sort(shards, others, memory)
-    tokenised, table = time.perf_counter(), work / "table"
-    for part in (table, work / "runs"):  # left by a killed build
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
+    tokenised, folder = time.perf_counter(), work / "counts"
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed build
+    table = _counted(config, encoder, shards, others, folder)
+    _require_some(config, table)
+    if others:
+        table = merged([table, *others], config.min_count, config.max_successors, folder / "sum", memory)
+        _require_some(config, table)
+    if config.max_mb is not None:
+        count = kept_from(table, config.max_mb)
+        facts = {**table.facts, "max_mb": config.max_mb, "kept_from": count}
+        table = replace(merged([table], count, None, folder / "pruned", memory), facts=facts)
+    table.save(config.out_dir)
+    _report(config.out_dir, table, counts, tokenised - began, time.perf_counter() - tokenised)
+
+
+def _counted(
+    config: TrigramConfig, encoder: Encoder, shards: Shards, others: Sequence[TrigramTable], folder: Path
+) -> TrigramTable:
+    """The table of the corpus alone. Its levels are mapped from files in `folder`."""
+    vocabulary, memory = encoder.vocabulary, int(config.memory_gb * _GB)
     # Rare n-grams of one table may be frequent in the sum of all.
     limits = (memory, 1, None) if others else (memory, config.min_count, config.max_successors)
-    described = {
-        order: count_order(shards, order, encoder.vocabulary, work, *limits) for order in sorted(config.orders)
+    orders = sorted(config.orders)
+    levels = {order: count_order(shards, order, vocabulary, folder / str(order), *limits) for order in orders}
+    facts = {
+        "tokens": shards.tokens,
+        "documents": shards.documents,
+        "min_count": config.min_count,
+        "max_successors": config.max_successors,
+        "corpus": {**config.corpus(), "digest": shards.digest},
     }
-    _require_some(config, shards.tokens, [arrays["keys"][1] for arrays in described.values()])
-    facts, kept = _facts(config, shards), {}
-    if config.suffixes:
-        tokens = separated(whole_documents(shards), encoder.vocabulary)
-        kept = write_suffixes(sort_suffixes(tokens, encoder.vocabulary), table)
-    whole: tuple[Any, ...] = (encoder.vocabulary, vocabulary_digest(encoder.pieces), described, facts, kept)
-    if others:
-        tables = [_published(work, "own", *whole), *others]
-        whole = _joined(tables, config.min_count, config.max_successors, merged_facts(tables), work, memory)
-        _require_some(config, whole[3]["tokens"], [arrays["keys"][1] for arrays in whole[2].values()])
-    if config.max_mb is not None:
-        large = _published(work, "large", *whole)
-        count = kept_from(large, config.max_mb)
-        facts = {**large.facts, "max_mb": config.max_mb, "kept_from": count}
-        whole = _joined([large], count, None, facts, work, memory)
-    publish(table, Path(config.out_dir), *whole)
-    _report(config.out_dir, counts, tokenised - began, time.perf_counter() - tokenised)
-
-
-def _published(work: Path, name: str, *whole: Any) -> TrigramTable:
-    """Move the table in work/table to work/runs and open it, so that another one can be written."""
-    publish(work / "table", work / "runs" / name, *whole)
-    (work / "table").mkdir()
-    return TrigramTable.open(work / "runs" / name)
-
-
-def _joined(
-    tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, facts: Mapping[str, Any], work: Path,
-    memory: int,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Write the sum of the tables, pruned, to work/table. Returns the arguments of `publish`."""
-    first, described = tables[0], {}
-    for order in sorted(first.levels):
-        levels = [table.levels[order] for table in tables]
-        parts = merged_level(levels, first.vocabulary, min_count, max_successors, memory)
-        described[order] = write_level(parts, order, first.vocabulary, work)
-    kept = [table.suffixes for table in tables if table.suffixes is not None]
-    if len(kept) > 1:
-        kept = [sort_suffixes(np.concatenate([each.tokens for each in kept]), first.vocabulary)]
-    return first.vocabulary, first.tokenizer, described, facts, write_suffixes(kept[0], work / "table") if kept else {}
+    documents = whole_documents(shards)
+    suffixes = sort_suffixes(separated(documents, vocabulary), vocabulary) if config.suffixes else None
+    return TrigramTable(vocabulary, vocabulary_digest(encoder.pieces), levels, facts, suffixes)
 
 
 def _where(config: TrigramConfig) -> str:
     return f"data source={config.data.source} path={config.data.path}"
 
 
-def _require_some(config: TrigramConfig, tokens: int, contexts: Sequence[int]) -> None:
+def _require_some(config: TrigramConfig, table: TrigramTable) -> None:
     """Raise `UserError` if no order has any context."""
-    if not any(contexts):
+    if not any(len(level.keys) for level in table.levels.values()):
         raise UserError(
             f"{_where(config)}: no n-gram of orders {list(config.orders)} occurs min_count={config.min_count} times in "
-            f"{tokens} tokens; lower min_count or give more data"
+            f"{table.facts['tokens']} tokens; lower min_count or give more data"
         )
 
 
@@ -170,36 +152,23 @@ def _require_room_to_sort(shards: Shards, others: list[TrigramTable], memory: in
     require(needed <= memory, "memory_gb", memory / _GB, expected)
 
 
-def _report(out_dir: str, counts: Counter[str], tokenise_seconds: float, count_seconds: float) -> None:
-    header = read_header(Path(out_dir))  # opening the arrays would load all of them into memory
+def _report(out_dir: str, table: TrigramTable, counts: Counts, tokenise_seconds: float, count_seconds: float) -> None:
     figures = {
-        "tokens": header.facts["tokens"],
-        "documents": header.facts["documents"],
-        "ngrams": sum(arrays["tokens"][1] for arrays in header.levels.values()),
-        "contexts": sum(arrays["keys"][1] for arrays in header.levels.values()),
+        "tokens": table.facts["tokens"],
+        "documents": table.facts["documents"],
+        "ngrams": sum(len(level.tokens) for level in table.levels.values()),
+        "contexts": sum(len(level.keys) for level in table.levels.values()),
         "seconds": f"{tokenise_seconds + count_seconds:.1f}",
         "tokenise_seconds": f"{tokenise_seconds:.1f}",
         "count_seconds": f"{count_seconds:.1f}",
-        "mb": f"{header.nbytes / 1e6:.1f}",
+        "mb": f"{table.nbytes / 1e6:.1f}",
         **{name: counts[name] for name in ("records", "empty", "malformed", "unreadable")},
     }
     print(f"trigrams {out_dir} " + " ".join(f"{key}={value}" for key, value in figures.items()), flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------- settings
-
-
-def _facts(config: TrigramConfig, shards: Shards) -> dict[str, Any]:
-    return {
-        "tokens": shards.tokens,
-        "documents": shards.documents,
-        "min_count": config.min_count,
-        "max_successors": config.max_successors,
-        "corpus": {**config.corpus(), "digest": shards.digest},
-    }
-
-
 def _open_other(path: str, encoder: Encoder, config: TrigramConfig) -> TrigramTable:
+    verified(Path(path))  # a damaged count would go into the sum unnoticed
     table = TrigramTable.open(path)
     table.require_tokenizer(vocabulary_digest(encoder.pieces), f"merge={path}")
     if sorted(table.levels) != sorted(config.orders):

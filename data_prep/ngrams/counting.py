@@ -1,23 +1,23 @@
-"""Out-of-core counting of n-grams: shards of token ids → a table's arrays, in nearly constant memory.
+# mypy: allow-untyped-defs
+"""Out-of-core counting of n-grams: shards of token ids → a table's level, in nearly constant memory.
 
 For each order there are two passes. First, blocks of n-grams are sorted and counted, each to a sorted run on disk.
-Then the runs are merged, one range of keys after another, and written as the table's arrays. Only `Level.buckets` is
+Then the runs are merged, one range of keys after another, and written as the level's arrays. Only `Level.buckets` is
 held whole, 2 to 4 bytes a context. Keys are evenly spread (`draft_models.ngrams.kernels.mix`), so ranges of equal width
-have about equal sizes. The table's bytes do not depend on the size of blocks and ranges.
+have about equal sizes. The arrays do not depend on the size of blocks and ranges.
 """
 
-import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.ngrams.blocks import blocks
-from data_prep.ngrams.token_shards import Shards
-from draft_models.ngrams.kernels import Grams, group, merge_grams
-from draft_models.ngrams.table_files import Described, array_file, count_buckets, start_type, token_bits, token_type
+from data_prep.ngrams.token_shards import Shards, read_shard
+from draft_models.ngrams.kernels import Grams, Grouped, group, merge_all, mix, token_bits, token_type
+from draft_models.ngrams.table import Level, level_types, make_level
 from outrider.compiled import kept
 from outrider.errors import require
 from outrider.progress import Stage
@@ -26,83 +26,151 @@ _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block, see `_aggre
 _MERGE_BYTES = 80  # memory per n-gram of a range: read, merged, grouped
 _LARGEST_BLOCK, _LARGEST_RANGE = 2**24, 2**22  # larger is not faster
 _PARTITIONS = 10  # runs can be cut at 2^10 keys
-_CHUNK = 2**20  # values of a finished array held at once
-_U4: np.dtype = np.dtype(np.uint32)
-_U8: np.dtype = np.dtype(np.uint64)
-_RUN_TYPES = {"keys": _U8, "tokens": _U4, "counts": _U4}  # the fields of Grams
 
 
-class _Runs(NamedTuple):
-    """Sorted runs, one after another in one file per field of `Grams`; bounds int64 [runs, partitions + 1]: where each
-    run's partitions of the key space begin.
+class Runs(NamedTuple):
+    """Sorted runs, one after another in one mapped array per field of `Grams`; bounds int64 [runs, partitions + 1]:
+    where each run's partitions of the key space begin.
 
-    narrow: the token's bits if tokens are in the low bits of keys and have no file; else 0.
+    narrow: the token's bits if tokens are in the low bits of keys, and the array of tokens is empty; else 0.
     """
 
-    folder: Path
+    grams: Grams
     bounds: np.ndarray
     narrow: int
 
 
 def count_order(
-    shards: Shards, order: int, vocabulary: int, work: Path, memory: int, min_count: int, max_successors: int | None
-) -> dict[str, Described]:
-    """Write the array files of one order to work/table. Returns their entries of table.json, by name.
+    shards: Shards, order: int, vocabulary: int, folder: Path, memory: int, min_count: int, max_successors: int | None
+) -> Level:
+    """The level of one order; its arrays are mapped from files in the new `folder`.
 
-    memory: bytes for blocks and ranges; at least a shard's ids and a 1024th of the n-grams are held at once. Temporary
-    files are in work/runs.
+    memory: bytes for blocks and ranges; at least a shard's ids and a 1024th of the n-grams are held at once.
     """
-    runs = _write_runs(shards, order, vocabulary, memory, work / "runs")
+    runs = runs_of(shards, order, vocabulary, memory, folder / "runs")
     limits = (min_count, max_successors or vocabulary)
     grouped = (group(*grams, *limits) for grams in _merged(runs, memory, f"merging order {order}"))
-    found = write_level(grouped, order, vocabulary, work)
-    for file in (work / "runs").iterdir():
-        file.unlink()
-    return found
+    level = write_level(grouped, order, vocabulary, folder)
+    shutil.rmtree(folder / "runs")
+    return level
 
 
-def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: int, work: Path) -> dict[str, Described]:
-    """Write the array files of one order, given as parts of `Grouped` by ascending keys, to work/table.
-
-    Returns their entries of table.json, by name. Uses a temporary file in work/runs.
-    """
-    table, lengths = work / "table", work / "runs" / "lengths"
-    paths = {name: table / array_file(order, name) for name in ("keys", "totals", "tokens", "counts")}
-    types = {"keys": _U8, "lengths": _U4, "totals": _U4, "tokens": token_type(vocabulary), "counts": _U4}
-    with _Files({**paths, "lengths": lengths}, types, described=paths) as files:
-        for grouped in parts:
-            for name, array in zip(("keys", "lengths", "totals", "tokens", "counts"), grouped, strict=True):
-                files.append(name, array)
-        found, contexts, successors = files.described(), files.sizes["keys"], files.sizes["tokens"]
-    found |= _write_starts(lengths, table / array_file(order, "starts"), start_type(successors))
-    lengths.unlink()
+def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: int, folder: Path) -> Level:
+    """The level of parts of `Grouped` by ascending keys; its arrays are mapped from files in `folder`."""
+    u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
+    types = Grouped(u8, u4, u4, token_type(vocabulary), u4)._asdict()
+    grouped = Grouped(**_written(folder, types, (Grouped(*part)._asdict() for part in parts)))
+    contexts = len(grouped.keys)
     require(contexts < 2**32, "orders", contexts, f"fewer than 2^32 contexts of order {order}; raise min_count")
-    buckets = count_buckets(_chunks(paths["keys"], _U8), contexts, order, vocabulary)
-    with _Files.of_one("buckets", table / array_file(order, "buckets"), buckets.dtype) as files:
-        files.append("buckets", buckets)
-        found |= files.described()
-    return found
+    kind, size = level_types(order, vocabulary, contexts, len(grouped.tokens))["starts"]
+    return make_level(order, vocabulary, grouped, np.memmap(folder / "starts", kind, "w+", shape=(size,)))
 
 
-def _write_runs(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> _Runs:
+def _written(folder: Path, types: dict[str, np.dtype], parts: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The concatenated arrays of `parts`, by name, mapped from files in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(open(folder / name, "wb")) for name in types}
+        for part in parts:
+            for name, file in files.items():
+                file.write(np.ascontiguousarray(part[name], types[name]).data)
+    return {name: _mapped(folder / name, kind) for name, kind in types.items()}
+
+
+def _mapped(file: Path, kind: np.dtype) -> np.ndarray:
+    return np.asarray(np.memmap(file, kind, "r")) if file.stat().st_size else np.empty(0, kind)
+
+
+# ---------------------------------------------------------------------------------------------------------- runs
+
+
+def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Path) -> Runs:
+    """The counted blocks of all n-grams, mapped from files in `folder`; memory: bytes for a block."""
     bits = token_bits(vocabulary)
     key_bits = (order - 1) * bits
     narrow = order * bits <= 64
     capacity = min(memory // (_NARROW_BYTES if narrow else _WIDE_BYTES), _LARGEST_BLOCK)
     cuts = min(_PARTITIONS, key_bits)
     edges = np.arange(1, 2**cuts, dtype=np.uint64) << np.uint64(key_bits - cuts)
-    bounds, written = [], 0
-    stage = Stage(f"counting order {order}", shards.tokens, "tokens")
-    fields = [name for name in Grams._fields if not (narrow and name == "tokens")]
-    with stage, _Files({name: folder / name for name in fields}, _RUN_TYPES) as files:
-        for keys, tokens in blocks(shards, order, bits, narrow, capacity, stage):
+    bounds, written = [np.empty((0, 2**cuts + 1), np.int64)], 0
+
+    def runs(stage: Stage) -> Iterator[dict[str, np.ndarray]]:
+        nonlocal written
+        for keys, tokens in _blocks(shards, order, bits, narrow, capacity, stage):
             grams = _aggregate(keys, tokens, bits, narrow)
-            stored = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens) if narrow else grams
-            for name in fields:
-                files.append(name, getattr(stored, name))
-            bounds.append(written + np.r_[0, np.searchsorted(grams.keys, edges), len(grams.keys)])
+            bounds.append(written + np.r_[0, np.searchsorted(grams.keys, edges), len(grams.keys)][None])
             written += len(grams.keys)
-    return _Runs(folder, np.array(bounds, np.int64).reshape(len(bounds), 2**cuts + 1), bits if narrow else 0)
+            if narrow:
+                grams = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens, tokens=grams.tokens[:0])
+            yield grams._asdict()
+
+    types = {"keys": np.dtype(np.uint64), "tokens": np.dtype(np.uint32), "counts": np.dtype(np.uint32)}
+    with Stage(f"counting order {order}", shards.tokens, "tokens") as stage:
+        stored = Grams(**_written(folder, types, runs(stage)))
+    return Runs(stored, np.concatenate(bounds), bits if narrow else 0)
+
+
+def _blocks(
+    shards: Shards, order: int, bits: int, narrow: bool, capacity: int, stage: Stage
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """All n-grams, at most `capacity` at a time.
+
+    (keys uint64, last tokens uint32), unsorted; in the narrow form the token is in the key's low bits and the second
+    array is empty.
+    """
+    keys = np.empty(capacity, np.uint64)
+    tokens = np.empty(0 if narrow else capacity, np.uint32)
+    filled, tail = 0, np.empty(0, shards.dtype)
+    for path, continued in zip(shards.paths, shards.continued, strict=True):
+        ids, lengths = read_shard(path)
+        stage.advance(len(ids))
+        if continued:  # prepend the tokens that its first n-grams begin with
+            ids = np.concatenate([tail, ids])
+            lengths = np.r_[lengths[:1] + len(tail), lengths[1:]]
+        tail = ids[len(ids) - min(order - 1, int(lengths[-1])) :]
+        for part, sizes in _parts(ids, lengths, order, capacity):
+            size = int(np.maximum(sizes - order + 1, 0).sum())
+            if filled + size > capacity:
+                yield keys[:filled], tokens[:filled]
+                filled = 0
+            _fill(part, sizes, order, bits, narrow, keys[filled : filled + size], tokens[filled : filled + size])
+            filled += size
+    if filled:
+        yield keys[:filled], tokens[:filled]
+
+
+def _parts(ids: np.ndarray, lengths: np.ndarray, order: int, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Documents, as ids [n] and lengths int64, in parts of at most `most` n-grams; every n-gram is in exactly one part.
+
+    The later part of a split document starts with the order − 1 tokens before the split.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    begins = ends - lengths
+    for cut in range(0, len(ids), most):
+        start, stop = max(0, cut - order + 1), min(cut + most, len(ids))
+        first, last = np.searchsorted(ends, start, "right"), np.searchsorted(begins, stop, "left")
+        sizes = np.minimum(ends[first:last], stop) - np.maximum(begins[first:last], start)
+        yield ids[start:stop], sizes
+
+
+@kept
+def _fill(ids, lengths, order, bits, narrow, keys, tokens):
+    key_bits = (order - 1) * bits
+    mask = (np.uint64(1) << np.uint64(key_bits)) - np.uint64(1)
+    begin, out = 0, 0
+    for length in lengths:
+        packed = np.uint64(0)
+        for i in range(begin, begin + np.int64(length)):
+            token = np.uint64(ids[i])
+            if i - begin >= order - 1:
+                key = mix(packed, key_bits)
+                if narrow:
+                    keys[out] = (key << np.uint64(bits)) | token
+                else:
+                    keys[out], tokens[out] = key, token
+                out += 1
+            packed = ((packed << np.uint64(bits)) | token) & mask
+        begin += np.int64(length)
 
 
 def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) -> Grams:
@@ -114,14 +182,19 @@ def _aggregate(keys: np.ndarray, tokens: np.ndarray, bits: int, narrow: bool) ->
         keys.sort()
         size, counts = _run_lengths(keys)
         distinct = keys[:size]
-        return Grams(distinct >> np.uint64(bits), (distinct & np.uint64(2**bits - 1)).astype(np.uint32), counts)
+        return Grams(distinct >> np.uint64(bits), _low(distinct, bits), counts)
     contexts, ranks = np.unique(keys, return_inverse=True)
     pairs = (ranks.astype(np.uint64) << np.uint64(bits)) | tokens
     del ranks
     pairs.sort()
     size, counts = _run_lengths(pairs)
     distinct = pairs[:size]
-    return Grams(contexts[distinct >> np.uint64(bits)], (distinct & np.uint64(2**bits - 1)).astype(np.uint32), counts)
+    return Grams(contexts[distinct >> np.uint64(bits)], _low(distinct, bits), counts)
+
+
+def _low(values: np.ndarray, bits: int) -> np.ndarray:
+    """The tokens in the low bits, uint32."""
+    return (values & np.uint64(2**bits - 1)).astype(np.uint32)
 
 
 @kept
@@ -141,93 +214,27 @@ def _run_lengths(values: np.ndarray) -> tuple[int, np.ndarray]:
     return size, counts
 
 
-def _merged(runs: _Runs, memory: int, title: str) -> Iterator[Grams]:
+def _merged(runs: Runs, memory: int, title: str) -> Iterator[Grams]:
     """The sum of all runs, one range of keys after another."""
     sizes = np.diff(runs.bounds, axis=1).sum(axis=0)
-    largest = min(memory // _MERGE_BYTES, _LARGEST_RANGE)
     with Stage(title, int(sizes.sum()), "n-grams") as stage:
-        begin = 0
-        while begin < len(sizes):
-            end, rows = begin + 1, int(sizes[begin])
-            while end < len(sizes) and rows + sizes[end] <= largest:
-                rows += int(sizes[end])
-                end += 1
-            parts = [_read_run(runs, int(row[begin]), int(row[end])) for row in runs.bounds]
-            while len(parts) > 1:
-                parts = [
-                    Grams(*merge_grams(parts[i], parts[i + 1])) if i + 1 < len(parts) else parts[i]
-                    for i in range(0, len(parts), 2)
-                ]
-            yield from parts
-            stage.advance(rows)
-            begin = end
+        for begin, end in ranges(sizes, min(memory // _MERGE_BYTES, _LARGEST_RANGE)):
+            parts = [_read_run(runs, slice(row[begin], row[end])) for row in runs.bounds]
+            if parts:  # else no document is long enough for an n-gram
+                yield merge_all(parts)
+            stage.advance(int(sizes[begin:end].sum()))
 
 
-def _read_run(runs: _Runs, begin: int, end: int) -> Grams:
-    def read(name: str) -> np.ndarray:
-        kind = _RUN_TYPES[name]
-        return np.fromfile(runs.folder / name, kind, end - begin, offset=begin * kind.itemsize)
-
-    keys, counts, bits = read("keys"), read("counts"), np.uint64(runs.narrow)
-    if not runs.narrow:
-        return Grams(keys, read("tokens"), counts)
-    return Grams(keys >> bits, (keys & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.uint32), counts)
-
-
-# -------------------------------------------------------------------------------------------------- array files
+def ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
+    """Groups of adjacent partitions, of `rows` rows each, with at most `most` rows per group or one partition."""
+    begin, ends = 0, np.cumsum(rows)
+    while begin < len(rows):
+        before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + most, "right")))
+        yield begin, end
+        begin = end
 
 
-class _Files:
-    """Growing array files; `sizes`: values in each so far. described: the files that become part of a table."""
-
-    def __init__(
-        self, paths: dict[str, Path], types: dict[str, np.dtype], described: Collection[str] = frozenset()
-    ) -> None:
-        self._stack = ExitStack()
-        self._handles = {name: self._stack.enter_context(path.open("wb")) for name, path in paths.items()}
-        self._types = types
-        self._digests = {name: hashlib.sha256() for name in described}
-        self.sizes = dict.fromkeys(paths, 0)
-
-    @classmethod
-    def of_one(cls, name: str, path: Path, dtype: np.dtype) -> "_Files":
-        return cls({name: path}, {name: dtype}, {name})
-
-    def append(self, name: str, values: np.ndarray) -> None:
-        content = np.ascontiguousarray(values, self._types[name]).data
-        self._handles[name].write(content)
-        self.sizes[name] += len(values)
-        if name in self._digests:
-            self._digests[name].update(content)
-
-    def described(self) -> dict[str, Described]:
-        """Their entries of table.json."""
-        return {
-            name: (self._types[name].str, self.sizes[name], digest.hexdigest())
-            for name, digest in self._digests.items()
-        }
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-
-def _chunks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The values of an array file, `_CHUNK` at a time."""
-    with open(path, "rb") as handle:
-        while len(values := np.fromfile(handle, dtype, _CHUNK)):
-            yield values
-
-
-def _write_starts(lengths: Path, path: Path, dtype: np.dtype) -> dict[str, Described]:
-    """Turn lengths into `Level.starts`; returns its entry of table.json."""
-    with _Files.of_one("starts", path, dtype) as files:
-        files.append("starts", np.zeros(1, dtype))
-        last = 0
-        for chunk in _chunks(lengths, _U4):
-            starts = last + np.cumsum(chunk, dtype=np.int64)
-            files.append("starts", starts)
-            last = int(starts[-1])
-        return files.described()
+def _read_run(runs: Runs, part: slice) -> Grams:
+    keys, tokens, counts = (np.array(array[part]) for array in runs.grams)
+    return Grams(keys >> np.uint64(runs.narrow), _low(keys, runs.narrow) if runs.narrow else tokens, counts)

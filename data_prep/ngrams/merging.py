@@ -3,22 +3,44 @@
 The result is byte-identical to merging and pruning whole tables in memory.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 
-from draft_models.ngrams.kernels import Grams, Grouped, group, merge_grams
-from draft_models.ngrams.table import Level, TrigramTable
-from draft_models.ngrams.table_files import level_bytes
+from data_prep.ngrams.counting import ranges, write_level
+from draft_models.ngrams.kernels import Grouped, group, merge_all, reaching
+from draft_models.ngrams.suffixes import sort_suffixes
+from draft_models.ngrams.table import Level, TrigramTable, level_bytes, merged_facts
 from outrider.errors import require
 
 _ROW_BYTES = 150  # memory per n-gram of a range: sorted, merged, grouped
 _LARGEST_RANGE = 2**22  # n-grams; larger is not faster
 _PARTITIONS = 12  # the key space can be cut at 2^12 keys
-_CHUNK = 2**20  # values processed at once
 _LARGEST = 2**32 - 1  # counts saturate here
+
+
+def merged(
+    tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, folder: Path, memory: int
+) -> TrigramTable:
+    """The sum of the tables, pruned (see `merged_level`); the arrays of its levels are mapped from files in `folder`.
+
+    Of one table the facts stay. The suffix arrays of several are sorted anew, in memory.
+    """
+    first, levels = tables[0], {}
+    for order in sorted(first.levels):
+        parts = merged_level(
+            [table.levels[order] for table in tables], first.vocabulary, min_count, max_successors, memory
+        )
+        levels[order] = write_level(parts, order, first.vocabulary, folder / str(order))
+    suffixes = first.suffixes
+    if suffixes is not None and len(tables) > 1:
+        tokens = [table.suffixes.tokens for table in tables if table.suffixes is not None]
+        suffixes = sort_suffixes(np.concatenate(tokens), first.vocabulary)
+    facts = first.facts if len(tables) == 1 else merged_facts(tables)
+    return replace(first, levels=levels, facts=facts, suffixes=suffixes)
 
 
 def merged_level(
@@ -34,48 +56,11 @@ def merged_level(
     edges = np.arange(2**bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - bits)
     cuts = [np.r_[np.searchsorted(level.keys, edges), len(level.keys)] for level in levels]
     rows = sum(np.diff(level.starts[cut].astype(np.int64)) for level, cut in zip(levels, cuts, strict=True))
-    for begin, end in _ranges(rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
+    for begin, end in ranges(rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
         parts = [_part(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
-        grams = [part.grams() for part in parts]
-        while len(grams) > 1:
-            pairs = [grams[i : i + 2] for i in range(0, len(grams), 2)]
-            grams = [Grams(*merge_grams(*pair)) if len(pair) == 2 else pair[0] for pair in pairs]
-        grouped = Grouped(*group(*grams[0], min_count, max_successors or vocabulary))
+        grams = merge_all([part.grams() for part in parts])
+        grouped = Grouped(*group(*grams, min_count, max_successors or vocabulary))
         yield grouped._replace(totals=_totals(parts, grouped.keys))
-
-
-def kept_from(table: TrigramTable, megabytes: float) -> int:
-    """The smallest minimum count with which the pruned levels of `table` fit into `megabytes`.
-
-    Raises `UserError` if no n-gram would remain.
-    """
-    contexts = {order: _tally(_most(level)) for order, level in table.levels.items()}
-    successors = {order: _tally(_chunks(level.counts)) for order, level in table.levels.items()}
-    count = 1
-    while True:
-        left = {order: (contexts[order].reaching(count), successors[order].reaching(count)) for order in contexts}
-        require(
-            any(found > 0 for found, _ in left.values()),
-            "max_mb",
-            megabytes,
-            "room for the most frequent n-grams at least",
-        )
-        if sum(level_bytes(order, table.vocabulary, *found) for order, found in left.items()) <= megabytes * 10**6:
-            return count
-        count = 1 + min(tally.least(count) for tally in successors.values() if tally.reaching(count))
-
-
-# ----------------------------------------------------------------------------------------------------------- parts
-
-
-def _ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
-    """Groups of adjacent partitions, of `rows` rows each, with at most `most` rows per group or one partition."""
-    begin, ends = 0, np.cumsum(rows)
-    while begin < len(rows):
-        before = ends[begin - 1] if begin else 0
-        end = max(begin + 1, int(np.searchsorted(ends, before + most, "right")))
-        yield begin, end
-        begin = end
 
 
 def _part(level: Level, begin: int, end: int) -> Level:
@@ -96,42 +81,18 @@ def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
     return np.minimum(sums, _LARGEST).astype(np.uint32)
 
 
-# --------------------------------------------------------------------------------------------------------- tallies
+def kept_from(table: TrigramTable, megabytes: float) -> int:
+    """The smallest minimum count with which the pruned levels of `table` fit into `megabytes`.
 
+    Raises `UserError` if no n-gram would remain.
+    """
 
-class _Tally(NamedTuple):
-    """Distinct values, ascending, and for each the number of values that are at least as large."""
+    def fits(count: int) -> bool:
+        left = {order: reaching(level.starts, level.counts, count) for order, level in table.levels.items()}
+        size = sum(level_bytes(order, table.vocabulary, *found) for order, found in left.items())
+        return size <= megabytes * 10**6
 
-    values: np.ndarray
-    reached: np.ndarray
-
-    def reaching(self, value: int) -> int:
-        at = np.searchsorted(self.values, value)
-        return int(self.reached[at]) if at < len(self.values) else 0
-
-    def least(self, value: int) -> int:
-        """The smallest distinct value that is at least `value`."""
-        return int(self.values[np.searchsorted(self.values, value)])
-
-
-def _tally(chunks: Iterable[np.ndarray]) -> _Tally:
-    values, numbers = np.empty(0, np.uint32), np.empty(0, np.int64)
-    for chunk in chunks:
-        found, counts = np.unique(chunk, return_counts=True)
-        joined, place = np.unique(np.concatenate([values, found]), return_inverse=True)
-        numbers = np.concatenate([numbers, counts])
-        values, sums = joined, np.zeros(len(joined), np.int64)
-        np.add.at(sums, place, numbers)
-        numbers = sums
-    return _Tally(values, np.cumsum(numbers[::-1])[::-1])
-
-
-def _chunks(values: np.ndarray) -> Iterator[np.ndarray]:
-    for begin in range(0, len(values), _CHUNK):
-        yield values[begin : begin + _CHUNK]
-
-
-def _most(level: Level) -> Iterator[np.ndarray]:
-    """The count of each context's most frequent successor, which is its first."""
-    for starts in _chunks(level.starts[:-1]):
-        yield level.counts[starts]
+    largest = max(int(level.counts.max(initial=0)) for level in table.levels.values())
+    count = 1 + bisect_left(range(1, largest + 1), True, key=fits)
+    require(count <= largest, "max_mb", megabytes, "room for the most frequent n-grams at least")
+    return count

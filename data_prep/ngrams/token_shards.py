@@ -11,16 +11,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import load_file, save
 
 from data_prep.text.pieces import PIECE, batches, spans
 from data_prep.text.records import Record, warn_of_text
+from draft_models.ngrams.kernels import token_type
 from draft_models.targets.encoder import Encoder, open_encoder
 from outrider.errors import UserError
 from outrider.files import write_atomically
@@ -42,6 +44,9 @@ class Passage(NamedTuple):
     ends: bool
     continues: bool = False
     ids: tuple[int, ...] = ()
+
+
+_Job = tuple[Path, list[Passage], np.dtype]  # a shard to write, and the type of its ids
 
 
 class Shards(NamedTuple):
@@ -102,46 +107,46 @@ def tokenise(
     source, revision: the origin of `encoder`, which the processes open again. Other files in `folder` are removed.
     Raises `UserError`.
     """
-    dtype = np.dtype(np.uint16 if encoder.vocabulary <= 2**16 else np.uint32)
+    dtype, digest = token_type(encoder.vocabulary), hashlib.sha256()
     identity = f"{_FORMAT} {encoder.digest} {encoder.eos}"
-    paths, continued, digest, tokens, count = [], [], hashlib.sha256(), 0, 0
-    with _Pool(workers, source, revision, encoder, dtype) as pool, Stage("tokenising", unit="tokens") as stage:
+    paths, continued, count = list[Path](), list[bool](), 0
+
+    def missing() -> Iterator[_Job]:
+        nonlocal count
         pieces = _pieces(documents, encoder)
-        for number, batch in enumerate(
-            batches(pieces, lambda one: len(one.text) or 4 * len(one.ids), SHARD_CHARACTERS)
-        ):
+        for batch in batches(pieces, lambda one: len(one.text) or 4 * len(one.ids), SHARD_CHARACTERS):
             name = _digest(identity, batch)
             digest.update(name.encode())
-            paths.append(folder / f"{number:06d}-{name[:32]}.tokens")
+            paths.append(folder / f"{len(paths):06d}-{name[:32]}.safetensors")
             continued.append(batch[0].continues)
             count += sum(not passage.continues for passage in batch)
-            if paths[-1].exists():
-                finished: Iterable[int] = [_header(paths[-1])[1]]
-            else:
-                finished = pool.submit(paths[-1], batch)
-            for found in finished:
-                tokens += found
-                stage.advance(found)
-        for found in pool.drain():
-            tokens += found
-            stage.advance(found)
+            if not paths[-1].exists():
+                yield paths[-1], batch, dtype
+
+    with Stage("tokenising", unit="tokens") as stage:
+        for tokens in _write_all(missing(), source, revision, encoder, workers):
+            stage.advance(tokens)
     for stale in set(folder.iterdir()) - set(paths):
         stale.unlink()
-    return Shards(paths, continued, dtype, tokens, count, digest.hexdigest())
+    return Shards(paths, continued, dtype, sum(map(_tokens_in, paths)), count, digest.hexdigest())
 
 
-def read_shard(path: Path, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """(ids `dtype` [tokens], lengths uint32 [documents]) of a shard."""
-    documents, _ = _header(path)
-    content = np.fromfile(path, np.uint8, offset=16)
-    return content[4 * documents :].view(dtype), content[: 4 * documents].view(np.uint32)
+def read_shard(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [tokens], lengths uint32 [documents]) of a shard."""
+    arrays = load_file(path)
+    return arrays["ids"], arrays["lengths"]
+
+
+def _tokens_in(path: Path) -> int:
+    with safe_open(path, "np") as stored:
+        return int(stored.get_slice("ids").get_shape()[0])
 
 
 def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
     """The token ids of every document, whole."""
     begun = np.empty(0, shards.dtype)
     for path, continues in zip(shards.paths, [*shards.continued[1:], False], strict=True):
-        ids, lengths = read_shard(path, shards.dtype)
+        ids, lengths = read_shard(path)
         parts = np.split(ids, np.cumsum(lengths[:-1], dtype=np.int64))
         parts[0] = np.concatenate([begun, parts[0]])
         begun = parts.pop() if continues else begun[:0]
@@ -151,53 +156,30 @@ def whole_documents(shards: Shards) -> Iterator[np.ndarray]:
 # -------------------------------------------------------------------------------------------------- processes
 
 
-class _Pool:
-    """Worker processes that write shards, or this process if `workers` is 1; a bounded number of shards is queued."""
-
-    def __init__(self, workers: int, source: str, revision: str | None, encoder: Encoder, dtype: np.dtype) -> None:
-        self._encoder, self._dtype, self._source = encoder, dtype, source
-        self._limit = _WAITING * workers
-        self._waiting: deque[Future[int]] = deque()
-        self._pool = None
-        if workers > 1:
-            self._pool = ProcessPoolExecutor(workers, get_context("spawn"), _open_process, (source, revision))
-
-    def __enter__(self) -> "_Pool":
-        return self
-
-    def submit(self, path: Path, batch: list[Passage]) -> Iterator[int]:
-        """Queue a shard; yields the token counts of shards finished while waiting for a free slot."""
-        if self._pool is None:
-            yield _write_shard(path, batch, self._encoder, self._dtype)
-            return
-        while len(self._waiting) >= self._limit:
-            yield self._result(self._waiting.popleft())
-        with self._alive():
-            self._waiting.append(self._pool.submit(_write_in_process, path, batch, self._dtype))
-
-    def drain(self) -> Iterator[int]:
-        """Wait for all shards; yields their token counts."""
-        while self._waiting:
-            yield self._result(self._waiting.popleft())
-
-    def _result(self, future: Future[int]) -> int:
-        with self._alive():
-            return future.result()
-
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Raises `UserError` if a worker has died, when waiting for a result or queueing a shard."""
-        try:
-            yield
-        except BrokenProcessPool:
-            raise UserError(
-                f"tokenizer={self._source}: a tokenising process was killed, or ran out of memory; continue with "
-                "resume=true, with fewer workers if it happens again"
-            ) from None
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+def _write_all(
+    jobs: Iterator[_Job], source: str, revision: str | None, encoder: Encoder, workers: int
+) -> Iterator[int]:
+    """Write shards with `workers` processes, of which a bounded number wait; yields the tokens of each, in order."""
+    if workers == 1:
+        for job in jobs:
+            yield _write_shard(*job, encoder)
+        return
+    waiting = deque[Future[int]]()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _open_process, (source, revision))
+    try:
+        for job in jobs:
+            if len(waiting) == _WAITING * workers:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(_write_in_process, *job))
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            f"tokenizer={source}: a tokenising process was killed, or ran out of memory; continue with resume=true, "
+            "with fewer workers if it happens again"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _process_encoder: Encoder
@@ -218,17 +200,17 @@ def _end_with_parent() -> None:
 
 
 def _write_in_process(path: Path, batch: list[Passage], dtype: np.dtype) -> int:
-    return _write_shard(path, batch, _process_encoder, dtype)
+    return _write_shard(path, batch, dtype, _process_encoder)
 
 
 # ----------------------------------------------------------------------------------------------------- shards
 
 
-def _write_shard(path: Path, batch: list[Passage], encoder: Encoder, dtype: np.dtype) -> int:
-    """Layout: documents and tokens (int64), length of each document (uint32), the ids of all (dtype)."""
+def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Encoder) -> int:
+    """Write the ids of all documents, and the length of each, as safetensors; returns the number of tokens."""
     end = () if encoder.eos is None else (encoder.eos,)
     lengths: list[int] = []
-    parts: list[np.ndarray] = []
+    parts = [np.empty(0, dtype)]
     for part in batches(batch, lambda passage: len(passage.text), PIECE):
         for ids, passage in zip(encoder.encode([passage.text for passage in part]), part, strict=True):
             parts.append(np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype))
@@ -236,15 +218,8 @@ def _write_shard(path: Path, batch: list[Passage], encoder: Encoder, dtype: np.d
                 lengths[-1] += len(parts[-1])
             else:
                 lengths.append(len(parts[-1]))
-    tokens = sum(lengths)
-    header, sizes = np.array([len(lengths), tokens], np.int64), np.array(lengths, np.uint32)
-    write_atomically(path, b"".join([header.tobytes(), sizes.tobytes(), *(ids.tobytes() for ids in parts)]))
-    return tokens
-
-
-def _header(path: Path) -> tuple[int, int]:
-    documents, tokens = np.fromfile(path, np.int64, 2)
-    return int(documents), int(tokens)
+    write_atomically(path, save({"ids": np.concatenate(parts), "lengths": np.array(lengths, np.uint32)}))
+    return sum(lengths)
 
 
 def _pieces(documents: Iterable[Passage], encoder: Encoder) -> Iterator[Passage]:

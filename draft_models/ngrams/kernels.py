@@ -13,7 +13,9 @@ from numba import typeof
 from numba.core.dispatcher import Dispatcher
 
 from outrider.compiled import kept
+from outrider.errors import require
 
+MAX_VOCABULARY = 2**21  # so that the context of a 4-gram fits 63 bits
 _LARGEST = np.uint64(2**32 - 1)  # counts saturate here
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -35,6 +37,21 @@ def compiled_for(function: Callable[P, R], arguments: Sequence[object]) -> Calla
     assert isinstance(function, Dispatcher)
     compiled: Callable[P, R] = function.compile(tuple(map(typeof, arguments)))
     return compiled
+
+
+def token_bits(vocabulary: int) -> int:
+    """Bits per token in a packed context."""
+    return max(1, (vocabulary - 1).bit_length())
+
+
+def token_type(vocabulary: int) -> np.dtype:
+    """The type of token ids below `vocabulary`."""
+    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.uint32)
+
+
+def require_vocabulary(vocabulary: int) -> None:
+    """Raise `UserError` unless token ids below `vocabulary` fit the packing."""
+    require(1 <= vocabulary <= MAX_VOCABULARY, "vocabulary", vocabulary, f"1 to {MAX_VOCABULARY} tokens")
 
 
 class Grams(NamedTuple):
@@ -238,6 +255,34 @@ def merge_grams(first: Grams, second: Grams) -> tuple[np.ndarray, ...]:
             b += 1
         out += 1
     return keys[:out], tokens[:out], counts[:out]
+
+
+@kept
+def count_buckets(keys, shift, buckets):
+    """Write `Level.buckets` of ascending keys to `buckets`, which are zeros."""
+    for key in keys:
+        buckets[np.int64(key >> np.uint64(shift)) + 1] += np.uint32(1)
+    for bucket in range(1, len(buckets)):
+        buckets[bucket] += buckets[bucket - 1]
+
+
+@kept
+def reaching(starts, counts, least):
+    """The numbers of contexts and of successors that occurred `least` times; a context's first successor did most."""
+    contexts, successors = 0, 0
+    for context in range(len(starts) - 1):
+        contexts += counts[np.int64(starts[context])] >= least
+    for count in counts:
+        successors += count >= least
+    return contexts, successors
+
+
+def merge_all(parts: Sequence[Grams]) -> Grams:
+    """The sum of one or more `Grams`, added in pairs."""
+    while len(parts) > 1:
+        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+        parts = [Grams(*merge_grams(*pair)) if len(pair) == 2 else pair[0] for pair in pairs]
+    return parts[0]
 
 
 def count_grams(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grams:

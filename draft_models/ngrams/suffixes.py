@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_models.ngrams.kernels import lean
-from draft_models.ngrams.table_files import token_bits, token_type
+from draft_models.ngrams.kernels import lean, token_bits, token_type
 from outrider.errors import require
 
 LEAST, REACH = 4, 12  # minimum and maximum tokens of a context; n-gram levels have the shorter ones
@@ -109,9 +108,12 @@ def sort_suffixes(tokens: np.ndarray, vocabulary: int) -> Suffixes:
     return Suffixes(tokens, order, starts)
 
 
-def fault_of_suffixes(suffixes: Suffixes) -> str:
-    """The reason why look-up would read outside the arrays, or "". The arrays' lengths must already fit together."""
+def fault_of_suffixes(suffixes: Suffixes, vocabulary: int) -> str:
+    """The reason why look-up would read outside the arrays, or ""."""
     tokens, order, starts = suffixes
+    expected = [(token_type(vocabulary + 1), len(tokens)), (np.uint32, len(tokens)), (np.uint32, vocabulary + 1)]
+    if [(array.dtype, len(array)) for array in suffixes] != expected:
+        return f"arrays are {[f'{len(array)} of {array.dtype}' for array in suffixes]}"
     if starts[0] != 0 or (starts[1:] < starts[:-1]).any() or starts[-1] > len(order):
         return "starts do not ascend from 0 to the number of places"
     if len(order) and order.max() >= len(tokens):

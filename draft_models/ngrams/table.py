@@ -9,12 +9,9 @@ token lowest. The context's key is `mix(packed, key_bits)` with key_bits = (n−
 integers of that width: contexts have distinct, evenly spread keys, whose top bits index the buckets. All ids of a
 context are below `vocabulary`; the caller must check that before packing one.
 
-On disk: `table.json` and one raw little-endian file per array, `order<n>_<array>.bin` (see `table_files`). A directory
-with `table.json` is complete: it is renamed to its final name after the last byte is written.
+`table_files` has the format of its file.
 """
 
-import os
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,30 +20,23 @@ from typing import Any
 import numpy as np
 
 from draft_models.ngrams.kernels import (
+    FAULTS,
     Grams,
     context_grams,
-    count_grams,
-    group,
-)
-from draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, separated, sort_suffixes
-from draft_models.ngrams.table_files import (
-    ARRAYS,
-    ORDERS,
-    Described,
-    array_file,
     count_buckets,
-    describe,
-    open_arrays,
-    publish,
-    require_no_table,
+    count_grams,
+    fault_of,
+    group,
     require_vocabulary,
-    start_type,
-    suffix_file,
     token_bits,
     token_type,
 )
+from draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, separated, sort_suffixes
+from draft_models.ngrams.table_files import damaged, map_table, write_table
 from outrider.errors import UserError, require
-from outrider.files import require_writable
+
+ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # of a `Level`
+ORDERS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -77,6 +67,16 @@ class Level:
     def shift(self) -> int:
         """key >> shift is the bucket of a key."""
         return self.key_bits - ((len(self.buckets) - 1).bit_length() - 1)
+
+    def fault(self, vocabulary: int) -> str:
+        """Why compiled look-up could not rely on the arrays, or ""."""
+        expected = level_types(self.order, vocabulary, len(self.keys), len(self.tokens))
+        for name, described in expected.items():
+            array = getattr(self, name)
+            if (array.dtype, len(array)) != described:
+                return f"{name} are {len(array)} of {array.dtype}, expected {described[1]} of {described[0]}"
+        arrays = (self.starts, self.totals, self.tokens, self.counts)
+        return FAULTS[fault_of(self.buckets, self.shift, self.keys, self.key_bits, *arrays, vocabulary)]
 
     def grams(self) -> Grams:
         """All n-grams, in the order of (key, token)."""
@@ -141,35 +141,33 @@ class TrigramTable:
     @classmethod
     def open(cls, path: Path | str) -> "TrigramTable":
         """Map a saved table into memory. Raises `UserError` unless the table is complete and valid."""
-        header, arrays, kept = open_arrays(Path(path))
-        bits = token_bits(header.vocabulary)
-        levels = {order: Level(order, bits, *parts) for order, parts in arrays.items()}
-        suffixes = Suffixes(*kept) if kept else None
-        fault = "" if suffixes is None else fault_of_suffixes(suffixes)
-        if fault:
-            raise UserError(f"{path}: damaged n-gram table (suffixes: {fault}); build it again")
-        return cls(header.vocabulary, header.tokenizer, levels, header.facts, suffixes)
+        header, arrays = map_table(Path(path))
+        orders, bits = [order for order in ORDERS if f"{order}.keys" in arrays], token_bits(header.vocabulary)
+        try:
+            levels = {order: Level(order, bits, *(arrays[f"{order}.{name}"] for name in ARRAYS)) for order in orders}
+            kept = [arrays[f"suffixes.{name}"] for name in Suffixes._fields if "suffixes.order" in arrays]
+        except KeyError as error:
+            raise damaged(path, f"no array {error}") from None
+        table = cls(header.vocabulary, header.tokenizer, levels, header.facts, Suffixes(*kept) if kept else None)
+        if unknown := sorted(arrays.keys() - table.arrays.keys()):
+            raise damaged(path, f"arrays {', '.join(unknown)}")
+        for order, level in levels.items():
+            if fault := level.fault(header.vocabulary):
+                raise damaged(path, f"order {order}: {fault}")
+        if table.suffixes is not None and (fault := fault_of_suffixes(table.suffixes, header.vocabulary)):
+            raise damaged(path, f"suffixes: {fault}")
+        return table
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays by the names that they have in a file."""
+        found = {f"{order}.{name}": getattr(self.levels[order], name) for order in self.levels for name in ARRAYS}
+        kept = {} if self.suffixes is None else self.suffixes._asdict()
+        return found | {f"suffixes.{name}": array for name, array in kept.items()}
 
     def save(self, path: Path | str) -> None:
         """Write the table to a new directory, completely or not at all. Raises `UserError`."""
-        path = Path(path)
-        require_no_table(path)
-        require_writable(path.parent)
-        staging = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            staging.mkdir()
-            described = {}
-            for order, level in self.levels.items():
-                for name in ARRAYS:
-                    with open(staging / array_file(order, name), "wb") as handle:
-                        handle.write(np.ascontiguousarray(getattr(level, name)).data)
-                described[order] = {name: describe(getattr(level, name)) for name in ARRAYS}
-            kept = {} if self.suffixes is None else write_suffixes(self.suffixes, staging)
-            publish(staging, path, self.vocabulary, self.tokenizer, described, self.facts, kept)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); free space or choose another") from None
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        write_table(Path(path), self.vocabulary, self.tokenizer, self.facts, self.arrays)
 
     def require_tokenizer(self, digest: str, where: str) -> None:
         """Raise `UserError` unless the table was built with the vocabulary of this `vocabulary_digest`."""
@@ -189,7 +187,7 @@ class TrigramTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return self.level_bytes + sum(array.nbytes for array in self.suffixes or ())
+        return sum(array.nbytes for array in self.arrays.values())
 
     @property
     def level_bytes(self) -> int:
@@ -206,18 +204,33 @@ def merged_facts(tables: Sequence[TrigramTable]) -> dict[str, object]:
 # --------------------------------------------------------------------------------------------------------- layout
 
 
-def write_suffixes(suffixes: Suffixes, folder: Path) -> dict[str, Described]:
-    """Write the arrays of `suffixes` to `folder`. Returns their entries of table.json."""
-    for name, array in suffixes._asdict().items():
-        (folder / suffix_file(name)).write_bytes(np.ascontiguousarray(array).data)
-    return {name: describe(array) for name, array in suffixes._asdict().items()}
-
-
-def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray]) -> Level:
-    """The level of these `Grouped` contexts."""
+def make_level(order: int, vocabulary: int, grouped: Sequence[np.ndarray], starts: np.ndarray | None = None) -> Level:
+    """The level of these `Grouped` contexts. starts: where `Level.starts` are written; None: a new array."""
     keys, lengths, totals, tokens, counts = grouped
-    starts = np.zeros(len(keys) + 1, start_type(len(tokens)))
-    np.cumsum(lengths, out=starts[1:])
-    buckets = count_buckets([keys], len(keys), order, vocabulary)
-    bits = token_bits(vocabulary)
-    return Level(order, bits, buckets, keys, starts, totals, tokens.astype(token_type(vocabulary)), counts)
+    types = level_types(order, vocabulary, len(keys), len(tokens))
+    starts = np.empty(len(keys) + 1, types["starts"][0]) if starts is None else starts
+    starts[0] = 0
+    np.cumsum(lengths, dtype=starts.dtype, out=starts[1:])
+    buckets, tokens = np.zeros(types["buckets"][1], np.uint32), tokens.astype(token_type(vocabulary), copy=False)
+    level = Level(order, token_bits(vocabulary), buckets, keys, starts, totals, tokens, counts)
+    count_buckets(keys, level.shift, buckets)
+    return level
+
+
+def level_types(order: int, vocabulary: int, contexts: int, successors: int) -> dict[str, tuple[np.dtype, int]]:
+    """Type and length of each array of a level. A bucket has 1 to 2 contexts."""
+    key_bits, u4 = (order - 1) * token_bits(vocabulary), np.dtype(np.uint32)
+    bucket_bits = min(max(contexts.bit_length() - 1, 0), key_bits)
+    return {
+        "buckets": (u4, 2**bucket_bits + 1),
+        "keys": (np.dtype(np.uint64), contexts),
+        "starts": (np.dtype(np.uint32 if successors < 2**32 else np.uint64), contexts + 1),
+        "totals": (u4, contexts),
+        "tokens": (token_type(vocabulary), successors),
+        "counts": (u4, successors),
+    }
+
+
+def level_bytes(order: int, vocabulary: int, contexts: int, successors: int) -> int:
+    """Bytes of the arrays of a level."""
+    return sum(kind.itemsize * size for kind, size in level_types(order, vocabulary, contexts, successors).values())

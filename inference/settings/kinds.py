@@ -284,7 +284,7 @@ register(
         "inference.drafters.ngram.ngrams:PLUGIN",
         option="table",
         needs="an n-gram table directory (outrider build-trigrams)",
-        file="table.json",
+        file="table.safetensors",
         preset="ngrams",
         shaped=False,
         own=("ngrams",),

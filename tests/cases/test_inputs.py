@@ -479,7 +479,7 @@ def test_a_drafter_in_an_odd_place_chooses_its_method(tmp_path: Path) -> None:
     """Before Hydra reads the words."""
     folder = tmp_path / "it's ${a}=\\"
     folder.mkdir()
-    (folder / "table.json").write_text("{}")
+    (folder / "table.safetensors").write_text("{}")
     words = with_methods(["target=t", option("checkpoint", folder)])
     assert words[-1] == "method=[ngrams]"
     assert with_methods(["target=t", "checkpoint=null"])[-1] == "method=[prompt_lookup]"

@@ -26,7 +26,7 @@ from train.settings.fit import FitConfig
 EXPERIMENTS = sorted(f"{f.parent.name}/{f.stem}" for f in (CONF_DIR / "experiment").glob("*/*.yaml"))
 ANY_MODEL = {"eesd/without_self_distillation", *(name for name in EXPERIMENTS if name.endswith("/demo"))}
 LEAVES = {
-    "build_trigrams": "table.json",
+    "build_trigrams": "table.safetensors",
     "calibrate": "calibration.json",
     "eagle3": "eagle3.json",
     "eesd": "drafter.json",

@@ -1,8 +1,7 @@
 """Building n-gram tables: against counting in memory; the same bytes by every way; resuming; bad input."""
 
-import errno
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,20 @@ from filelock import FileLock
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.ngrams import building, counting, token_shards
+from data_prep.ngrams import building, token_shards
 from data_prep.ngrams.building import build_table
 from data_prep.ngrams.settings import TrigramConfig
 from data_prep.text.settings import DataConfig
+from draft_models.ngrams.kernels import MAX_VOCABULARY
 from draft_models.ngrams.table import TrigramTable
-from draft_models.ngrams.table_files import MAX_VOCABULARY
+from draft_models.ngrams.table_files import TABLE_FILE
 from draft_models.targets.encoder import open_encoder
 from draft_models.targets.vocabulary import vocabulary_digest
-from outrider import files
 from outrider.errors import UserError
 from tests.conf.test_configs import compose_and_build
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
 from tests.forked import Fork
+from tests.full_disk import largest_file
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.ngram_reading import successors
 
@@ -319,25 +319,21 @@ def test_bad_input_is_named_and_leaves_nothing(
     assert not Path(config.out_dir).exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"orders": (2,)}, r"merge=.*: has orders .*, expected \[2\]"),
-        ({"suffixes": True}, "suffixes=True: expected as in merge="),
-    ],
-)
-def test_only_tables_of_one_kind_merge(config: TrigramConfig, changes: dict[str, Any], message: str) -> None:
-    build_table(config)
-    other = replace(config, merge=(config.out_dir,), out_dir=f"{config.out_dir}.both", **changes)
-    with pytest.raises(UserError, match=message):
-        build_table(other)
-    assert not Path(other.out_dir).exists()
-
-
 def test_a_table_of_another_tokenizer_does_not_merge(config: TrigramConfig, tmp_path: Path) -> None:
     TrigramTable.from_documents([[1, 2, 3, 4]], config.orders, 300, "another").save(tmp_path / "other")
     with pytest.raises(UserError, match=r"merge=.*another tokenizer"):
         build_table(replace(config, merge=(str(tmp_path / "other"),)))
+
+
+def test_a_damaged_table_does_not_merge(config: TrigramConfig) -> None:
+    """A count that is another one would stay unnoticed in the sum."""
+    build_table(config)
+    file = Path(config.out_dir) / TABLE_FILE
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"damaged n-gram table .*another sha256"):
+        build_table(replace(config, merge=(config.out_dir,), out_dir=f"{config.out_dir}.both"))
 
 
 def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,25 +364,11 @@ def test_a_vocabulary_over_the_limit(config: TrigramConfig, monkeypatch: pytest.
     assert not Path(f"{config.out_dir}.building").exists()
 
 
-def no_space(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize(
-    "break_disk",
-    [
-        lambda patch: patch.setattr(files.os, "fsync", no_space),  # while tokenising
-        lambda patch: patch.setattr(counting._Files, "append", no_space),  # while counting
-        lambda patch: patch.setattr(building, "publish", no_space),  # at the end
-    ],
-)
-def test_a_full_disk_leaves_no_table_and_can_be_resumed(
-    config: TrigramConfig, monkeypatch: pytest.MonkeyPatch, break_disk: Callable[[pytest.MonkeyPatch], None]
-) -> None:
-    with monkeypatch.context() as patch:
-        break_disk(patch)
-        with pytest.raises(UserError, match="No space left on device"):
-            build_table(config)
+@pytest.mark.parametrize("size", [4096, 12_000, 40_000])
+def test_a_full_disk_leaves_no_table_and_can_be_resumed(config: TrigramConfig, size: int) -> None:
+    """While tokenising, while counting, at the end."""
+    with largest_file(size), pytest.raises(UserError, match="cannot be written"):
+        build_table(config)
     assert not Path(config.out_dir).exists()
     work = Path(f"{config.out_dir}.building")
     assert not work.exists() or {path.name for path in work.iterdir()} <= {"shards", ".lock"}

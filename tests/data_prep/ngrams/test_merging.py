@@ -1,6 +1,5 @@
 """Merging and pruning in bounded memory leave what the ways in memory leave, bit for bit."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +7,8 @@ import numpy as np
 import pytest
 
 from data_prep.ngrams import merging
-from data_prep.ngrams.building import _joined, _published
-from data_prep.ngrams.merging import kept_from
-from draft_models.ngrams.table import TrigramTable, merged_facts
+from data_prep.ngrams.merging import kept_from, merged
+from draft_models.ngrams.table import TrigramTable
 from outrider.errors import UserError
 from tests.data_prep.ngrams.corpora import require_same_counts
 from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
@@ -26,14 +24,6 @@ def shard(seed: int, documents: int, min_count: int = 1) -> TrigramTable:
 
 
 SHARDS = [shard(0, 80), shard(1, 50, min_count=2), shard(2, 0), shard(3, 1), shard(4, 60)]
-
-
-def in_parts(
-    tables: Sequence[TrigramTable], work: Path, memory: int, min_count: int = 1, max_successors: int | None = None
-) -> TrigramTable:
-    for name in ("table", "runs"):
-        (work / name).mkdir(parents=True)
-    return _published(work, "whole", *_joined(tables, min_count, max_successors, merged_facts(tables), work, memory))
 
 
 @pytest.mark.parametrize("limits", [(1, None), (3, 2), (10**6, None)])
@@ -52,7 +42,7 @@ def test_merged_in_parts_it_is_the_same(
     expected = prune(expected, *limits)
     monkeypatch.setattr(merging, "_PARTITIONS", 4)
     for memory in (1, 200_000, 10**8):
-        built = in_parts(tables, tmp_path / str(memory), memory, *limits)
+        built = merged(tables, *limits, tmp_path / str(memory), memory)
         require_same_counts(built, expected)
         assert built.facts == expected.facts
 
@@ -73,7 +63,7 @@ def test_pruned_to_a_size_it_is_the_same(tmp_path: Path) -> None:
         expected = prune_to(whole, size)
         count = kept_from(whole, size)
         assert count == expected.facts["kept_from"]
-        require_same_counts(in_parts([whole], tmp_path / str(size), 50_000, count), expected)
+        require_same_counts(merged([whole], count, None, tmp_path / str(size), 50_000), expected)
     assert count > 3
     with pytest.raises(UserError, match=r"max_mb=1e-06: expected room"):
         kept_from(whole, 1e-6)

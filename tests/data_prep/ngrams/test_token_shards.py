@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
@@ -30,16 +28,16 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert isinstance(encoder.eos, int)
     texts = list(passages([{"id": "1", "text": "hello there"}], "all"))
     shards: Shards = tokenise([*texts, Passage("you", ends=False)], model, None, encoder, tmp_path, 1)
-    ids, lengths = read_shard(shards.paths[0], shards.dtype)
+    ids, lengths = read_shard(shards.paths[0])
     first, second = encoder.encode(["hello there", "you"])
     assert ids.tolist() == [*first, encoder.eos, *second]
     assert lengths.tolist() == [len(first) + 1, len(second)]
     assert (shards.tokens, shards.documents) == (len(ids), 2)
     ended = tokenise([*texts, Passage("you", ends=True)], model, None, encoder, tmp_path, 1)
-    assert read_shard(ended.paths[0], ended.dtype)[0].tolist() == [*first, encoder.eos, *second, encoder.eos]
+    assert read_shard(ended.paths[0])[0].tolist() == [*first, encoder.eos, *second, encoder.eos]
     other = encoder._replace(encode=lambda batch: [[7] for _ in batch], digest="of another tokenizer")
     again = tokenise([*texts, Passage("you", ends=True)], model, None, other, tmp_path, 1)
-    assert read_shard(again.paths[0], again.dtype)[0].tolist() == [7, encoder.eos, 7, encoder.eos]
+    assert read_shard(again.paths[0])[0].tolist() == [7, encoder.eos, 7, encoder.eos]
     assert len({shards.digest, ended.digest, again.digest}) == 3
     assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
@@ -51,7 +49,7 @@ def test_answers_in_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
     for ids in ((3, 4, 8), (3, 4)):
         texts = [Passage("ab", ends=True), Passage("", ends=False, ids=ids), Passage("c", ends=False)]
         shards = tokenise(texts, "", None, encoder, tmp_path, 1)
-        said, lengths = read_shard(shards.paths[0], shards.dtype)
+        said, lengths = read_shard(shards.paths[0])
         assert said.tolist() == [1, 1, 8, *ids, 1]
         assert lengths.tolist() == [3, len(ids), 1]
         found.append(shards.digest)
@@ -62,7 +60,7 @@ def test_ids_with_gaps_are_kept_whole(tmp_path: Path) -> None:
     """How many bytes an id takes is decided by the highest one, not by how many there are."""
     encoder = Encoder(lambda batch: [[2**16] for _ in batch], {"a": 0, "b": 2**16}, None, "")
     shards = tokenise([Passage("b", ends=False)], "", None, encoder, tmp_path, 1)
-    assert read_shard(shards.paths[0], shards.dtype)[0].tolist() == [2**16] == [encoder.vocabulary - 1]
+    assert read_shard(shards.paths[0])[0].tolist() == [2**16] == [encoder.vocabulary - 1]
 
 
 def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,33 +82,28 @@ def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: py
     assert [document.tolist() for document in whole_documents(shards)] == documents
 
 
-def test_a_killed_process_is_reported(model: str) -> None:
-    dead: Future[int] = Future()
-    dead.set_exception(BrokenProcessPool())
-    pool = token_shards._Pool(1, model, None, open_encoder(model, None), np.dtype(np.uint16))
-    with pytest.raises(UserError, match="a tokenising process was killed"):
-        pool._result(dead)
-
-    class Broken:
-        def submit(self, *_: object) -> None:
-            raise BrokenProcessPool
-
-    pool._pool = Broken()  # type: ignore[assignment]
-    with pytest.raises(UserError, match="a tokenising process was killed"):  # also when work is handed out
-        list(pool.submit(Path("shard"), []))
+@pytest.mark.slow
+def test_a_killed_process_is_reported(tmp_path: Path, model: str) -> None:
+    """One that cannot open the tokenizer ends as one that was killed."""
+    texts = [Passage("you", ends=False)] * 2
+    with pytest.raises(UserError, match="tokenizer=nowhere: a tokenising process was killed"):
+        tokenise(texts, "nowhere", None, open_encoder(model, None), tmp_path, 2)
 
 
 @pytest.mark.slow
 def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
     script = (
-        "import sys, time, multiprocessing, pathlib, numpy\n"
-        "from data_prep.ngrams.token_shards import Passage, _Pool\n"
+        "import sys, time, multiprocessing, pathlib\n"
+        "from data_prep.ngrams import token_shards\n"
         "from draft_models.targets.encoder import open_encoder\n"
         "folder, model = sys.argv[1:]\n"
-        "pool = _Pool(2, model, None, open_encoder(model, None), numpy.dtype('uint16'))\n"
-        "list(pool.submit(pathlib.Path(folder, 'shard'), [Passage('you', True)])) + list(pool.drain())\n"
-        "print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
-        "time.sleep(60)\n"
+        "token_shards.SHARD_CHARACTERS = 5\n"
+        "def texts():\n"
+        "    for _ in range(9):\n"
+        "        yield token_shards.Passage('you there', True)\n"
+        "    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
+        "    time.sleep(60)\n"
+        "token_shards.tokenise(texts(), model, None, open_encoder(model, None), pathlib.Path(folder), 2)\n"
     )
     run = subprocess.Popen([sys.executable, "-c", script, tmp_path, model], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert run.stdout is not None

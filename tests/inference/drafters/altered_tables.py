@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from draft_models.ngrams.table import TrigramTable
-from draft_models.ngrams.table_files import ARRAYS
+from draft_models.ngrams.table import ARRAYS, TrigramTable
 from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.settings.method import NgramConfig
 from outrider.errors import UserError
