@@ -47,7 +47,7 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device
 	$(RUN)python -m pytest -m gpu
 
 test-kernels: $(VENV)/triton ## the Triton kernels without a GPU: interpreted against PyTorch, compiled for sm_80, sm_90 and sm_100
-	TRITON_INTERPRET=1 PYTHONPATH=$< $(RUN)python -m pytest -n auto --dist worksteal tests/draft_models/targets/test_triton_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=$< $(RUN)python -m pytest -n auto --dist worksteal tests/inference/engines/graphs/test_triton_kernels.py
 
 # Beside the environment, not in it: torch._dynamo imports Triton wherever it can, and the other tests go on without it.
 $(VENV)/triton: $(STAMP)

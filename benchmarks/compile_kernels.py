@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from draft_models.targets import triton_kernels as kernels
+from inference.engines.graphs import triton_kernels as kernels
 from outrider.files import write_json
 from outrider.machine import describe_machine
 

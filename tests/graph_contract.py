@@ -21,9 +21,8 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draft_models.targets.attention import use_kernel
 from inference.engines.graphs import attention_kernels, cuda_graphs
-from inference.engines.graphs.attention_kernels import kernel_for
+from inference.engines.graphs.attention_kernels import kernel_for, use_kernel_on
 from inference.engines.graphs.fixed_shapes import GraphPool
 from tests.recorded import WAITING, storage_key, waits
 
@@ -251,7 +250,7 @@ def keep_contracts(patch: pytest.MonkeyPatch) -> Watch:
                 _require_same_start(self.tables[key], watch.tables)
                 self.graphs[key].run = run  # type: ignore[attr-defined]
                 watch.replayed.append(key)
-            with use_kernel(kernel_for(self.runtime.kernels, self.layers, *key[1:])):
+            with use_kernel_on(self.layers.device, kernel_for(self.runtime.kernels, self.layers, *key[1:])):
                 super().run(key, run, changed)
 
     def watched_capture(pool: GraphPool, run: Pass, changed: Sequence[Tensor] = ()) -> Any:

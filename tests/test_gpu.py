@@ -12,7 +12,7 @@ from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import from_pretrained
 from draft_models.early_exit.model import EarlyExit, exit_layers
 from draft_models.targets.architectures import load_config
-from draft_models.targets.attention import KERNELS, SPLIT
+from draft_models.targets.attention import KERNELS
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.fingerprint import fingerprint_target
 from draft_models.targets.model_files import load_layers
@@ -27,7 +27,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines.graphs import cuda_graphs
-from inference.engines.graphs.attention_kernels import attention_shape
+from inference.engines.graphs.attention_kernels import SPLIT, attention_shape
 from inference.engines.graphs.fixed_shapes import UPLOADS, Upload
 from inference.loading.targets import prepare
 from inference.measure.arms import make_arms, measure, measure_deviations

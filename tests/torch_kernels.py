@@ -1,4 +1,4 @@
-"""What `draft_models.targets.triton_kernels` computes, by PyTorch's operations: a stand-in where there is no GPU."""
+"""What the engine's `triton_kernels` compute, by PyTorch's operations: a stand-in where there is no GPU."""
 
 import torch
 import torch.nn.functional as F

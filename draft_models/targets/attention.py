@@ -1,9 +1,8 @@
 """Attention for every pass of this toolkit: grouped key/value heads are never repeated, masks are explicit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,43 +14,22 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from draft_models.targets.target import Band
-from outrider.errors import UserError, reason
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
 # For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax separately.
 # Fused kernels with a mask process all keys of a head on one SM of a GPU, which leaves most SMs idle here.
 KERNELS = ("fused", "products")
-SPLIT = "split"  # a third kernel, if Triton is available: the keys of a head are split among a GPU's SMs
-_kernel = "fused"
-
-
-def triton_kernels(device: torch.device) -> ModuleType | None:
-    """`draft_models.targets.triton_kernels` if it works: on a GPU, with Triton and a C compiler; else None."""
-    return _built_kernels() if device.type == "cuda" else None
-
-
-@cache
-def _built_kernels() -> ModuleType | None:
-    try:
-        from draft_models.targets import triton_kernels as kernels
-
-        kernels.try_all("cuda")
-    except Exception as error:  # of any kind: everything works without them, with more kernel launches
-        print(f"warning: passes on this GPU go without Triton ({reason(error)})", flush=True)
-        return None
-    return kernels
-
-
-def kernels_on(device: torch.device) -> tuple[str, ...]:
-    """The kernels available on `device` for attention over a filled cache."""
-    return KERNELS if triton_kernels(device) is None else (*KERNELS, SPLIT)
+# A kernel of an engine: queries [1, H, Q, D], contiguous, keys and values [1, G, K, D], an additive mask [1, 1, Q, K]
+# and the scale of the scores → [1, Q, H, D].
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+_kernel: str | Kernel = "fused"
 
 
 @contextmanager
-def use_kernel(name: str) -> Iterator[None]:
-    """Context manager: attention over a filled cache uses the kernel `name`, one of `kernels_on` its device."""
+def use_kernel(kernel: str | Kernel) -> Iterator[None]:
+    """Context manager: attention over a filled cache uses `kernel`, one of `KERNELS` or an engine's own."""
     global _kernel
-    before, _kernel = _kernel, name
+    before, _kernel = _kernel, kernel
     try:
         yield
     finally:
@@ -101,15 +79,10 @@ def grouped_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=group > 1
         )
         return out.transpose(1, 2), None
-    if _kernel == SPLIT and attention_mask is not None and (batch, value.shape[3]) == (1, width) and not dropout:
-        kernels = triton_kernels(query.device)
-        if kernels is None:
-            raise UserError(
-                f"attention kernel {SPLIT!r}: this run began where it was measured to be fastest. It needs Triton on a "
-                "GPU, which is not here; go on there, or begin anew with another out_dir"
-            )
+    whole = (batch, value.shape[3]) == (1, width) and not dropout
+    if callable(_kernel) and attention_mask is not None and whole:
         scale = scaling if scaling is not None else width**-0.5
-        return kernels.attend(query.contiguous(), key, value, attention_mask, scale), None
+        return _kernel(query.contiguous(), key, value, attention_mask, scale), None
     if group > 1:
         query = query.reshape(batch, key_heads, group * queries, width)
         if attention_mask is not None and queries > 1:

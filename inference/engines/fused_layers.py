@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from draft_models.targets.attention import grouped_attention, triton_kernels
+from draft_models.targets.attention import grouped_attention
 from draft_models.targets.int8 import Int8Linear, Linear
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import LayerCache
 from inference.core.cache import KVCache
 from inference.engines.cpu.at_once import LayersAtOnce
+from inference.engines.graphs.attention_kernels import triton_kernels
 
 # Architectures whose arithmetic is known to equal the fused layers'. Layers of others run unchanged.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -155,7 +156,7 @@ class FusedLayer(nn.Module):
         self, kernels: ModuleType, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None,
         cache: KVCache,
     ) -> Tensor:  # fmt: skip
-        """`forward` of a fixed-shape pass on a GPU, by `draft_models.targets.triton_kernels`."""
+        """`forward` of a fixed-shape pass on a GPU, by `inference.engines.graphs.triton_kernels`."""
         assert cache.fixed is not None
         queries, (slots, seen) = hidden.shape[1], cache.fixed
         first, second = self.attention_norm, self.mlp_norm

@@ -5,21 +5,59 @@ Kernels round differently, so in half precision the choice may change a token: i
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from math import log2
+from types import ModuleType
 
 import torch
 
-from draft_models.targets.attention import KERNELS, grouped_attention, kernels_on, use_kernel
+from draft_models.targets.attention import KERNELS, grouped_attention, use_kernel
 from draft_models.targets.model_spec import key_heads
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Layers
 from inference.core.target_session import KernelChoice
 from inference.engines.graphs.fixed_shapes import GraphPool
+from outrider.errors import UserError, reason
 
 WIDTHS = (1, 4, 16, 64)  # rows of measured passes
 KEYS = 128  # cache positions of measured passes: this many, 4 times as many, …, up to the longest text
 TRIALS = 20  # replays that choose between kernels
+SPLIT = "split"  # a third kernel, if Triton is available: the keys of a head are split among a GPU's SMs
+
+
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """`inference.engines.graphs.triton_kernels` if it works: on a GPU, with Triton and a C compiler; else None."""
+    return _built_kernels() if device.type == "cuda" else None
+
+
+@cache
+def _built_kernels() -> ModuleType | None:
+    try:
+        from inference.engines.graphs import triton_kernels as kernels
+
+        kernels.try_all("cuda")
+    except Exception as error:  # of any kind: everything works without them, with more kernel launches
+        print(f"warning: passes on this GPU go without Triton ({reason(error)})", flush=True)
+        return None
+    return kernels
+
+
+def kernels_on(device: torch.device) -> tuple[str, ...]:
+    """The kernels available on `device` for attention over a filled cache."""
+    return KERNELS if triton_kernels(device) is None else (*KERNELS, SPLIT)
+
+
+def use_kernel_on(device: torch.device, name: str) -> AbstractContextManager[None]:
+    """Context manager: attention over a filled cache uses the kernel `name`, one of `kernels_on` the device."""
+    if name != SPLIT:
+        return use_kernel(name)
+    if (kernels := triton_kernels(device)) is None:
+        raise UserError(
+            f"attention kernel {SPLIT!r}: this run began where it was measured to be fastest. It needs Triton on a "
+            "GPU, which is not here; go on there, or begin anew with another out_dir"
+        )
+    return use_kernel(kernels.attend)
 
 
 def kernel_for(choices: Iterable[KernelChoice], layers: Layers, width: int, keys: int) -> str:
@@ -70,7 +108,7 @@ def _measure(stack: LayerStack, positions: int, graphs: GraphPool) -> list[Kerne
 
             seconds = {}
             for kernel in kernels_on(stack.device):
-                with use_kernel(kernel):
+                with use_kernel_on(stack.device, kernel):
                     seconds[kernel] = _seconds(graphs.capture(attend))
             found.append(KernelChoice(*shape, width, keys, min(seconds, key=seconds.__getitem__)))
     return found

@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draft_models.targets.attention import use_kernel
 from draft_models.targets.target import Layers, Target
 from inference.core.cache import KVCache
 from inference.core.ops import likeliest
 from inference.core.rows import RoundRows, RowLayout
 from inference.core.session import Pass, Session
 from inference.core.target_session import KernelChoice, Runtime, TargetSession, WholeSession
-from inference.engines.graphs.attention_kernels import kernel_for, measure_kernels
+from inference.engines.graphs.attention_kernels import kernel_for, measure_kernels, use_kernel_on
 from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload, bucket, can_capture
 
 SMALLEST_BUCKET = 128  # cache positions
@@ -171,7 +170,7 @@ class Arena:
             run()
             return
         if key not in self.graphs:
-            with use_kernel(kernel_for(self.runtime.kernels, self.layers, *key[1:])):
+            with use_kernel_on(self.layers.device, kernel_for(self.runtime.kernels, self.layers, *key[1:])):
                 self.graphs[key] = self.pool.capture(run, changed)
             self.tables[key] = self.layers.tables  # `reserve` may replace them by longer ones
             self.runtime.captures += 1

@@ -22,8 +22,6 @@ from draft_models.calibration_head import CalibrationHead
 from draft_models.draft_vocabulary import narrow
 from draft_models.eagle3.model import Eagle3
 from draft_models.early_exit.model import EarlyExit
-from draft_models.targets import attention
-from draft_models.targets.attention import SPLIT
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import open_target
@@ -38,8 +36,8 @@ from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.engines import fused_layers, packing
-from inference.engines.graphs import cuda_graphs
-from inference.engines.graphs.attention_kernels import attention_shape
+from inference.engines.graphs import attention_kernels, cuda_graphs
+from inference.engines.graphs.attention_kernels import SPLIT, attention_shape
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool
 from inference.loading.targets import prepare
@@ -210,7 +208,7 @@ def test_no_path_needs_its_python_in_a_replay(models: Models, monkeypatch: pytes
 @pytest.mark.usefixtures("watch")
 def test_layers_of_few_launches_keep_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton's kernels, for which a stand-in writes to the cache."""
-    for module in (attention, fused_layers):
+    for module in (attention_kernels, fused_layers):
         monkeypatch.setattr(module, "triton_kernels", lambda device: torch_kernels)
     runtime = Graphed()
     runtime.prepare(40, [KernelChoice(*attention_shape(models.stack), 1, 16, SPLIT)])

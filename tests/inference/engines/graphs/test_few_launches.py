@@ -6,16 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.targets import attention
-from draft_models.targets.attention import KERNELS, SPLIT, grouped_attention, kernels_on, triton_kernels, use_kernel
+from draft_models.targets.attention import KERNELS
 from inference.core.decode import autoregressive, speculative
 from inference.core.target_session import KernelChoice
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.engines import fused_layers, packing
 from inference.engines.fused_layers import FusedLayer
-from inference.engines.graphs import cuda_graphs
-from inference.engines.graphs.attention_kernels import attention_shape
+from inference.engines.graphs import attention_kernels, cuda_graphs
+from inference.engines.graphs.attention_kernels import (
+    SPLIT,
+    attention_shape,
+    kernels_on,
+    triton_kernels,
+    use_kernel_on,
+)
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.loading.targets import prepare
 from inference.shapes.factory import make_structure
@@ -55,7 +60,7 @@ def test_it_decodes_to_the_same_tokens(
     prepare(stack, {"early_exit": Calibrated(drafter)})
     record_graphs(monkeypatch)
     monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
-    for module in (attention, fused_layers):
+    for module in (attention_kernels, fused_layers):
         monkeypatch.setattr(module, "triton_kernels", lambda device: torch_kernels)
     placed, otherwise = watch(monkeypatch, torch_kernels, "place", 0), watch(monkeypatch, FusedLayer, "_rotate", 1)
     runtime = Graphed()
@@ -86,6 +91,5 @@ def test_there_are_none_without_a_gpu() -> None:
     """And a run that began with them says so, and what to do."""
     assert triton_kernels(CPU) is None
     assert kernels_on(CPU) == KERNELS
-    query, keys = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 16, 8)
-    with use_kernel(SPLIT), pytest.raises(UserError, match="needs Triton"):
-        grouped_attention(torch.nn.Module(), query, keys, keys, torch.zeros(1, 1, 1, 16))
+    with pytest.raises(UserError, match="needs Triton"):
+        use_kernel_on(CPU, SPLIT)

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytestmark = pytest.mark.gpu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-ROOT = Path(__file__).parents[3]
-SOURCE = ROOT / "draft_models" / "targets" / "triton_kernels.py"
+ROOT = Path(__file__).parents[4]
+SOURCE = ROOT / "inference" / "engines" / "graphs" / "triton_kernels.py"
 # Of the largest value; a token in 16 bits may be rounded to its neighbour where float32 sums were taken in other order.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 TYPES = [dtype for dtype in TOLERANCE if dtype != torch.bfloat16 or not INTERPRETED]
