@@ -110,7 +110,7 @@ COMMANDS = {
             "run several commands as one: from a target to a report",
         ),
         Command(
-            "chat", "inference.chat.__main__", "inference.settings.tools:ChatConfig",
+            "chat", "inference.chat", "inference.settings.tools:ChatConfig",
             "talk to a target, with a drafter before it",
         ),
     )

@@ -61,7 +61,6 @@ FLOORS = (
     "train/recipes",
     "train",
     "outrider/api",
-    "inference/chat",
 )
 
 

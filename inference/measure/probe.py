@@ -122,10 +122,8 @@ def measure(
     sampled = sampling.temperature > 0
     generations = itertools.count()
 
-    def make_shaped(method: MethodConfig, streams: Streams) -> ModelDrafter:
-        drafter = new_drafter(method, drafters, streams, sampled)
-        assert isinstance(drafter, ModelDrafter)
-        return drafter
+    def make(one: MethodConfig, own: Streams) -> Drafter:
+        return new_drafter(one, drafters, own, sampled)
 
     def decode(arm: Callable[..., Iterator[Round]], *drafter: Drafter, tokens: int) -> Iterator[Round]:
         coins = streams.of("verify", next(generations)) if sampled else None
@@ -134,39 +132,54 @@ def measure(
         return arm(stack, *drafter, prompt, **options)
 
     plain = list(decode(autoregressive, tokens=min(PLAIN_TOKENS, new_tokens)))[1:]
-    shaped = KINDS[method.source].shaped
-    explicit = probes(method) if shaped else []
     probe: _Probe | _SizesInTurn
-    if shaped:
-        structures = [make_shaped(p, streams.within("probe", i)).structure for i, p in enumerate(explicit)]
+    if shaped := KINDS[method.source].shaped:
+        explicit = probes(method)
+        structures = [_shaped(make(one, streams.within("probe", i))).structure for i, one in enumerate(explicit)]
         probe = _Probe(structures, clock)
     else:
-        probe = _SizesInTurn()
+        explicit, probe = [method], _SizesInTurn()
 
-    def probed() -> Drafter:
-        if isinstance(probe, _Probe):
-            return ModelDrafter(make_shaped(explicit[0], streams).model, probe)
-        drafter = new_drafter(method, drafters, streams, sampled)
-        drafter.sizes = probe
-        return drafter
+    def generate() -> Iterator[Round]:
+        return decode(speculative, probe.into(make(explicit[0], streams)), tokens=new_tokens)
 
-    def rounds() -> Iterator[Round]:
-        while True:
-            drafted = not shaped  # a drafter that shapes its own drafts may draft nothing: size 0
-            for number, r in enumerate(decode(speculative, probed(), tokens=new_tokens)):
-                if r.drafted or (number and not shaped):
-                    drafted = True
-                    yield r
-            if not drafted:
-                raise UserError(
-                    f"the {method.source} drafter proposed nothing in a text of {new_tokens} tokens, so it cannot be "
-                    "measured: expected logits that are numbers; look at its training, or evaluate a fixed size"
-                )
+    verified, rests = _cycle(_rounds_of(generate, probe, f"{method.source} drafter", new_tokens), probe, clock)
+    padded = runtime is not None and runtime.name == "graphed"
+    step, verify = curve(probe.laps, padded=padded and shaped), curve(verified, padded=padded)
+    costs = Costs(step, verify, typical(rests), typical([r.seconds for r in plain]))
+    return Tuning(costs, tuple(probe.tried), tuple(probe.right))
 
+
+def _shaped(drafter: Drafter) -> ModelDrafter:
+    assert isinstance(drafter, ModelDrafter)
+    return drafter
+
+
+def _rounds_of(
+    generate: Callable[[], Iterator[Round]], probe: "_Probe | _SizesInTurn", drafter: str, tokens: int
+) -> Iterator[Round]:
+    """The rounds of generations of so many `tokens`, without end. Raises `UserError` if `drafter` drafts nothing."""
+    while True:
+        drafted = probe.counts_empty
+        for number, r in enumerate(generate()):
+            if r.drafted or (number and probe.counts_empty):
+                drafted = True
+                yield r
+        if not drafted:
+            raise UserError(
+                f"the {drafter} proposed nothing in a text of {tokens} tokens, so it cannot be "
+                "measured: expected logits that are numbers; look at its training, or evaluate a fixed size"
+            )
+
+
+def _cycle(
+    rounds: Iterator[Round], probe: "_Probe | _SizesInTurn", clock: Clock
+) -> tuple[list[tuple[int, float]], list[float]]:
+    """The (rows, seconds) of the target's passes, and each round's seconds outside its parts, in `CYCLES` cycles."""
     verified: list[tuple[int, float]] = []
     rests: list[float] = []
     started = clock()
-    for count, r in enumerate(rounds(), start=1):
+    for count, r in enumerate(rounds, start=1):
         if count > probe.turns:
             probe.note(r)
             verified.append((r.drafted + 1, r.verify_seconds))
@@ -176,11 +189,7 @@ def measure(
         cycles, within = divmod(count, probe.turns)
         if not within and (cycles == CYCLES[1] or (cycles >= CYCLES[0] and clock() - started > SECONDS)):
             break
-    seconds = typical([r.seconds for r in plain])
-    padded = runtime is not None and runtime.name == "graphed"
-    step, verify = curve(probe.laps, padded=padded and shaped), curve(verified, padded=padded)
-    costs = Costs(step, verify, typical(rests), seconds)
-    return Tuning(costs, tuple(probe.tried), tuple(probe.right))
+    return verified, rests
 
 
 class _Probe(Structure):
@@ -189,6 +198,8 @@ class _Probe(Structure):
     laps: (width, seconds) of every draft step, from one forward pass to the next one or to the end of the draft.
     """
 
+    counts_empty = False  # whether a round without a draft is measured
+
     def __init__(self, structures: Sequence[Structure], clock: Clock):
         super().__init__(max(each.max_rows for each in structures), max(each.max_depth for each in structures))
         self._structures, self._clock = structures, clock
@@ -196,6 +207,10 @@ class _Probe(Structure):
         self.reads_root = any(structure.reads_root for structure in structures)
         self.laps: list[tuple[int, float]] = []
         self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
+
+    def into(self, drafter: Drafter) -> Drafter:
+        """`drafter` with these structures in turn."""
+        return ModelDrafter(_shaped(drafter).model, self)
 
     def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
         watched = _Watched(source, self._clock)
@@ -227,12 +242,18 @@ class _SizesInTurn:
     """
 
     turns, most = len(SIZES), max(SIZES)
+    counts_empty = True
 
     def __init__(self) -> None:
         self._turn = 0
         self.totals: Counter[str] = Counter()
         self.laps: list[tuple[int, float]] = []
         self.tried, self.right = [0.0] * INDICES, [0.0] * INDICES
+
+    def into(self, drafter: Drafter) -> Drafter:
+        """`drafter` with these sizes."""
+        drafter.sizes = self
+        return drafter
 
     def room(self) -> int:
         """See `Sizes`."""

@@ -34,8 +34,7 @@ from draft_models.losses import IGNORE
 from draft_models.targets.encoder import open_encoder
 from draft_models.targets.open_target import load_tokenizer
 from inference.audit.answers import read_answers
-from inference.chat.loop import Chat
-from inference.chat.screen import Screen
+from inference.conversation import Chat, Screen
 from inference.core.rounds import Round
 from inference.settings.tools import ChatConfig
 from outrider import errors

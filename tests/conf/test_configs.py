@@ -512,7 +512,7 @@ def test_a_stopped_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
     assert shlex.split(words) == ["train/eesd.py", "target=a b", "data.path=x-*.jsonl", "+drafters.a=1", "resume=true"]
     (said,) = how_to_go_on(EvaluateConfig, ["/usr/bin/evaluate-checkpoint", "checkpoint=c"])
     assert said == "go on with: evaluate-checkpoint checkpoint=c resume=true"
-    assert how_to_go_on(ChatConfig, ["inference/chat/__main__.py"]) == []
+    assert how_to_go_on(ChatConfig, ["inference/chat.py"]) == []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert how_to_go_on(EesdConfig, argv) == ["go on with the same command and resume=true"]

@@ -12,7 +12,7 @@ from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import DataConfig, MixPart
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
-from inference.chat import __main__ as chat
+from inference import chat
 from inference.loading.targets import find_setup
 from inference.loading.templates import chat_template, templates_of
 from inference.measure.bench import render

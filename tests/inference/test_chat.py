@@ -17,15 +17,13 @@ from tokenizers import decoders
 import outrider
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
-from inference.chat.loop import Chat, Reply
-from inference.chat.screen import DRAFTED, Screen, Terminal, harmless, open_screen
+from inference.conversation import DRAFTED, Chat, Reply, Screen, Terminal, harmless, open_screen
 from inference.core.rounds import Round
 from inference.settings.tools import ChatConfig
 from outrider.errors import UserError
 from tests.forked import Fork
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
-ROOT = Path(__file__).parents[3]
 TURNS = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }} {% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}a:{% endif %}"
 SGR = re.compile(r"\x1b\[[0-9;]*m")

@@ -10,8 +10,7 @@ from inference.settings.tools import ChatConfig
 def main(config: ChatConfig) -> None:
     # Imported after the config is checked, as torch and transformers take seconds to import.
     import outrider
-    from inference.chat.loop import Chat
-    from inference.chat.screen import open_screen
+    from inference.conversation import Chat, open_screen
 
     if sys.stdin.isatty():
         import readline  # noqa: F401  # enables line editing in `input`

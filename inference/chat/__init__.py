@@ -1,1 +1,0 @@
-"""A terminal chat with a target, accelerated by a drafter."""
