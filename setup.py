@@ -12,7 +12,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 OURS = ("conf", "data_prep", "draft_models", "inference", "train")
-DATA = {"conf": ["*.yaml", "*/*.yaml", "*/*/*.yaml"], "inference.report.page": ["page.css", "page.js"]}
+DATA = {"conf": ["*.yaml", "*/*.yaml", "*/*/*.yaml"], "inference.report": ["page.css", "page.html", "page.js"]}
 IMPORT = re.compile(rf"^( *(?:from|import) )(?=(?:{'|'.join(OURS)})\b)", re.MULTILINE)
 # The name of a lazily imported module in a string: "inference.drafters.small_lm:PLUGIN".
 LATE = re.compile(rf'(?<=")(?=((?:{"|".join(OURS)})(?:\.\w+)+)(?::\w+)?")')

@@ -36,7 +36,7 @@ from inference.loading.generation_config import generate_settings
 from inference.loading.targets import Models, TargetSetup
 from inference.measure.bench import JUDGED
 from inference.measure.results import Arm
-from inference.report.drafter_facts import trained_seconds
+from inference.report.facts import trained_seconds
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from outrider.errors import require

@@ -6,7 +6,7 @@ from typing import Any
 from inference.measure.results import PromptResult
 from inference.measure.speed import end_to_end, prefill_seconds, speedups_over_baselines, tokens_per_second
 from inference.measure.statistics import decode_statistics
-from inference.report.lossless_report import lossless_section
+from inference.report.lossless import lossless_section
 from outrider.streams import Streams
 
 Figures = dict[str, Any]

@@ -46,7 +46,6 @@ FLOORS = (
     "inference/measure",
     "inference/doctor",
     "inference/report",
-    "inference/report/page",
     "data_prep/responses",
     "inference/audit",
     "inference/evaluate",

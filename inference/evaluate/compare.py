@@ -50,13 +50,11 @@ from inference.measure.replay import evaluate_replay
 from inference.measure.results import Measured, append_result, begin_run, next_number, open_run, read_results
 from inference.measure.threads import load_average, machine_load, use_threads
 from inference.measure.time_limit import TimeLimit
-from inference.report.drafter_facts import digests, draft_vocabularies, trained_seconds
-from inference.report.lossless_report import is_lossless, target_differs
-from inference.report.overlap import overlaps
-from inference.report.page.build import make_page
-from inference.report.report import build_report, markdown, relate_to_chain, write_reports
+from inference.report.facts import digests, draft_vocabularies, overlaps, trained_seconds
+from inference.report.lossless import is_lossless, target_differs
+from inference.report.page import make_page
+from inference.report.report import build_report, log_reports, markdown, relate_to_chain, write_reports
 from inference.report.served import served_faults
-from inference.report.to_wandb import log_reports
 from inference.report.wording import OWN_RUN, busy_sentences, measure_again
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS

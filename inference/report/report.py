@@ -1,4 +1,4 @@
-"""The report: numbers from measured generations, as JSON, Markdown and plots."""
+"""The report: numbers from measured generations, as JSON, Markdown and plots, and in Weights & Biases."""
 
 import io
 import json
@@ -36,15 +36,24 @@ from inference.measure.statistics import (
     structure_statistics,
     verdict,
 )
-from inference.report.drafter_facts import drafter_lines
-from inference.report.lossless_report import is_lossless, judgement_lines, lossless_section, target_differs
+from inference.report.facts import drafter_lines
+from inference.report.lossless import is_lossless, judgement_lines, lossless_section, target_differs
 from inference.report.served import served_lines
-from inference.report.tables import methods_table, whole_table
-from inference.report.wording import busy_sentences, conditions, method_sentence, plain_sentence, recommendation
+from inference.report.wording import (
+    busy_sentences,
+    conditions,
+    identical_text,
+    method_sentence,
+    methods_table,
+    plain_sentence,
+    recommendation,
+    whole_table,
+)
 from inference.sizing.policy import Tuning
 from outrider.files import require_writable, write_atomically, write_json
 from outrider.machine import describe_machine
 from outrider.streams import Streams
+from outrider.wandb_config import ID_FILE, WandbConfig
 
 Report = dict[str, Any]
 EXACT = ("float32", "float64")  # dtypes in which texts must be equal, and no difference is a rounding tie
@@ -58,6 +67,7 @@ COLOURS = (
     "#8A6D00",
     "#5A5A5A",
 )  # as page.css has them
+COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedup", "speedup_low", "speedup_high")
 MARKERS = "os^Dv"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
@@ -198,7 +208,7 @@ def write_reports(
     """Write report.json, report.md, report.html, the plots and generations.jsonl to `out_dir`, each atomically.
 
     report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
-    arm) to the decoded continuation. page: report.html (see `make_page`).
+    arm) to the decoded continuation. page: report.html (see `inference.report.page`).
     """
     require_writable(out_dir)
     generations = [
@@ -271,3 +281,41 @@ def _save(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
     write_atomically(path, image.getvalue())
+
+
+def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], settings: Mapping[str, Any]) -> None:
+    """Log the evaluation in `out_dir`, after its report is written, as one run. A resumed evaluation continues its run.
+
+    settings: JSON-able, shown as the run's config. Does nothing if W&B is disabled.
+    """
+    if not config.is_on():
+        return
+    import wandb
+
+    options = {**config.init_options(out_dir), "job_type": "evaluate", "config": dict(settings)}
+    run = wandb.init(project=config.project, **options)
+    (out_dir / ID_FILE).write_text(run.id, "utf-8")
+    rows = [row(report) for report in reports]
+    for figures in rows:
+        name = figures["method"]
+        run.summary.update({f"{name}/{key}": value for key, value in figures.items() if key != "method"})
+    table = wandb.Table(columns=list(COLUMNS), data=[[figures[key] for key in COLUMNS] for figures in rows])
+    page = wandb.Html((out_dir / "report.html").read_text(encoding="utf-8"), inject=False)
+    run.log({"methods": table, "report": page})
+    run.finish()
+
+
+def row(report: Report) -> dict[str, Any]:
+    """The figures of one method."""
+    low, high = report["speedup"]["ci95"] or (None, None)
+    figures = {
+        "method": report["method"],
+        "prompts": report["prompts"],
+        "identical": identical_text(report, "identical"),
+        "tau": report["tau"],
+        "tokens_per_second": report["tokens_per_second"]["speculative"],
+        "speedup": report["speedup"]["median"],
+        "speedup_low": low,
+        "speedup_high": high,
+    }
+    return {key: figures[key] for key in COLUMNS}

@@ -1,12 +1,15 @@
-"""The wording of reports: figures as text for tables and pages."""
+"""The wording of reports: figures as text, and tables of them, for all pages: a row per method, baselines first."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text
+from inference.measure.results import TRANSFORMERS
+from inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text, tau_text
 from inference.settings.sampling import SamplingConfig
+from outrider.tables import Table
 from outrider.words import in_shell, option
 
 Report = Mapping[str, Any]
@@ -17,6 +20,8 @@ INT8 = (
     "±127 with one scale a row, rounded once when it was loaded. It is another target than the one its drafters were "
     "trained for, so τ may be lower than there. transformers widens the weights for every product."
 )
+Columns = Mapping[str, tuple[str, Callable[[Report], str]]]  # by a column's name: what it says, and a report's cell
+PLAIN, GENERATE = "plain decoding", "transformers generate"
 OWN_RUN = "the target's own run differs: plain decoding here gives other texts than transformers"
 
 
@@ -236,3 +241,88 @@ def _short(value: object) -> str:
     """A field's value as JSON; long ones are truncated here, but not in report.json."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+METHODS: Columns = {
+    "method": ("how drafts were made; plain decoding: the target alone, in this runtime", itemgetter("method")),
+    "verdict": (
+        f"faster or slower where the whole interval says so by more than {MARGIN:.0%}, else undecided; of fewer than "
+        f"{MIN_PROMPTS} prompts always undecided",
+        itemgetter("verdict"),
+    ),
+    "speed-up [95 %]": (
+        "how many times as fast as plain decoding: the median over prompts, and where the median of other such prompts "
+        "lies with 95 % confidence",
+        lambda one: interval_text(one["speedup"]),
+    ),
+    "without loops [95 %]": (
+        "the same of the texts that do not repeat themselves; the verdict comes from it",
+        lambda one: interval_text(one["speedup_without_loops"]),
+    ),
+    "vs transformers": (
+        "the same over transformers' own generate",
+        lambda one: interval_text(one["speedup"].get("vs_transformers_generate")),
+    ),
+    "tokens/s": (
+        "decoded tokens a second, the prefill left out",
+        lambda one: number_text(one["tokens_per_second"]["speculative"]),
+    ),
+    "tokens a pass": (
+        "τ: tokens that one pass of the target yields on average, its own included; 1 without a drafter",
+        lambda one: tau_text(one["tau"]),
+    ),
+    "accepted": ("v_d: share of the drafted tokens that the target accepted", "{acceptance_rate:.2f}".format_map),
+    "from drafter": ("r_d: share of the text that was drafted", "{draft_share:.2f}".format_map),
+    "drafted a pass": ("tokens drafted before each pass of the target", "{drafted_tokens_per_round:.2f}".format_map),
+    "identical": (
+        "texts that equal, token for token, what transformers' generate says, of those compared; ties: texts that part "
+        "from it where rounding decides",
+        identical_with_ties,
+    ),
+}
+WHOLE: Columns = {
+    "from the prompt on": ("how drafts were made", itemgetter("method")),
+    "prefill ms [95 %]": (
+        "milliseconds before the first token, a drafter's own among them",
+        lambda one: milliseconds_text(one["prefill_seconds"]["speculative"]),
+    ),
+    "decoding": ("the speed-up of what comes after", lambda one: times_text(one["speedup"])),
+    "prefill and decoding [95 %]": (
+        "the speed-up with the prefill counted",
+        lambda one: interval_text(one["end_to_end"]),
+    ),
+    "vs transformers": (
+        "the same over transformers' own generate",
+        lambda one: interval_text(one["end_to_end"].get("vs_transformers_generate")),
+    ),
+}
+
+
+def filled(columns: Columns, reports: Iterable[Report], baselines: Sequence[Mapping[str, str]] = ()) -> Table:
+    """The table of `reports`, a row for each. baselines: cells by column, rows before them; others are empty there."""
+    rows = [[given.get(name, "") for name in columns] for given in baselines]
+    rows += [[cell(report) for _, cell in columns.values()] for report in reports]
+    return Table({name: said for name, (said, _) in columns.items()}, rows)
+
+
+def methods_table(reports: Sequence[Report]) -> Table:
+    """The verdict, speed-ups, τ and acceptance of each method."""
+    first, speeds = reports[0], reports[0]["tokens_per_second"]
+    same = identical_with_ties(first, "autoregressive_")
+    rows = [{"method": PLAIN, "speed-up [95 %]": "1.00", "identical": same}]
+    if speeds[TRANSFORMERS] is not None:
+        faster, role = interval_text(first[TRANSFORMERS]["speedup"]), "sampled" if first["temperature"] else "reference"
+        rows.append({"method": GENERATE, "speed-up [95 %]": faster, "vs transformers": "1.00", "identical": role})
+    for row, arm in zip(rows, ("autoregressive", TRANSFORMERS), strict=False):
+        row |= {"tokens/s": number_text(speeds[arm]), "tokens a pass": "1.00"}
+    return filled(METHODS, reports, rows)
+
+
+def whole_table(reports: Sequence[Report]) -> Table:
+    """The time of whole answers: the prefill, including the drafter's, and decoding."""
+    first, prefills = reports[0], reports[0]["prefill_seconds"]
+    rows = [(PLAIN, milliseconds_text(prefills["autoregressive"]), "1.00", "1.00", "")]
+    if prefills[TRANSFORMERS] is not None:
+        speed, whole = times_text(first[TRANSFORMERS]["speedup"]), interval_text(first[TRANSFORMERS]["end_to_end"])
+        rows.append((GENERATE, milliseconds_text(prefills[TRANSFORMERS]), speed, whole, "1.00"))
+    return filled(WHOLE, reports, [dict(zip(WHOLE, row, strict=True)) for row in rows])

@@ -24,7 +24,7 @@ from draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from draft_models.targets.stack import LayerStack
 from draft_models.tiny.models import save_tiny_model, save_tiny_models
 from inference.loading.targets import load_drafters
-from inference.report.drafter_facts import drafter_lines, trained_seconds
+from inference.report.facts import drafter_lines, trained_seconds
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig

@@ -22,7 +22,7 @@ from inference.measure.replay import RecordedTurn, replay_markdown, replay_repor
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
 from inference.measure.speed import speedup
 from inference.measure.statistics import LEAST, looped
-from inference.report.page.build import make_page
+from inference.report.page import make_page
 from inference.report.report import build_report, markdown, write_reports
 from inference.report.side_by_side import compare_reports
 from inference.report.wording import recommendation

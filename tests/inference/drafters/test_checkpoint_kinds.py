@@ -10,7 +10,7 @@ import pytest
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from inference.evaluate.compare import evaluate
 from inference.loading.targets import find_target
-from inference.report.drafter_facts import drafter_folders
+from inference.report.facts import drafter_folders
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS, kind_in
 from inference.settings.method import MethodConfig

@@ -6,27 +6,27 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_prep.text.prompts import Prompt
 from inference.core.tree import ROOT
 from inference.measure.results import Noting, PromptResult, ShownRound, read_results
 from inference.measure.threads import machine_load
-from inference.report.overlap import RUN, overlap
-from inference.report.page.build import make_page
-from inference.report.page.markup import embedded, tag
-from inference.report.page.proof import most_that_differ
-from inference.report.page.texts import rejected_tokens
+from inference.report.facts import RUN, overlap
+from inference.report.lossless import most_that_differ
+from inference.report.page import make_page, rejected_tokens
 from inference.report.side_by_side import compare_reports
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.tools import CompareConfig
 from tests.inference.evaluate.evaluating import evaluate, tokens
+from tests.tiers import as_many
 from tests.tiny import byte_tokenizer
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&lt;"
@@ -117,9 +117,9 @@ def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
     assert not {"src", "href", "srcset", "action"} & {key for _, found in page.elements for key in found}
     assert not {"link", "iframe", "img", "object"} & {name for name, _ in page.elements}
     assert not re.search(r"url\(|@import|https?:|fetch\(|innerHTML", raw)
-    said = " ".join(raw.split())
+    said = html.unescape(" ".join(raw.split()))
     for wanted in ("Is it the target's own text?", "digest: target", "What the columns say"):
-        assert wanted.replace("'", "&#x27;") in said
+        assert wanted in said
     reports, _ = kept(alone)
     for digest in reports[0]["digests"].values():
         assert digest in said
@@ -137,13 +137,15 @@ def test_no_text_of_a_model_becomes_markup(alone: EvaluateConfig) -> None:
     assert EVIL in json.loads(page.scripts["rounds"])["pieces"].values()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=as_many(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text())
-def test_what_is_escaped_comes_back(text: str) -> None:
-    parsed = Page(tag("article", text, data_text="x", title=text) + embedded({"said": text}, id="e"))
-    assert parsed.elements[0] == ("article", {"data-text": "x", "title": text})
-    assert parsed.texts.get("x", "") == text
-    assert json.loads(parsed.scripts["e"]) == {"said": text}
+def test_what_is_escaped_comes_back(alone: EvaluateConfig, text: str) -> None:
+    """In an element, in an attribute, and in the data of the script."""
+    reports, (result, *_) = kept(alone)
+    rounds = (ShownRound((1, 2), 1, drafted=(1,), parents=(ROOT,), path=(0,)),)
+    page = Page(make_page(reports, [replace(result, shown={text: rounds})], lambda ids: text * len(ids)))
+    assert page.texts.get(f"0/{text}", "") == 2 * text
+    assert json.loads(page.scripts["rounds"])["pieces"] == {"1": text, "2": text}
 
 
 def test_timed_runs_record_no_trees(config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ from inference.measure.statistics import (
 )
 from inference.measure.threads import machine_load
 from inference.report import report as whole_report
-from inference.report.lossless_report import is_lossless
-from inference.report.page.build import make_page
+from inference.report.lossless import is_lossless
+from inference.report.page import make_page
 from inference.report.report import (
     build_report,
     markdown,

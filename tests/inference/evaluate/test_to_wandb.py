@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draft_models.targets.settings import EARLY_EXIT
-from inference.report.to_wandb import COLUMNS, log_reports
+from inference.report.report import COLUMNS, log_reports
 from inference.settings.evaluate import EvaluateConfig
 from outrider.errors import UserError
 from outrider.wandb_config import WandbConfig

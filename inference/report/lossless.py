@@ -1,4 +1,4 @@
-"""A report's section on losslessness, and whether it holds."""
+"""A report's section on losslessness, whether it holds, and what pages say of it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -108,3 +108,18 @@ def judgement_lines(reports: Sequence[Report]) -> list[str]:
         return []
     said = "Judged by rounding errors over the reference's text, in units of transformers' own:"
     return ["", said, "", *table.markdown(), "", resolution(reports[0])]
+
+
+def wrong_arms(reports: Sequence[Report]) -> list[str]:
+    """The arms that said something else than the target alone."""
+    if target_differs(reports[0]):
+        return ["the target's own run, plain decoding,"]
+    return [report["method"] for report in reports if not is_lossless(report)]
+
+
+def most_that_differ(checked: int, chance: float = 0.05) -> float:
+    """The upper confidence bound on the share of differing prompts if none of `checked` prompts differs.
+
+    With a share s all n are equal with probability (1 − s)ⁿ; the bound is the s where this equals `chance`.
+    """
+    return 1 - chance ** (1 / checked)

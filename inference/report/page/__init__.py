@@ -1,1 +1,0 @@
-"""report.html: the report as one self-contained page."""
