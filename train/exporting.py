@@ -31,7 +31,7 @@ from inference.settings.serving import python_in
 from outrider.errors import UserError, require
 from outrider.files import require_writable, write_atomically
 from outrider.processes import from_main, join_processes, only_run_of
-from train.parts.export import export
+from train.parts.drafter import export
 from train.settings.export import Engine, ExportConfig
 
 # The dialects of EAGLE-3 heads that an engine reads; the first that can say what a head is gets written.

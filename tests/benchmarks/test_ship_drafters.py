@@ -29,7 +29,7 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
-from train.parts.export import export
+from train.parts.drafter import export
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = sorted((ROOT / "drafters").glob("*"))

@@ -51,7 +51,7 @@ from tests.tiny import (
     reference_generate,
     save_target,
 )
-from train.parts.export import export
+from train.parts.drafter import export
 
 STRUCTURES = {
     "chain": StructureConfig(),

@@ -11,7 +11,7 @@ from tests.forked import Fork
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import ROOT
 from train.core.fit import Evaluate, FitResult, fit
-from train.core.trained_weights import trained_parameters
+from train.core.sharding import trained_parameters
 
 
 def fit_tiny(

@@ -22,7 +22,7 @@ from outrider.processes import join_processes
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from train.core import sharding
 from train.core.fit import fit
-from train.core.trained_weights import trained_parameters
+from train.core.sharding import trained_parameters
 
 
 def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> set[bool]:

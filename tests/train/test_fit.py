@@ -23,7 +23,7 @@ from train.core import run_dir
 from train.core.fit import fit
 from train.core.loop import epoch_order, own_share, step_rows
 from train.core.progress import start_wandb, tracker_of
-from train.core.trained_weights import WEIGHTS_FILE, trained_parameters
+from train.core.sharding import WEIGHTS_FILE, trained_parameters
 
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
 

@@ -14,7 +14,7 @@ from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
 from tests.train.jobs import kill_when, log
 from train.core import run_dir
 from train.core.fit import STATE_FILE, read_state
-from train.core.trained_weights import WEIGHTS_FILE
+from train.core.sharding import WEIGHTS_FILE
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from outrider.errors import UserError
 from tests.train.fit_job import TinyModel, tiny_config
 from train.core.engine import Engine
 from train.core.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
-from train.core.trained_weights import trained_parameters
+from train.core.sharding import trained_parameters
 
 
 def weights(model):

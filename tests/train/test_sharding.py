@@ -29,7 +29,7 @@ from tests.train import sharded_job
 from tests.train.fit_job import TinyModel
 from tests.train.jobs import FIT, distilling, finetuning, heading, options_of
 from train.core import sharding
-from train.core.trained_weights import trained_parameters
+from train.core.sharding import trained_parameters
 from train.recipes.eagle3 import train_eagle3
 from train.recipes.early_exit import train_early_exit
 from train.recipes.small_lm import finetune_drafter

@@ -22,9 +22,18 @@ from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE
 from outrider.settings import differences
 from outrider.wandb_config import WandbConfig
-from train.parts.export import export
-from train.parts.toy_lm import build_lm, can_compile, compile_layers, token_bytes, train_tokenizer
-from train.recipes.toy import ToyTarget, bits_per_byte, prepare, train_toy_target
+from train.parts.drafter import export
+from train.recipes.toy import (
+    ToyTarget,
+    bits_per_byte,
+    build_lm,
+    can_compile,
+    compile_layers,
+    prepare,
+    token_bytes,
+    train_tokenizer,
+    train_toy_target,
+)
 from train.settings.fit import FitConfig
 from train.settings.toy import TOY_REPORT, ToyTargetConfig
 

@@ -33,7 +33,7 @@ from tests.train.jobs import (
     save_for_calibration,
 )
 from train.core.loop import own_share, step_rows
-from train.core.trained_weights import WEIGHTS_FILE
+from train.core.sharding import WEIGHTS_FILE
 from train.recipes.calibration import calibrate
 from train.recipes.eagle3 import train_eagle3
 from train.recipes.early_exit import train_early_exit

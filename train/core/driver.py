@@ -22,7 +22,7 @@ from outrider.run_dirs import changes
 from outrider.settings import RunConfig, Settings, construct
 from train.core import run_dir, sharding
 from train.core.fit import Evaluate, fit
-from train.core.trained_weights import WEIGHTS_FILE, trained_parameters
+from train.core.sharding import WEIGHTS_FILE, trained_parameters
 from train.core.training import Metrics, Student, Trained, Training
 
 BEST_FOLDER = "best"

@@ -27,7 +27,7 @@ from outrider.processes import join_processes
 from train.core import sharding
 from train.core.optimizers import build_optimizer
 from train.core.progress import tracker_of
-from train.core.trained_weights import load_trained
+from train.core.sharding import load_trained
 from train.settings.fit import FitConfig
 
 OPTIMIZER_FILE = f"{OPTIMIZER_NAME}.bin"

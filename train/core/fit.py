@@ -30,8 +30,8 @@ from train.core import run_dir, sharding
 from train.core.engine import Engine
 from train.core.loop import train
 from train.core.progress import Report, cut_log, start_wandb
+from train.core.sharding import load_trained, save_trained
 from train.core.time_budget import StepBudget
-from train.core.trained_weights import load_trained, save_trained
 from train.core.training import FitResult, Metrics, TrainRows
 from train.settings.fit import FitConfig
 

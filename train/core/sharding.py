@@ -1,7 +1,7 @@
-"""Models with parameters sharded over processes: DeepSpeed ZeRO-3 and PyTorch's FSDP2.
+"""The trained parameters of a model in a checkpoint, and parameters sharded over processes: ZeRO-3 and FSDP2.
 
-Everything here is called on every process and does nothing to an unsharded model. The two are recognised only by their
-marks on a parameter: `ds_id`, or the type `DTensor`.
+What is about sharding is called on every process and does nothing to an unsharded model. DeepSpeed's ZeRO-3 and
+PyTorch's FSDP2 are recognised only by their marks on a parameter: `ds_id`, or the type `DTensor`.
 """
 
 import copy
@@ -9,16 +9,22 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from outrider.errors import UserError
+from outrider.errors import UserError, reason
+from outrider.files import write_atomically
+
+WEIGHTS_FILE = "model.safetensors"
 
 
 def whole_parameters(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
@@ -170,3 +176,33 @@ def _gathered(parameters: list[nn.Parameter]) -> AbstractContextManager[object]:
 
     gathered: AbstractContextManager[object] = GatheredParameters(parameters)
     return gathered
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require a gradient, by name; tied parameters appear once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def save_trained(model: nn.Module, folder: Path, write: bool) -> None:
+    """Save the trained parameters to `folder`; call it on every process, with `write` on the one that writes."""
+    weights = whole_parameters(trained_parameters(model).items())
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / WEIGHTS_FILE, save({name: value.contiguous() for name, value in weights.items()}))
+
+
+def load_trained(model: nn.Module, folder: Path) -> None:
+    """Load the parameters that `save_trained` wrote to `folder`; raises `UserError` if names or shapes differ."""
+    try:
+        saved, trained = load_file(folder / WEIGHTS_FILE), trained_parameters(model)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{folder / WEIGHTS_FILE}: not readable ({reason(error)}); remove {folder}: resume=true goes on before it"
+        ) from None
+    wrong = sorted(saved.keys() ^ trained.keys()) or sorted(
+        name for name, p in trained.items() if p.shape != saved[name].shape
+    )
+    if wrong:
+        raise UserError(f"{folder}: does not fit the model to train; they differ in {', '.join(wrong[:5])}")
+    for name, parameter in trained.items():
+        assign(parameter, saved[name])

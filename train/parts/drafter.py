@@ -1,20 +1,25 @@
-"""Shared parts of drafter trainings, except their evaluation: draft vocabulary, dtypes, limits and records."""
+"""Shared parts of trainings, except their evaluation: draft vocabulary, dtypes, limits, records and saving."""
 
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage
+from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, save_tokens
 from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.model_spec import context_limit
+from draft_models.targets.narrowed import draft_vocabulary_of
 from draft_models.targets.open_target import OpenTarget, fast_dtype
 from inference.loading.targets import end_tokens
 from outrider.errors import UserError
 from outrider.files import write_json
+from outrider.saving import save_parts
+from train.core import run_dir
 from train.core.training import Trained, TrainRows
 from train.settings.fit import FitConfig
 
@@ -68,3 +73,30 @@ def write_record(file: Path, target: str, identity: Mapping[str, object], fit: F
     report = {"target": target, "step": trained.step, "metrics": trained.metrics, "steps": result.steps}
     report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
     write_json(file, {**report, "settings": identity, "fit": asdict(fit), "made_with": provenance()})
+
+
+_REMEDY = "free space, then resume=true"
+
+
+def export(
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: Path,
+    convert: Callable[[Path], Path] = lambda staged: staged,
+) -> None:
+    """Write the Hugging Face directory; config.json is moved last, so an incomplete directory does not load.
+
+    convert: makes of it, in a folder there, what is to be written instead. Raises `UserError`.
+    """
+    staged = run_dir.own_staging(out_dir)
+    shutil.rmtree(staged, ignore_errors=True)
+    try:
+        save_parts(staged, lm, tokenizer, remedy=_REMEDY)
+        if (own := draft_vocabulary_of(lm)) is not None:
+            save_tokens(staged, own)
+        for file in sorted(convert(staged).iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, out_dir / file.name)
+    except OSError as error:
+        raise UserError(f"out_dir={out_dir}: cannot be written ({error}); {_REMEDY}") from None
+    finally:
+        run_dir.drop_staging(staged)

@@ -23,7 +23,7 @@ from inference.shapes.factory import Chain
 from inference.stopping.plain import FixedLength
 from outrider.processes import say
 from outrider.progress import counted
-from train.core.trained_weights import trained_parameters
+from train.core.sharding import trained_parameters
 from train.core.training import Batch, Metrics, Student, TrainRows
 
 WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone

@@ -25,8 +25,7 @@ from inference.drafters.small_lm import SmallLMSource
 from outrider.processes import from_main, say
 from train.core.driver import run_training
 from train.core.training import Metrics, Trained, Training, TrainRows
-from train.parts.drafter import parameters_of, pick_tokens, require_context, require_vocabulary, write_record
-from train.parts.export import export
+from train.parts.drafter import export, parameters_of, pick_tokens, require_context, require_vocabulary, write_record
 from train.parts.heldout import Decoding, HeldOutText, evaluation, judged
 from train.parts.small_lm import OnPolicy, SmallLMStudent, drafter_config, start_lm, tokens_of_finished
 from train.parts.top_k_rows import load_taught_rows
