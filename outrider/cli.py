@@ -86,15 +86,15 @@ COMMANDS = {
             "let a target answer prompts, for drafters to train on",
         ),
         Command(
-            "write_prompts", "data_prep.write_prompts", "data_prep.python_docs.settings:PromptsConfig",
+            "write_prompts", "data_prep.write_prompts", "data_prep.settings:PromptsConfig",
             "write prompts about what Python and its packages document",
         ),
         Command(
-            "convert_target", "data_prep.convert_target", "data_prep.targets.settings:ConvertConfig",
+            "convert_target", "data_prep.convert_target", "data_prep.settings:ConvertConfig",
             "save a target of any readable format as safetensors",
         ),
         Command(
-            "fetch_target", "data_prep.fetch_target", "data_prep.targets.settings:FetchConfig",
+            "fetch_target", "data_prep.fetch_target", "data_prep.settings:FetchConfig",
             "fetch a small chat model from the Python package index",
         ),
         Command(

@@ -51,8 +51,6 @@ FLOORS = (
     "inference/evaluate",
     "inference",
     "data_prep/ngrams",
-    "data_prep/python_docs",
-    "data_prep/targets",
     "data_prep",
     "train/settings",
     "train/core",

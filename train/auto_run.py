@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from data_prep.python_docs.prompt_files import own_split
+from data_prep.python_docs import own_split
 from data_prep.responses.directory import SUMMARY_FILE, seconds_spent
-from data_prep.targets.fetched import fetch_target
-from data_prep.targets.settings import FetchConfig
+from data_prep.settings import FetchConfig
+from data_prep.targets import fetch_target
 from data_prep.text.benchmarks import prompt_file
 from data_prep.text.chat import render_prompt
 from draft_models.card import CARD_FILE

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
 from data_prep.formats.gguf_config import FAMILIES
-from data_prep.targets.settings import ConvertConfig
-from data_prep.targets.target_copy import convert_target
+from data_prep.settings import ConvertConfig
+from data_prep.targets import convert_target
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
 from tests.data_prep.formats.test_gguf_families import example, write_family

@@ -24,7 +24,7 @@ from data_prep.responses import client, server
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.server import Server
 from data_prep.responses.settings import GenerateConfig
-from data_prep.targets.fetched import take_out
+from data_prep.targets import take_out
 from data_prep.text import chat
 from data_prep.text.settings import DataConfig
 from draft_models.targets.open_target import open_target

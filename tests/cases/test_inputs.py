@@ -27,9 +27,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conf import config_for, reported
-from data_prep.python_docs.prompt_files import own_split, write_prompts
-from data_prep.python_docs.settings import PromptsConfig
+from data_prep.python_docs import own_split, write_prompts
 from data_prep.responses.generate import run_identity
+from data_prep.settings import PromptsConfig
 from data_prep.text.given import read_some
 from data_prep.text.prompts import read_prompts
 from data_prep.text.records import turn_key

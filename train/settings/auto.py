@@ -15,7 +15,7 @@ from outrider.settings import Place, RunConfig, free
 Trained = Literal["early_exit", "small_lm", "eagle3"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)
 NAME = "{target}"  # in out_dir: the target's name
-PACKAGED = "smollm2_135m"  # of `data_prep.targets.fetched.ORIGINS`
+PACKAGED = "smollm2_135m"  # of `data_prep.targets.ORIGINS`
 
 
 @dataclass(frozen=True, kw_only=True)

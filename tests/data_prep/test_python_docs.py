@@ -11,20 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.python_docs import prompt_files
-from data_prep.python_docs.prompt_files import MODULES, TEMPLATES, questions, subjects, write_prompts
-from data_prep.python_docs.settings import PromptsConfig
+from data_prep import python_docs
+from data_prep.python_docs import MODULES, TEMPLATES, questions, subjects
+from data_prep.settings import PromptsConfig
 from data_prep.text.prompts import Prompt, read_prompts
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import is_heldout, read_records
 from outrider.errors import UserError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
+
+
+def write_prompts(config, modules="builtins shutil textwrap"):
+    python_docs.write_prompts(config, modules)
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    monkeypatch.setattr(prompt_files, "MODULES", "builtins shutil textwrap")
+def config(tmp_path):
     return PromptsConfig(heldout_fraction=0.4, out_dir=str(tmp_path / "prompts"))
 
 
@@ -63,13 +66,12 @@ def test_each_half_is_read_by_whom_it_is_for(config):
     assert {len(turns) for turns in said} == {1, 2, 3}
 
 
-def test_prompts_are_kept_or_refused_where_others_are(config, capsys, monkeypatch):
+def test_prompts_are_kept_or_refused_where_others_are(config, capsys):
     write_prompts(config)
     before = {path.name: path.read_bytes() for path in Path(config.out_dir).glob("[a-z]*")}
     with pytest.raises(UserError, match="holds a finished run"):
         write_prompts(config)
-    monkeypatch.setattr(prompt_files, "subjects", None)  # nothing is read again
-    write_prompts(replace(config, resume=True))
+    write_prompts(replace(config, resume=True), "no_such_module")  # nothing is read again
     assert "finished already" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in Path(config.out_dir).glob("[a-z]*")} == before
     with pytest.raises(UserError, match=r"made with other settings: per_object=2 \(was 4\)"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, ClassMethodDescriptorType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
-from data_prep.python_docs.settings import PromptsConfig
+from data_prep.settings import PromptsConfig
 from data_prep.text.benchmarks import prompt_file
 from data_prep.text.prompt_records import Prompt, as_record
 from data_prep.text.prompts import read_prompts
@@ -110,15 +110,18 @@ class Subject(NamedTuple):
     text: str
 
 
-def write_prompts(config: PromptsConfig) -> None:
-    """Write both files to `config.out_dir`. Raises `UserError`. Under a launcher, only the main process writes."""
+def write_prompts(config: PromptsConfig, modules: str = MODULES) -> None:
+    """Write both files to `config.out_dir`: of `config.file`, else about what `modules` document. Raises `UserError`.
+
+    Under a launcher, only the main process writes.
+    """
     state = join_processes()
     folder = require_writable(config.out_dir)
     with only_run_of(state, folder, "prompts"):
-        from_main(state, lambda: _write(config, folder))
+        from_main(state, lambda: _write(config, modules, folder))
 
 
-def _write(config: PromptsConfig, folder: Path) -> None:
+def _write(config: PromptsConfig, modules: str, folder: Path) -> None:
     own = None if config.file is None else prompt_file(config.file, "file")
     made_of = (
         {"python": platform.python_version()} if own is None else {"file": hashlib.sha256(own.read_bytes()).hexdigest()}
@@ -128,7 +131,9 @@ def _write(config: PromptsConfig, folder: Path) -> None:
         print(f"{folder}: finished already")
         return
     made: dict[str, dict[str, object]] = {}
-    for split, records in (_documented(config) if own is None else _parted(own, config.heldout_fraction)).items():
+    for split, records in (
+        _documented(config, modules) if own is None else _parted(own, config.heldout_fraction)
+    ).items():
         content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
         write_atomically(folder / FILES[split], content)
         categories = dict(sorted(Counter(str(record["category"]) for record in records).items()))
@@ -139,10 +144,10 @@ def _write(config: PromptsConfig, folder: Path) -> None:
     print(f"write_prompts out_dir={folder} {counts}", flush=True)
 
 
-def _documented(config: PromptsConfig) -> dict[Split, list[Json]]:
+def _documented(config: PromptsConfig, modules: str) -> dict[Split, list[Json]]:
     """Prompts about the standard library, ordered by a hash, so that the first ones are a sample of all."""
     records: dict[Split, list[Json]] = {"train": [], "heldout": []}
-    for subject in subjects(MODULES.split()):
+    for subject in subjects(modules.split()):
         split: Split = "heldout" if is_heldout(subject.name, config.heldout_fraction) else "train"
         records[split] += questions(subject, config.per_object)
     held = {turn_key(record["turns"][0]) for record in records["heldout"]}  # two names may differ in case alone

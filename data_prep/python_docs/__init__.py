@@ -1,1 +1,0 @@
-"""Chat prompts about documented objects of Python's standard library."""

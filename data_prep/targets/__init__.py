@@ -1,1 +1,0 @@
-"""Published targets, converted to the format that every tool reads."""
