@@ -11,6 +11,8 @@ from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.tensor_files import open_tensors
+from inference.core.target_session import Runtime
+from inference.engines.graphs import cuda_graphs
 from inference.settings.evaluate import EvaluateConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
@@ -23,6 +25,19 @@ def on_the_cpu() -> Iterator[None]:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "device_count", lambda: 0)
         yield
+
+
+@pytest.fixture(scope="module")
+def runtimes() -> Iterator[dict[str, Runtime]]:
+    """How passes run; one for all tests, as its buffers are made to be used again. Small buckets: texts cross them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+        yield {"eager": Runtime(), "graphed": cuda_graphs.Graphed()}
+
+
+@pytest.fixture(params=["eager", "graphed"])
+def runtime(request: pytest.FixtureRequest, runtimes: dict[str, Runtime]) -> Runtime:
+    return runtimes[request.param]
 
 
 @pytest.fixture(scope="module")

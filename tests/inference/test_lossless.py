@@ -1,44 +1,39 @@
-"""Every source × structure emits the target's text, token for token (sampling: test_distributions.py)."""
+"""Every source × structure × stop rule emits the target's text, token for token (sampling: test_distributions.py)."""
 
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor
+from transformers import LogitsProcessor
 
-from draft_models.draft_vocabulary import narrow
-from draft_models.eagle3.model import Eagle3
-from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.narrowed import DraftVocabulary
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.ngrams.table import TrigramTable
 from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive, speculative
-from inference.core.drafter import Drafter, DraftModel
+from inference.core.decode import autoregressive, cut, speculative
 from inference.core.rounds import Round
 from inference.core.sampling import Sampler
+from inference.core.target_session import Runtime
 from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
-from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.ngram.lookup import PromptLookup
+from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.drafters.shaped import ModelDrafter, allowance_of
-from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.measure.arms import make_arms
-from inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
+from inference.settings.method import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import Structure, make_structure, make_tree
+from inference.shapes.factory import make_structure, make_tree
 from inference.sizing.costs import WIDEST, Costs
 from inference.sizing.policy import Tuning
+from outrider.errors import UserError
 from outrider.streams import Streams
-from tests.fitted_heads import fitted_head
+from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import quick_where, typical_where
 from tests.tiny import (
@@ -51,223 +46,134 @@ from tests.tiny import (
     reference_generate,
     save_target,
 )
-from train.parts.drafter import export
 
 STRUCTURES = {
     "chain": StructureConfig(),
     "k_config": StructureConfig(kind="k_config", widths=(3, 2, 1, 1)),
     "opt_tree": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6),
     "opt_tree, deep": StructureConfig(kind="opt_tree", nodes=20, delta=0.3),
+    "opt_tree, sharp": StructureConfig(kind="opt_tree", nodes=12, delta=0.1, width=3, temperature=0.5),
     "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
     "token_graph, pruned": StructureConfig(kind="token_graph", nodes=30, tau=2),
-    "opt_tree, sharp": StructureConfig(kind="opt_tree", nodes=12, delta=0.1, width=3, temperature=0.5),
     "binary": StructureConfig(kind="static", shape="binary", nodes=14),
     "eagle": StructureConfig(kind="static", shape="eagle"),
 }
-
-
-def structure_of(name: str) -> Structure:
-    return make_structure(method_of(STRUCTURES[name]), Streams(0))
-
-
-def drafter_of(model: DraftModel, name: str) -> Drafter:
-    """`model` with the structure of that name."""
-    return ModelDrafter(model, structure_of(name))
-
-
-def tokens_of(rounds: list[Round]) -> list[int]:
-    return [token for r in rounds for token in r.tokens]
-
-
-@cache
-def head_for(path: Path, dtype: torch.dtype) -> Eagle3:
-    """An EAGLE-3 head that often predicts the target's token after the prompt of these tests."""
-    model, stack = open_stack(path, dtype)
-    prompt = random_prompt(20)
-    return fitted_head(stack, [(prompt, reference_generate(model, prompt, 40))])
-
-
-def make_source(kind: str, path: Path, small: Path, dtype: torch.dtype = torch.float32) -> DraftModel:
-    if kind == "small_lm, some tokens":
-        small = small.with_name("small_of_some")
-    if kind.startswith("small_lm"):
-        return SmallLMSource(load_small_lm(str(small), load_tokenizer(str(path)), dtype=dtype))
-    if kind == "skip_layers":
-        return SkipLayersSource([LAYERS - 1])
-    if kind == "eagle3":
-        return Eagle3Source(head_for(path, dtype))
-    return EarlyExitSource(make_drafter(path, LAYERS - 1 if kind == "early_exit" else 1, noise=0.15, dtype=dtype))
-
-
-@pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple]:
-    """By architecture: a target (windows shorter than the text), a similar small LM, a prompt and its continuation."""
-
-    @cache
-    def make(architecture: str) -> tuple:
-        folder = tmp_path_factory.mktemp("lossless")
-        path = save_target(folder / "target", architecture, kv_heads=2, peak=6.0)
-        model, stack = open_stack(path)
-        small = AutoModelForCausalLM.from_pretrained(path)
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter in small.parameters():
-                parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-        small.save_pretrained(folder / "small")
-        load_tokenizer(str(path)).save_pretrained(folder / "small")
-        prompt = random_prompt(20)
-        said = reference_generate(model, prompt, 40)
-        own = DraftVocabulary(torch.tensor(sorted({*prompt, *said[::2]})), model.config.vocab_size)
-        narrow(small, own)
-        export(small, load_tokenizer(str(path)), folder / "small_of_some")
-        return path, folder / "small", stack, prompt, said
-
-    return make
+RULES = {
+    "fixed": StopConfig(rule="fixed", max_draft=4),
+    "fixed, one": StopConfig(rule="fixed", max_draft=1),
+    "fixed, eight": StopConfig(rule="fixed", max_draft=8),
+    "confidence": StopConfig(rule="confidence", max_draft=6, threshold=0.5),
+    "beta": StopConfig(rule="beta", max_draft=6, alpha=2.0, beta=1.0),
+    "beta, printed": StopConfig(rule="beta", max_draft=6, alpha=2.0, beta=1.0, update="printed"),
+}
+WEIGHTS: dict[str, dict[str, Any]] = {"grouped": {}, "tied": {"tied": True, "peak": 1.0}, "all heads": {"kv_heads": 4}}
+CHAIN = method_of(STRUCTURES["chain"])
+make = pytest.fixture(scope="module")(targets)
 
 
 @pytest.fixture
-def target(targets: Callable[[str], tuple]) -> tuple:
-    """A target with grouped heads and a window."""
-    return targets("mistral")
+def target(make: Callable[..., Target]) -> Target:
+    return make()
 
 
-OF_SOME = ("early_exit, some tokens", "small_lm, some tokens", "eagle3")
+def decode(
+    target: Target, drafter: Any, prompt: Sequence[int] = PROMPT, count: int = COUNT, **options: Any
+) -> list[Round]:
+    return list(speculative(target.stack, drafter, prompt, max_new_tokens=count, **options))
 
 
-BY_PLACES = list(itertools.product(OF_SOME, STRUCTURES))
+# --- greedy -----------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(("kind", "structure"), typical_where(each_value(BY_PLACES).__contains__, BY_PLACES))
-def test_drafts_by_places_are_those_by_tokens(
-    target: tuple, monkeypatch: pytest.MonkeyPatch, kind: str, structure: str
-) -> None:
-    """A drafter over some tokens works with their indices, and drafts the same as over all tokens."""
-    path, small, stack, prompt, said = target
-    drafts: list[tuple] = []
-
-    def noted(self: ModelDrafter, root: torch.Tensor, limit: int) -> DraftTree:
-        tree = draft(self, root, limit)
-        drafts.append((tree.tokens.tolist(), tree.parents, tree.rows))
-        return tree
-
-    draft = ModelDrafter.draft
-    monkeypatch.setattr(ModelDrafter, "draft", noted)
-    found = []
-    for reads_root in (structure.startswith("token_graph"), True):
-        if kind == "early_exit, some tokens":
-            some = torch.tensor(sorted({*prompt, *said[::2]}))
-            model: DraftModel = EarlyExitSource(make_drafter(path, LAYERS - 1, noise=0.15, tokens=some))
-        else:
-            model = make_source(kind, path, small)
-        if isinstance(model, Eagle3Source):  # equally likely tokens may come in any order
-            model.head = copy.deepcopy(model.head)
-            generator = torch.Generator().manual_seed(0)
-            model.head.lm_head.weight += 1e-3 * torch.randn(model.head.lm_head.weight.shape, generator=generator)
-        shaped = drafter_of(model, structure)
-        assert isinstance(shaped, ModelDrafter)
-        shaped.structure.reads_root = reads_root
-        assert tokens_of(list(speculative(stack, shaped, prompt, max_new_tokens=40))) == said
-        assert model.predicted is not None
-        assert {token for tokens, _, _ in drafts for token in tokens} <= set(model.predicted.tolist())
-        found.append(drafts[:])
-        drafts.clear()
-    assert found[0] == found[1]
-    assert any(tokens for tokens, _, _ in found[0])
-
-
-SOURCES = ("early_exit", "early_exit, first layer", "small_lm", "small_lm, some tokens", "skip_layers", "eagle3")
-
-
-MATRIX = all_pairs(ARCHITECTURES, SOURCES, STRUCTURES)
+DTYPES = (torch.float64, torch.float32)
+MATRIX = all_pairs(ARCHITECTURES, WEIGHTS, SOURCES, STRUCTURES, RULES, ["eager", "graphed"], DTYPES)
+TYPICAL = {*each_value(MATRIX)}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "source", "structure"),
-    typical_where(each_value(MATRIX).__contains__, quick_where(lambda row: row[0] == "mistral", MATRIX)),
+    ("architecture", "weights", "source", "structure", "rule", "runtime", "dtype"),
+    typical_where(TYPICAL.__contains__, quick_where(lambda row: row[0] == "mistral", MATRIX)),
+    indirect=["runtime"],
 )
 def test_greedy_equals_generate(
-    targets: Callable[[str], tuple], architecture: str, source: str, structure: str
-) -> None:
-    path, small, stack, prompt, expected = targets(architecture)
-    drafter = drafter_of(make_source(source, path, small), structure)
-    rounds = list(speculative(stack, drafter, prompt, max_new_tokens=40))
-    assert tokens_of(rounds) == expected
-    assert sum(r.drafted for r in rounds) > 20
-    if source != "early_exit, first layer":  # which is almost never right
-        assert sum(r.accepted for r in rounds) > 10
-        assert max(r.accepted for r in rounds) >= 2
+    make: Callable[..., Target], runtime: Runtime, architecture: str, weights: str, source: str, structure: str,
+    rule: str, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """A prompt longer than the windows, and one of a single token whose text ends at an EOS."""
+    target, method = make(architecture, dtype, **WEIGHTS[weights]), MethodConfig(structure=STRUCTURES[structure])
+    for prompt, ends in ((PROMPT, False), (PROMPT[:1], True)):
+        expected = target.text_after(prompt, COUNT)
+        assert ends or len({*expected}) > 2  # or the comparison were worth little
+        eos = expected[11:12] if ends else []
+        said = expected[: expected.index(eos[0]) + 1] if ends else expected
+        options: Any = {"eos": eos, "runtime": runtime}
+        assert tokens_of(list(autoregressive(target.stack, prompt, max_new_tokens=COUNT, **options))) == said
+        drafter = target.drafter(source, replace(method, stop=RULES[rule]))
+        rounds = decode(target, drafter, prompt, **options)
+        assert tokens_of(rounds) == said
+        assert any(r.drafted for r in rounds)
+        if source not in SELDOM_RIGHT and weights == "grouped" and not ends:
+            assert sum(r.accepted for r in rounds) > 5
 
 
-def test_totals_that_the_papers_report(target: tuple) -> None:
-    """The totals equal those of the trees, which the test records."""
-    path, small, stack, prompt, _ = target
-    for name in ("opt_tree", "token_graph"):
-        drafting, seen = structure_of(name), []
-        observe = drafting.observe
-
-        def record(tree: DraftTree, accepted: list[int], observe: Callable = observe, seen: list = seen) -> None:
-            seen.append((tree, accepted))
-            observe(tree, accepted)
-
-        drafting.observe = record  # type: ignore[method-assign]
-        list(
-            speculative(stack, ModelDrafter(make_source("small_lm", path, small), drafting), prompt, max_new_tokens=40)
-        )
-        if name == "opt_tree":
-            expected = sum(1 + float(tree.path_probs.sum()) for tree, _ in seen)
-            assert drafting.totals == pytest.approx({"expected_tau": expected}, rel=1e-5)
-        else:
-            fed = sum(tree.drafted for tree, _ in seen)
-            copies = sum(any(node >= tree.drafted for node in accepted) for tree, accepted in seen)
-            assert drafting.totals == {"drafted_by_source": fed, "graph_success": copies}
+OF_TOKENS = {
+    **{f"lookup, {size}": size for size in (1, 3)},
+    "puct": NgramConfig(search="puct", iterations=40),
+    "best_first": NgramConfig(depth=6, nodes=20),
+    "not adapted": NgramConfig(adapt=False, order=2),
+    "mixed": NgramConfig(evidence="mixed", depth=8, nodes=30),
+    "best_first, auto": NgramConfig(depth=6, nodes="auto"),
+    "mixed, auto": NgramConfig(evidence="mixed", depth=8, nodes="auto"),
+    "recycled": NgramConfig(evidence="mixed", depth=8, nodes=30, recycle=4),
+    "recycled, auto": NgramConfig(evidence="mixed", depth=8, nodes="auto", recycle=4),
+}
 
 
-@pytest.mark.slow
-def test_a_sharper_q_drafts_deeper(target: tuple) -> None:
-    path, small, stack, prompt, _ = target
-
-    def mean_depth(temperature: float) -> float:
-        drafting, depths = make_tree(StructureConfig("opt_tree", nodes=12, delta=0.0, temperature=temperature)), []
-        observe = drafting.observe
-
-        def record(tree: DraftTree, accepted: list[int]) -> None:
-            depth = []
-            for parent in tree.parents:
-                depth.append(1 + (depth[parent] if parent >= 0 else 0))
-            depths.append(max(depth, default=0))
-            observe(tree, accepted)
-
-        drafting.observe = record  # type: ignore[method-assign]
-        list(
-            speculative(stack, ModelDrafter(make_source("small_lm", path, small), drafting), prompt, max_new_tokens=40)
-        )
-        return sum(depths) / len(depths)
-
-    assert mean_depth(0.3) > mean_depth(1.0) > mean_depth(4.0)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_drafters_of_tokens_equal_generate(make: Callable[..., Target], architecture: str) -> None:
+    target, prompt = make(architecture), random_prompt(10) * 2
+    expected = target.text_after(prompt, 50)
+    table = TrigramTable.from_documents([expected[:30], random_prompt(60)], [2, 3, 4], 256, "t")
+    # a pass over so many rows, by which few nodes pay, and more of them where drafts come true
+    dear = Tuning(Costs((0.01,) * 65, tuple(1 + 0.05 * width for width in range(65)), 0.1, 1.0))
+    for name, config in OF_TOKENS.items():
+        found = PromptLookup(config) if isinstance(config, int) else make_ngram_drafter(table, config, 0, dear)
+        rounds = decode(target, found, prompt, 50)
+        assert tokens_of(rounds) == expected, name
+        assert sum(r.drafted for r in rounds) > 0, name
+        assert name.startswith("lookup") or sum(r.accepted for r in rounds) > 5, name
+        assert max(r.drafted for r in rounds) <= found.max_rows, name
+        assert not name.endswith("auto") or len({r.drafted for r in rounds}) > 2, name
 
 
-@pytest.mark.parametrize("structure", ["k_config", "opt_tree", "token_graph"])
-@pytest.mark.parametrize("source", ["early_exit", "small_lm"])
-def test_caches_equal_a_fresh_prefill(tmp_path: Path, source: str, structure: str) -> None:
-    """After a generation with trees, all caches equal those of a prefill of the same text."""
-    path = save_target(tmp_path / "target", "qwen3", kv_heads=2)
-    _, stack = open_stack(path, torch.float64)
-    drafter = make_source(source, path, path, torch.float64)
-    prompt = random_prompt(9)
-    text = prompt + tokens_of(
-        list(speculative(stack, ModelDrafter(drafter, structure_of(structure)), prompt, max_new_tokens=30))
-    )
-    fresh = make_source(source, path, path, torch.float64)
+BY_PLACES = list(itertools.product([name for name in SOURCES if "some" in name or name == "eagle3"], STRUCTURES))
 
-    def caches(of: DraftModel) -> list:
-        return [of.cache, of.session.first, of.session.rest] if source == "early_exit" else [of.session.first]
 
-    known = caches(drafter)[0].length
-    next(speculative(stack, ModelDrafter(fresh, structure_of(structure)), text[:known], max_new_tokens=2))
-    for ours, expected in zip(caches(drafter), caches(fresh), strict=True):
-        for pair, fresh_pair in zip(ours.content(), expected.content(), strict=True):
-            for tensor, fresh_tensor in zip(pair, fresh_pair, strict=True):
-                torch.testing.assert_close(tensor[:, :, :known], fresh_tensor[:, :, :known], rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize(("kind", "structure"), typical_where(each_value(BY_PLACES).__contains__, BY_PLACES))
+def test_drafts_by_places_are_those_by_tokens(target: Target, kind: str, structure: str) -> None:
+    """A drafter over some tokens works with their indices, and drafts the same as over all tokens."""
+
+    class Noting(ModelDrafter):
+        def draft(self, root: torch.Tensor, limit: int) -> DraftTree:
+            tree = super().draft(root, limit)
+            drafts.append((tree.tokens.tolist(), tree.parents, tree.rows))
+            return tree
+
+    found = []
+    for reads_root in (structure.startswith("token_graph"), True):
+        drafts: list[tuple] = []
+        model = target.source(kind)
+        if kind == "eagle3":  # equally likely tokens may come in any order
+            model.head = copy.deepcopy(model.head)
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.randn(model.head.lm_head.weight.shape, generator=generator, dtype=target.dtype)
+            model.head.lm_head.weight += 1e-3 * noise
+        shape = make_structure(method_of(STRUCTURES[structure]), Streams(0))
+        shape.reads_root = reads_root
+        assert tokens_of(decode(target, Noting(model, shape))) == target.text_after(PROMPT, COUNT)
+        assert {token for tokens, _, _ in drafts for token in tokens} <= {*model.predicted.tolist()}
+        found.append(drafts)
+    assert found[0] == found[1]
+    assert any(tokens for tokens, _, _ in found[0])
 
 
 DEAR = list(
@@ -276,74 +182,155 @@ DEAR = list(
 
 
 @pytest.mark.parametrize(("source", "cost"), typical_where(each_value(DEAR).__contains__, DEAR))
-def test_rounds_without_a_draft_change_no_token(target: tuple, source: str, cost: tuple[float, int, int]) -> None:
-    """Where a draft costs much, few rounds have one, and all before it waits for the drafter; where none, all have."""
+def test_rounds_without_a_draft_change_no_token(target: Target, source: str, cost: tuple[float, int, int]) -> None:
+    """Where a draft costs much, few rounds have one, and all before it waits for the drafter; where none, all have.
+
+    What a structure learns from is what it drafted, however many rounds the allowance leaves out.
+    """
     step_seconds, fewest, most = cost
-    path, small, stack, prompt, expected = target
     tuning = Tuning(Costs((step_seconds,) * (WIDEST + 1), (1.0,) * (WIDEST + 1), 0.0, 1.0))
-    structure = make_structure(MethodConfig(stop=StopConfig(rule="survival")), Streams(0), tuning=tuning)
-    drafter = ModelDrafter(make_source(source, path, small), structure, allowance_of(tuning))
-    rounds = list(speculative(stack, drafter, prompt, max_new_tokens=len(expected)))
-    assert tokens_of(rounds) == expected
+    structure, observed = make_structure(MethodConfig(stop=StopConfig(rule="survival")), Streams(0), tuning=tuning), []
+    observe = structure.observe
+    structure.observe = lambda tree, nodes: (observed.append(len(tree)), observe(tree, nodes))[1]  # type: ignore[method-assign]
+    rounds = decode(target, ModelDrafter(target.source(source), structure, allowance_of(tuning)))
+    assert tokens_of(rounds) == target.text_after(PROMPT, COUNT)
     drafted = [r.drafted > 0 for r in rounds[1:-1]]
     assert fewest <= sum(drafted) <= most
     assert all(drafted) == (step_seconds == 0.0)
+    assert [length for length in observed if length] == [r.drafted for r in rounds if r.drafted]
+    assert len(observed) < len(rounds) - 1
 
 
-ENDING = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], ["eagle", "token_graph"]))
+ENDING = list(itertools.product(["early_exit", "small_lm", "skip_layers", "eagle3"], ["chain", "eagle", "token_graph"]))
 
 
 @pytest.mark.parametrize(("source", "structure"), typical_where(each_value(ENDING).__contains__, ENDING))
-def test_trees_up_to_the_last_position_of_the_context(tmp_path: Path, source: str, structure: str) -> None:
-    path = save_target(tmp_path, "llama", kv_heads=2)
-    model, stack = open_stack(path)
-    prompt = random_prompt(236)
-    rounds = speculative(stack, drafter_of(make_source(source, path, path), structure), prompt, max_new_tokens=20)
-    assert tokens_of(list(rounds)) == reference_generate(model, prompt, 20)
+def test_drafts_up_to_the_last_position(make: Callable[..., Target], source: str, structure: str) -> None:
+    target, prompt = make("llama"), random_prompt(236)
+    drafter = target.drafter(source, method_of(STRUCTURES[structure], 8))
+    assert tokens_of(decode(target, drafter, prompt, 20)) == target.text_after(prompt, 20)
 
 
 @pytest.mark.parametrize("structure", ["chain", "opt_tree", "k_config"])
-def test_greedy_with_a_repetition_penalty_equals_generate(tmp_path: Path, structure: str) -> None:
-    path = save_target(tmp_path)
-    model, stack = open_stack(path)
-    prompt = random_prompt(15)
-    ids = torch.tensor([prompt])
-    model.generation_config.pad_token_id = 0
-    model.generation_config.repetition_penalty = 1.3
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
-    expected = out[0, len(prompt) :].tolist()
-    model.generation_config.repetition_penalty = 1.0
-    assert expected != reference_generate(model, prompt, 40)
-    sampler = Sampler(SamplingConfig(repetition_penalty=1.3))
-    source = make_source("early_exit", path, path)
-    rounds = speculative(
-        stack, drafter_of(source, structure), prompt, max_new_tokens=40, selector=TokenSelector(sampler)
-    )
-    assert tokens_of(list(rounds)) == expected
-    assert (
-        tokens_of(list(autoregressive(stack, prompt, max_new_tokens=40, selector=TokenSelector(sampler)))) == expected
-    )
+def test_greedy_with_a_repetition_penalty_equals_generate(target: Target, structure: str) -> None:
+    target.model.generation_config.repetition_penalty = 1.3
+    expected = reference_generate(target.model, PROMPT, COUNT)
+    target.model.generation_config.repetition_penalty = 1.0
+    assert expected != target.text_after(PROMPT, COUNT)
+    selector = TokenSelector(Sampler(SamplingConfig(repetition_penalty=1.3)))
+    drafter = target.drafter("early_exit", method_of(STRUCTURES[structure]))
+    assert tokens_of(decode(target, drafter, selector=selector)) == expected
+    assert tokens_of(list(autoregressive(target.stack, PROMPT, max_new_tokens=COUNT, selector=selector))) == expected
 
 
-# --- sampling, over a vocabulary of 6; its distribution is tested in test_distributions.py
-# ----------------------------------------------
+@pytest.mark.parametrize(("own_head", "depth"), [(True, 1), (False, 1), (True, 2)])
+def test_the_target_as_its_own_drafter_is_always_right(target: Target, own_head: bool, depth: int) -> None:
+    exit_ = make_drafter(target.path, LAYERS - depth, own_head=own_head, depth=depth, dtype=target.dtype)
+    exit_.use_head(target.stack.head)
+    shape = make_structure(CHAIN, Streams(0))
+    rounds = decode(target, ModelDrafter(EarlyExitSource(exit_), shape), count=41)[1:]
+    assert [r.accepted for r in rounds] == [4] * 8
+    assert [len(r.tokens) for r in rounds] == [5] * 8
+
+
+# --- where a text ends, and what a round counts -----------------------------------------------------------------------
+
+
+def test_cut() -> None:
+    assert cut([1, 2, 3], {2}, 9) == (1, 2)
+    assert cut([1, 2, 3], {3}, 2) == (1, 2)
+    assert cut([1, 2, 3], (), 5) == (1, 2, 3)
+    assert cut([2], {2}, 1) == (2,)
+
+
+@pytest.mark.slow
+def test_eos_at_every_position(make: Callable[..., Target]) -> None:
+    """Text ends with the first EOS wherever in a round it falls: first token, inside a draft, the bonus."""
+    target, prompt = make("llama", peak=1.0, kv_heads=4), random_prompt(12, seed=3)
+    full, places = target.text_after(prompt, COUNT), set()
+    firsts = {token: full.index(token) for token in full}
+    for eos, place in [*(([token], place) for token, place in firsts.items()), ([full[5], full[9]], firsts[full[5]])]:
+        expected = full[: min(place, *(firsts[token] for token in eos)) + 1]
+        assert tokens_of(list(autoregressive(target.stack, prompt, max_new_tokens=COUNT, eos=eos))) == expected
+        drafter = ModelDrafter(target.source("early_exit", 0.05), make_structure(CHAIN, Streams(0)))
+        rounds = decode(target, drafter, prompt, eos=eos)
+        assert tokens_of(rounds) == expected
+        assert sum(r.accepted for r in rounds) <= len(expected)
+        places.add((len(rounds[-1].tokens), rounds[-1].accepted))
+    assert len(places) >= 5  # EOS fell on several positions of a draft
+
+
+@pytest.mark.parametrize("rule", quick_where(lambda rule: rule == "fixed", RULES))
+def test_max_new_tokens_at_every_offset(target: Target, rule: str) -> None:
+    full = target.text_after(PROMPT, COUNT)
+    for count in range(1, 15):
+        rounds = decode(target, target.drafter("early_exit", MethodConfig(stop=RULES[rule])), count=count)
+        assert tokens_of(rounds) == full[:count]
+        assert all(r.drafted <= count for r in rounds)
+        assert tokens_of(list(autoregressive(target.stack, PROMPT, max_new_tokens=count))) == full[:count]
+
+
+def test_accounting(target: Target) -> None:
+    """A round's tokens are its accepted ones and the bonus; parts of its time add up to less than the whole."""
+    prefill, *rounds = decode(target, target.drafter("early_exit", CHAIN), random_prompt(5), 50)
+    assert (len(prefill.tokens), prefill.drafted) == (1, 0)
+    assert 1 + sum(len(r.tokens) for r in rounds) == 50
+    assert len({r.accepted for r in rounds}) > 2
+    budget = 49
+    for r in rounds:
+        assert r.accepted <= r.drafted == min(4, budget - 1)
+        assert len(r.tokens) == r.accepted + 1
+        budget -= len(r.tokens)
+        assert (r.draft_seconds > 0) == (r.drafted > 0)
+        assert min(r.structure_seconds, r.verify_seconds) > 0
+        assert r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds
+
+
+def test_totals_that_the_papers_report(target: Target) -> None:
+    """They equal those of the trees, which are kept on the side; a rule is told the depth and the accepted path."""
+    for name in ("opt_tree", "token_graph"):
+        shape, seen, told = make_structure(method_of(STRUCTURES[name]), Streams(0)), [], []
+        observe, observed = shape.observe, shape.rule.observe
+        shape.observe = lambda tree, nodes, seen=seen, of=observe: (seen.append((tree, nodes)), of(tree, nodes))[1]
+        shape.rule.observe = lambda *given, told=told, of=observed: (told.append(given), of(*given))[1]
+        rounds = decode(target, ModelDrafter(target.source("small_lm"), shape))
+        assert told == [(r.depth, r.accepted) for r in rounds[1:]] == [(t.depth, len(nodes)) for t, nodes in seen]
+        if name == "opt_tree":
+            expected = sum(1 + float(tree.path_probs.sum()) for tree, _ in seen)
+            assert shape.totals == pytest.approx({"expected_tau": expected}, rel=1e-5)
+        else:
+            fed = sum(tree.drafted for tree, _ in seen)
+            copies = sum(any(node >= tree.drafted for node in accepted) for tree, accepted in seen)
+            assert shape.totals == {"drafted_by_source": fed, "graph_success": copies}
+
+
+def test_impossible_lengths_are_refused(target: Target) -> None:
+    for prompt, count, message in (
+        ([], 5, "empty prompt"),
+        ([1], 0, "max_new_tokens=0"),
+        ([1] * 250, 7, "context of 256"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list(autoregressive(target.stack, prompt, max_new_tokens=count))
+    assert len(tokens_of(list(autoregressive(target.stack, [1] * 250, max_new_tokens=6)))) == 6
+
+
+# --- sampling, over a vocabulary of 6 ---------------------------------------------------------------------------------
 
 VOCABULARY = 6
 
 
 @pytest.fixture(scope="module")
-def tiny_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, LayerStack, list[int]]:
-    """A target, another model as drafter, and a prompt."""
-    folder = tmp_path_factory.mktemp("sampled")
+def tiny_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, LayerStack]:
+    """A target, and another model as drafter."""
     stacks = []
     for seed in (0, 1):
-        path = save_target(folder / str(seed), vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, seed=seed,
-                           num_hidden_layers=1, bos_token_id=None)  # fmt: skip
-        _, stack = open_stack(path)
+        path = save_target(tmp_path_factory.mktemp("sampled"), vocab_size=VOCABULARY, hidden_size=16, seed=seed,
+                           intermediate_size=24, num_hidden_layers=1, bos_token_id=None)  # fmt: skip
+        stacks.append(open_stack(path)[1])
         with torch.no_grad():
-            stack.head.weight *= 2.0
-        stacks.append(stack)
-    return stacks[0], stacks[1], [1, 4, 2]
+            stacks[-1].head.weight *= 2.0
+    return stacks[0], stacks[1]
 
 
 class ByLength(LogitsProcessor):
@@ -357,31 +344,25 @@ class ByLength(LogitsProcessor):
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (2, 2, 1)])
 def test_draft_and_target_distributions_are_processed_alike(tiny_vocabulary: tuple, widths: tuple[int, ...]) -> None:
     """With processors that read the text: if the target drafts for itself, every first candidate is accepted."""
-    stack, _, prompt = tiny_vocabulary
-    generator = random.Random(0)
-    selector = TokenSelector(Sampler(SamplingConfig(temperature=0.9, repetition_penalty=1.8), [ByLength()]), generator)
+    sampler = Sampler(SamplingConfig(temperature=0.9, repetition_penalty=1.8), [ByLength()])
     drafting = make_tree(StructureConfig(kind="k_config", widths=widths), random.Random(1))
-    count = 1 + 6 * (len(widths) + 1)
-    rounds = list(
-        speculative(
-            stack, ModelDrafter(SmallLMSource(stack), drafting), prompt, max_new_tokens=count, selector=selector
-        )
-    )
+    options: Any = {"max_new_tokens": 1 + 6 * (len(widths) + 1), "selector": TokenSelector(sampler, random.Random(0))}
+    drafter = ModelDrafter(SmallLMSource(tiny_vocabulary[0]), drafting)
+    rounds = list(speculative(tiny_vocabulary[0], drafter, [1, 4, 2], **options))
     assert [r.accepted for r in rounds[1:]] == [len(widths)] * 6
     assert drafting.totals == {"nodes_tried": 6 * len(widths), "accepted_candidate_1": 6 * len(widths)}
 
 
 def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled candidates are verified by rejection, with repeated draws; chosen ones, and naive, by matching."""
-    stack, drafter, prompt = tiny_vocabulary
+    stack, drafter = tiny_vocabulary
     trees = {draw: StructureConfig(kind="k_config", widths=(6, 2), draw=draw) for draw in DRAWS}
     shapes = trees | {"chain": STRUCTURES["chain"]}
     methods = {name: replace(method_of(shape), source="small_lm") for name, shape in shapes.items()}
     methods["opt_tree"] = MethodConfig("small_lm", STRUCTURES["opt_tree"])
     methods["naive"] = MethodConfig("small_lm", trees["with_replacement"], verify="naive")
-    options = {"max_new_tokens": 8, "eos": (), "sampling": SamplingConfig(temperature=1.0)}
-    arms = make_arms(stack, {"small_lm": drafter}, methods, None, **options)
-    seen: list[tuple] = []
+    options: Any = {"max_new_tokens": 8, "eos": (), "sampling": SamplingConfig(temperature=1.0)}
+    arms, seen = make_arms(stack, {"small_lm": drafter}, methods, None, **options), list[tuple]()
 
     def noted(tokens: list, parents: list, q: dict, p: torch.Tensor, rule: NodeRule, chance: Chance, **given: Any):
         if tokens:
@@ -392,7 +373,7 @@ def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch:
     used = {}
     for name in methods:
         seen.clear()
-        arms[name](prompt, Streams(0))
+        arms[name]([1, 4, 2], Streams(0))
         used[name] = set(seen)
     assert used == {
         "with_replacement": {(Rejection(replace=True), True, True)},

@@ -2,16 +2,11 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draft_models.eagle3.model import Eagle3
-from draft_models.targets.empty_models import layer_stack
 from inference.core.cache import KVCache
 from inference.core.decode import speculative
 from inference.core.drafter import Drafter
@@ -26,23 +21,16 @@ from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
-from inference.engines.graphs import cuda_graphs
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.settings.method import MethodConfig, StructureConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import Structure, make_structure
 from outrider.streams import Streams
-from tests.fitted_heads import fitted_head
+from tests.known_targets import Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where
 from tests.tiny import (
-    ARCHITECTURES,
-    LAYERS,
-    make_drafter,
     method_of,
-    open_stack,
     random_prompt,
-    reference_generate,
-    save_target,
 )
 
 SOURCES = ("early_exit", "early_exit, first layer", "early_exit, two layers", "small_lm", "skip_layers", "eagle3")
@@ -54,99 +42,18 @@ STRUCTURES = {
     "token_graph": StructureConfig(kind="token_graph", nodes=20, tau=1, theta_prob=0.0, theta_sibling=0.0),
     "static": StructureConfig(kind="static", shape="eagle"),
 }
-RULES = {
-    "fixed": StopConfig(rule="fixed", max_draft=4),
-    "fixed, one": StopConfig(rule="fixed", max_draft=1),
-    "confidence": StopConfig(rule="confidence", max_draft=6, threshold=0.5),
-    "beta": StopConfig(rule="beta", max_draft=6, alpha=2.0, beta=1.0),
-    "beta, printed": StopConfig(rule="beta", max_draft=6, alpha=2.0, beta=1.0, update="printed"),
-}
-
-
-def tokens_of(rounds: list[Round]) -> list[int]:
-    return [token for r in rounds for token in r.tokens]
-
-
-class Target:
-    """A saved target, sure of its next tokens, opened in float64, with drafters that are often right."""
-
-    def __init__(self, folder: Path, architecture: str):
-        self.path = save_target(folder, architecture, kv_heads=2, peak=6.0)
-        self.model, self.stack = open_stack(self.path, torch.float64)
-        small = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float64)
-        self.small = layer_stack(shaken(small.eval().requires_grad_(False), 0.1))
-        self.exits = {
-            kind: make_drafter(self.path, layer, noise=0.3, depth=depth, dtype=torch.float64)
-            for kind, layer, depth in (
-                ("early_exit", LAYERS - 1, 1),
-                ("early_exit, first layer", 1, 1),
-                ("early_exit, two layers", LAYERS - 2, 2),
-            )
-        }
-
-    @cached_property
-    def head(self) -> Eagle3:
-        """An EAGLE-3 head that is often right where the tests draft."""
-        prompts = [random_prompt(length) for length in (9, 1, 23)]
-        return fitted_head(self.stack, [(prompt, reference_generate(self.model, prompt, 28)) for prompt in prompts])
-
-    def source(self, kind: str) -> Any:
-        if kind == "small_lm":
-            return SmallLMSource(self.small)
-        if kind == "eagle3":
-            return Eagle3Source(self.head)
-        if kind == "skip_layers":
-            return SkipLayersSource([LAYERS - 1])
-        return EarlyExitSource(self.exits[kind])
-
-
-def shaken(model: PreTrainedModel, noise: float) -> PreTrainedModel:
-    generator = torch.Generator().manual_seed(5)
-    for parameter in model.parameters():
-        parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return model
-
-
-_targets: dict[str, Target] = {}
-
-
-@pytest.fixture
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """The target of the architecture in the test's parameters (mistral and its sliding window, without one)."""
-    architecture = getattr(request, "param", "mistral")
-    if architecture not in _targets:
-        _targets[architecture] = Target(tmp_path_factory.mktemp(architecture), architecture)
-    return _targets[architecture]
-
-
-RUNTIMES = ("eager", "graphed")
-
-
-@pytest.fixture(scope="module")
-def runtimes() -> Iterator[dict[str, Runtime]]:
-    """How passes run; one for all tests, as its buffers are made to be used again. Small buckets: texts cross them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
-        yield {"eager": Runtime(), "graphed": cuda_graphs.Graphed()}
-
-
-@pytest.fixture(params=RUNTIMES)
-def runtime(request: pytest.FixtureRequest, runtimes: dict[str, Runtime]) -> Runtime:
-    return runtimes[request.param]
-
-
-_expected: dict[tuple[Path, int, int], list[int]] = {}
-
-
-def expected_of(target: Target, length: int, count: int) -> list[int]:
-    """What `generate` emits after `random_prompt(length)`."""
-    key = target.path, length, count
-    if key not in _expected:
-        _expected[key] = reference_generate(target.model, random_prompt(length), count)
-    return _expected[key]
 
 
 # --- caches --------------------------------------------------------------------------------------------------------
+
+
+make = pytest.fixture(scope="module")(targets)
+
+
+@pytest.fixture
+def target(make: Callable[..., Target]) -> Target:
+    """Of mistral and its sliding window."""
+    return make()
 
 
 def assert_starts_with(cache: KVCache, fresh: KVCache) -> None:
@@ -168,7 +75,7 @@ def assert_as_after_prefill(target: Target, source: Drafter, session: TargetSess
         EarlyExitSource: lambda: EarlyExitSource(source.drafter),
         Eagle3Source: lambda: Eagle3Source(source.head),
     }
-    other = kind.get(type(source), lambda: SmallLMSource(target.small))()
+    other = kind.get(type(source), lambda: SmallLMSource(target.small("small_lm")))()
     other.begin(fresh)
     fresh_aux = fresh.aux_hidden(range(len(text))) if source.aux_layers else None
     fresh.commit(range(len(text)))
@@ -219,6 +126,7 @@ def checked(
 
 DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
 SHAPES = [(name, False) for name in STRUCTURES if "replacement" not in name] + [(name, True) for name in DRAWN]
+RUNTIMES = ("eager", "graphed")
 ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES)
 
 
@@ -253,7 +161,7 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
     guesses = source != "early_exit, first layer"  # that one is right next to never
     count = 28 if guesses else 9
     rounds = list(
-        checked(target, runtime, ModelDrafter(target.source(source), shaping), random_prompt(9), count, selector)
+        checked(target, runtime, ModelDrafter(target.source(source, 0.3), shaping), random_prompt(9), count, selector)
     )
     assert len(rounds) > 5
     if guesses and not (drawn and source == "eagle3"):  # whose head was fitted to the greedy text
@@ -265,31 +173,6 @@ def test_after_every_round_of_prompt_lookup(target: Target, runtime: Runtime) ->
     lookup = PromptLookup(3, 6)
     rounds = list(checked(target, runtime, lookup, random_prompt(8) * 2, 24))
     assert sum(r.drafted for r in rounds) > 6
-
-
-# --- equality with generate -------------------------------------------------------------------------------------------
-
-GREEDY = [name for name in STRUCTURES if "replacement" not in name]
-COMBINED = all_pairs(ARCHITECTURES, SOURCES, GREEDY, RULES, RUNTIMES)
-
-
-@pytest.mark.parametrize(
-    ("target", "source", "structure", "rule", "runtime"),
-    typical_where(each_value(COMBINED).__contains__, COMBINED),
-    indirect=["target", "runtime"],
-)
-def test_float64_greedy_equals_generate(
-    target: Target, runtime: Runtime, source: str, structure: str, rule: str
-) -> None:
-    drafter = target.source(source)
-    for length, ends in ((1, False), (23, True)):
-        expected = expected_of(target, length, 24)
-        eos = expected[11:12] if ends else []
-        shape = make_structure(MethodConfig(structure=STRUCTURES[structure], stop=RULES[rule]), Streams(0))
-        options: Any = {"max_new_tokens": 24, "eos": eos, "runtime": runtime}
-        rounds = list(speculative(target.stack, ModelDrafter(drafter, shape), random_prompt(length), **options))
-        assert tokens_of(rounds) == (expected[: expected.index(eos[0]) + 1] if ends else expected)
-        assert any(r.drafted for r in rounds)
 
 
 # --- generations that break off ------------------------------------------------------------------------------------
@@ -365,11 +248,11 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
         with pytest.raises(BrokenError):
             read_into(emitted, rounds)
     assert bool(emitted) == (fault != "the prefill")
-    assert emitted == expected_of(target, 30, 20)[: len(emitted)]
+    assert emitted == target.text_after(random_prompt(30), 20)[: len(emitted)]
     assert not torch.is_inference_mode_enabled()
     for length, count in ((4, 12), (50, 12)):
         rounds = list(checked(target, runtime, ModelDrafter(drafter, shape), random_prompt(length), count))
-        assert tokens_of(rounds) == expected_of(target, length, count)
+        assert tokens_of(rounds) == target.text_after(random_prompt(length), count)
 
 
 LEFT = all_pairs(
@@ -404,7 +287,7 @@ def test_after_a_consumer_breaks_off_the_next_generation_is_right(
         elif end == "break":
             del abandoned
         rounds = list(checked(target, runtime, drafter, random_prompt(11), 12))
-        assert tokens_of(rounds) == expected_of(target, 11, 12)
+        assert tokens_of(rounds) == target.text_after(random_prompt(11), 12)
 
 
 @pytest.mark.parametrize(
@@ -437,4 +320,4 @@ def test_two_generations_at_once_on_one_target_and_drafter(
             turns += len(running_now) == 2
     assert turns > 4
     for i, length in enumerate(lengths):
-        assert tokens_of(rounds[i]) == expected_of(target, length, 24)
+        assert tokens_of(rounds[i]) == target.text_after(random_prompt(length), 24)

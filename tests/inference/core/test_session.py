@@ -14,7 +14,6 @@ from inference.core.rows import RoundRows, unpack
 from inference.core.session import Session
 from inference.core.target_session import TargetSession, WholeSession
 from inference.core.tree import DraftTree, chain_parents
-from inference.core.verify import verify_greedy
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
 from inference.shapes.factory import Chain
@@ -27,53 +26,6 @@ def assert_same_content(actual: KVCache, expected: KVCache) -> None:
     for (key, value), (fresh_key, fresh_value) in zip(actual.content(), expected.content(), strict=True):
         torch.testing.assert_close(key, fresh_key, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(value, fresh_value, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("exit_layer", [1, LAYERS - 1])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.slow
-def test_after_every_round_each_cache_equals_a_fresh_prefill(
-    tmp_path: Path, architecture: str, exit_layer: int
-) -> None:
-    """Replays decoding round by round, with accepted, partly accepted and rejected drafts."""
-    path = save_target(tmp_path, architecture, kv_heads=2)
-    _, stack = open_stack(path, torch.float64)
-    source = EarlyExitSource(make_drafter(path, exit_layer, noise=0.1, dtype=torch.float64))
-    session = TargetSession(stack, exit_layer, 128)
-    text = random_prompt(9)
-    session.feed(torch.tensor(text), chain_parents(0, len(text)))
-    root = session.finish(last_only=True).argmax(-1)
-    source.begin(session)
-    session.commit(range(len(text)))
-    lengths = set()
-    for round_number in range(12):
-        drafts, drafted = [root], 4 if round_number != 6 else 0  # a round without a draft, too
-        for i in range(drafted):
-            drafts.append(source.extend(drafts[-1], (i - 1,)).argmax(-1))
-        tokens, fed = torch.cat(drafts), session.rows
-        session.feed(tokens[fed:], chain_parents(fed, drafted + 1 - fed))
-        choices = session.finish().argmax(-1)
-        nodes, _ = verify_greedy(tokens[1:].tolist(), chain_parents(0, drafted), choices.tolist())
-        rows = [0, *(n + 1 for n in nodes)]
-        source.commit(rows, tokens[rows].tolist())
-        session.commit(rows)
-        text += tokens[rows].tolist()
-        root = choices[rows[-1] :][:1]
-        lengths.add(len(nodes))
-
-        fresh = TargetSession(stack, exit_layer, 128)
-        fresh_source = EarlyExitSource(source.drafter)
-        fresh.feed(torch.tensor(text), chain_parents(0, len(text)))
-        fresh.finish(last_only=True)
-        fresh_source.begin(fresh)
-        fresh.commit(range(len(text)))
-        assert session.base == len(text)
-        assert_same_content(session.first, fresh.first)
-        assert_same_content(session.rest, fresh.rest)
-        waiting = source._pending.shape[1]
-        fresh_source.cache.length -= waiting
-        assert_same_content(source.cache, fresh_source.cache)
-    assert len(lengths) >= 2 or exit_layer == 1  # one layer of a random target guesses nothing
 
 
 @st.composite

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.decode import speculative
 from inference.drafters.ngram.lookup import LookupPlugin, PromptLookup
 from inference.settings.method import MethodConfig, StopConfig
 from inference.sizing.costs import WIDEST, Costs
 from inference.sizing.policy import Tuning
 from outrider import preset
 from outrider.streams import Streams
-from tests.tiny import ARCHITECTURES, open_stack, random_prompt, reference_generate, save_target
 
 
 class FakeSession:
@@ -50,17 +47,6 @@ def test_equals_a_search_of_the_text(prompt: list[int], rounds: list[list[int]],
         assert tree.tokens.tolist() == slow_lookup([*text, root], max_ngram, min(limit, 5))
         lookup.commit(None, (), [root, *rest])
         text += [root, *rest]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_equals_generate(tmp_path: Path, architecture: str) -> None:
-    model, stack = open_stack(save_target(tmp_path, architecture, kv_heads=2))
-    prompt = random_prompt(10) * 3
-    for max_ngram in (1, 3):
-        lookup = PromptLookup(max_ngram)
-        rounds = list(speculative(stack, lookup, prompt, max_new_tokens=60))
-        assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 60)
-        assert sum(r.drafted for r in rounds) > 0
 
 
 # ------------------------------------------------------------------------------------------------- as many as pay

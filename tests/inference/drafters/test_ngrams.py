@@ -1,8 +1,5 @@
 """The compiled searches against slow ones, and lossless decoding with all of them."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,12 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_models.ngrams.table import TrigramTable
-from inference.core.decode import speculative
 from inference.drafters.ngram.ngram_search import next_random
 from inference.drafters.ngram.ngrams import TrigramDrafter, make_ngram_drafter
 from inference.settings.method import MethodConfig, NgramConfig
-from inference.sizing.costs import Costs
-from inference.sizing.policy import Tuning
 from outrider.errors import UserError
 from tests.inference.ngram_cases import (
     TABLE,
@@ -29,7 +23,6 @@ from tests.inference.ngram_cases import (
 )
 from tests.ngram_reading import successors
 from tests.tiers import as_many
-from tests.tiny import ARCHITECTURES, open_stack, random_prompt, reference_generate, save_target
 
 
 def slow_successors(drafter: TrigramDrafter, state: tuple[int, ...], widest: int | None = None) -> list:
@@ -171,25 +164,7 @@ CONFIGS = {
     "best_first, auto": NgramConfig(depth=6, nodes="auto"),
     "mixed, auto": NgramConfig(evidence="mixed", depth=8, nodes="auto"),
 }
-RECYCLED = NgramConfig(evidence="mixed", depth=8, nodes=30, recycle=4)
 # A pass over so many rows, by which few nodes pay, and more of them where drafts come true.
-DEAR = Tuning(Costs((0.01,) * 65, tuple(1 + 0.05 * width for width in range(65)), 0.1, 1.0))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_equals_generate(tmp_path: Path, architecture: str) -> None:
-    model, stack = open_stack(save_target(tmp_path, architecture, kv_heads=2))
-    prompt = random_prompt(10) * 2
-    expected = reference_generate(model, prompt, 50)
-    table = TrigramTable.from_documents([expected[:30], random_prompt(60)], [2, 3, 4], 256, "t")
-    for config in (*CONFIGS.values(), RECYCLED, replace(RECYCLED, nodes="auto")):
-        drafter = make_ngram_drafter(table, config, 0, DEAR)
-        rounds = list(speculative(stack, drafter, prompt, max_new_tokens=50))
-        assert [t for r in rounds for t in r.tokens] == expected
-        assert sum(r.accepted for r in rounds) > 5
-        assert max(r.drafted for r in rounds) <= drafter.max_rows
-        if config.nodes == "auto":
-            assert len({r.drafted for r in rounds}) > 2
 
 
 def test_drafts_keep_to_limits() -> None:

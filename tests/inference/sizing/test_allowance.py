@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.decode import speculative
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Calibrated, ModelDrafter
+from inference.drafters.shaped import Calibrated
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, StopConfig
-from inference.shapes.factory import Chain
 from inference.sizing.costs import LOSS, MEMORY, WIDEST, Allowance, Costs
 from inference.sizing.policy import Tuning
-from inference.stopping.plain import FixedLength
 from outrider.streams import Streams
-from tests.tiny import make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import make_drafter, open_stack, save_target
 
 CHEAP, DEAR = 0.05, 0.6  # of a pass over one row
 
@@ -101,14 +97,3 @@ def test_methods_by_measured_costs_have_an_allowance(tmp_path: Path, kind: str) 
     for stop, given in ((SURVIVAL, tuning), (StopConfig(max_draft="auto"), tuning), (StopConfig(max_draft=3), None)):
         drafter = plugin.make(model, MethodConfig(source=kind, stop=stop), Streams(0), drawn=False, tuning=given)
         assert (drafter.allowance is None) == (given is None)
-
-
-def test_rounds_without_a_draft_are_no_evidence_of_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a structure learns from is what it drafted, however many rounds the allowance leaves out."""
-    path = save_target(tmp_path, kv_heads=2)
-    structure, observed = Chain(FixedLength(3)), []
-    monkeypatch.setattr(structure, "observe", lambda tree, _: observed.append(len(tree)))
-    drafter = ModelDrafter(EarlyExitSource(make_drafter(path, 1)), structure, Allowance(costs(100.0)))
-    rounds = list(speculative(open_stack(path)[1], drafter, random_prompt(9), max_new_tokens=12))[1:]
-    assert [r.drafted for r in rounds if r.drafted] == observed
-    assert 0 < len(observed) < len(rounds)

@@ -1,0 +1,115 @@
+"""Targets that are sure of their next tokens, with drafters of every kind that are often right for them."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draft_models.draft_vocabulary import narrow
+from draft_models.eagle3.model import Eagle3
+from draft_models.early_exit.model import EarlyExit
+from draft_models.small_lm.model import load_small_lm
+from draft_models.targets.narrowed import DraftVocabulary
+from draft_models.targets.open_target import load_tokenizer
+from inference.core.rounds import Round
+from inference.drafters.eagle3 import Eagle3Source
+from inference.drafters.early_exit import EarlyExitSource
+from inference.drafters.shaped import ModelDrafter
+from inference.drafters.skip_layers import SkipLayersSource
+from inference.drafters.small_lm import SmallLMSource
+from inference.settings.method import MethodConfig
+from inference.shapes.factory import make_structure
+from outrider.streams import Streams
+from tests.fitted_heads import fitted_head
+from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, reference_generate, save_target
+from train.parts.drafter import export
+
+EXITS = {  # exit layer, depth; a tie of the head to the target's
+    "early_exit": (LAYERS - 1, 1, True),
+    "early_exit, some tokens": (LAYERS - 1, 1, True),
+    "early_exit, shared head": (LAYERS - 1, 1, False),
+    "early_exit, first layer": (1, 1, True),
+    "early_exit, two layers": (LAYERS - 2, 2, True),
+}
+OTHER_LMS: dict[str, dict[str, Any]] = {  # of other weights, which are seldom right
+    "small_lm, wider vocabulary": {"vocab_size": VOCABULARY + 60},
+    "small_lm, narrower vocabulary": {"vocab_size": 259},
+    "small_lm, another family": {},
+}
+SOURCES = (*EXITS, "small_lm", "small_lm, some tokens", *OTHER_LMS, "skip_layers", "eagle3")
+SELDOM_RIGHT = {"early_exit, first layer", *OTHER_LMS}
+PROMPT, COUNT = random_prompt(20), 40  # what heads are fitted to, and some drafters know the tokens of
+
+
+class Target:
+    """A saved target, in sliding windows shorter than the texts where its architecture has them."""
+
+    def __init__(self, folder: Path, architecture: str = "mistral", dtype: torch.dtype = torch.float64, **changes: Any):
+        self.folder, self.architecture, self.dtype = folder, architecture, dtype
+        self.path = save_target(folder / "target", architecture, **{"kv_heads": 2, "peak": 6.0, **changes})
+        self.model, self.stack = open_stack(self.path, dtype)
+        self.small = cache(self._small)
+        self.text = cache(lambda prompt, count: tuple(reference_generate(self.model, prompt, count)))
+
+    def text_after(self, prompt: Sequence[int], count: int) -> list[int]:
+        """What `generate` emits."""
+        return list(self.text(tuple(prompt), count))
+
+    @cached_property
+    def some_tokens(self) -> torch.Tensor:
+        return torch.tensor(sorted({*PROMPT, *self.text_after(PROMPT, COUNT)[::2]}))
+
+    @cached_property
+    def head(self) -> Eagle3:
+        prompts = [PROMPT, *(random_prompt(length) for length in (9, 1, 23))]
+        return fitted_head(self.stack, [(prompt, self.text_after(prompt, COUNT)) for prompt in prompts])
+
+    def exit(self, kind: str, noise: float = 0.15) -> EarlyExit:
+        layer, depth, own_head = EXITS[kind]
+        some = self.some_tokens if kind.endswith("some tokens") else None
+        made = make_drafter(self.path, layer, noise, own_head=own_head, depth=depth, tokens=some, dtype=self.dtype)
+        if not own_head:
+            made.use_head(self.stack.head)
+        return made
+
+    def _small(self, kind: str) -> Any:
+        folder = self.folder / kind.replace(", ", "_").replace(" ", "_")
+        if kind in OTHER_LMS:
+            other = "llama" if self.architecture != "llama" else "qwen3"
+            family = other if kind.endswith("family") else self.architecture
+            save_target(folder, family, num_hidden_layers=2, seed=3, **OTHER_LMS[kind])
+        else:
+            made = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype)
+            generator = torch.Generator().manual_seed(5)
+            with torch.no_grad():
+                for parameter in made.parameters():
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=self.dtype)
+                    parameter += 0.1 * parameter.std() * noise
+            if kind.endswith("some tokens"):
+                narrow(made, DraftVocabulary(self.some_tokens, VOCABULARY))
+            export(made, load_tokenizer(str(self.path)), folder)
+        return load_small_lm(str(folder), load_tokenizer(str(self.path)), dtype=self.dtype)
+
+    def source(self, kind: str, noise: float = 0.15) -> Any:
+        """A new draft model of this kind."""
+        if kind.startswith("small_lm"):
+            return SmallLMSource(self.small(kind))
+        if kind == "skip_layers":
+            return SkipLayersSource([LAYERS - 1])
+        return Eagle3Source(self.head) if kind == "eagle3" else EarlyExitSource(self.exit(kind, noise))
+
+    def drafter(self, kind: str, method: MethodConfig, seed: int = 0, *, drawn: bool = False) -> ModelDrafter:
+        return ModelDrafter(self.source(kind), make_structure(method, Streams(seed), drawn))
+
+
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:
+    """Makes each target once."""
+    return cache(lambda *given, **changes: Target(tmp_path_factory.mktemp("target"), *given, **changes))
+
+
+def tokens_of(rounds: Sequence[Round]) -> list[int]:
+    return [token for r in rounds for token in r.tokens]
