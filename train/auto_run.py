@@ -18,8 +18,7 @@ from data_prep.text.chat import render_prompt
 from draft_models.card import CARD_FILE
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
-from inference.engines.footprint import Place, cache_bytes, weight_bytes
-from inference.loading.memory_plan import GB, evaluation_bytes
+from inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, weight_bytes
 from inference.measure.bench import require_fits
 from inference.measure.time_limit import TimeLimit
 from inference.report.wording import busy_sentences, measure_again, recommendation
@@ -135,7 +134,7 @@ def _memory(base: PipelineConfig, target: OpenTarget, there: int, config_for: Co
     """What an evaluation holds and what there is, in words. Raises `UserError` if that is too little."""
     options = [option("target", target.source), "method=[prompt_lookup]"]
     options += [one for one in base.steps["report"].overrides if one.startswith(("dtype=", "max_new_tokens="))]
-    held = sum(evaluation_bytes(config_for(STEPS["report"].script, options), target.config).values())
+    held = sum(one.size for one in evaluation_memory(config_for(STEPS["report"].script, options), target.config))
     said = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
     if held > there:
         raise UserError(f"target={target.source}: decoding it takes {said}; take a smaller one")

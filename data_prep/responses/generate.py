@@ -1,6 +1,6 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,19 @@ from data_prep.responses.directory import (
     seconds_spent,
     summarise,
 )
-from data_prep.responses.plan import describe_first, describe_plan, describe_texts
 from data_prep.responses.server import Server
 from data_prep.responses.settings import GenerateConfig
-from data_prep.responses.tasks import Answer, Task, Todo, read_tasks, render, uniforms
+from data_prep.responses.tasks import (
+    Answer,
+    Task,
+    Todo,
+    describe_first,
+    describe_texts,
+    ending,
+    read_tasks,
+    render,
+    uniforms,
+)
 from data_prep.text.chat import parting, spoken, warn_of_template, written_by
 from data_prep.text.records import HELDOUT_BY, Written, text_digest
 from data_prep.text.rehearsal import rehearsable
@@ -38,6 +47,7 @@ from inference.core.sampling import Sampler
 from inference.engines.blocked import can_pack
 from inference.engines.cpu.by_amx import has_amx
 from inference.engines.packing import pack_linears
+from inference.loading.memory_plan import Held, Place, cache_bytes, describe, explained, planned_device, target_memory
 from inference.loading.targets import end_tokens
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
@@ -72,7 +82,35 @@ def _plan(config: GenerateConfig) -> str:
     target = open_target(config.target, config.revision, by_layers=False)
     context, done = context_length(target.config), answered(Path(config.out_dir)) if config.resume else set()
     todo = _read(config, target, context, lambda task: task.id not in done)
-    return describe_plan(config, target, todo.tasks, context)
+    return describe_plan(config, target.config, todo.tasks, context)
+
+
+def describe_plan(config: GenerateConfig, target: PreTrainedConfig, tasks: Sequence[Task], context: int) -> str:
+    """The plan as text: its memory (see `memory_plan.describe`), then what bounds the answers.
+
+    tasks: all prompts to answer. context: the target's, in tokens.
+    """
+    turns = sum(1 + len(task.upcoming) for task in tasks)
+    facts = {"prompts": len(tasks), "turns": turns, "tokens_at_most": turns * config.max_new_tokens}
+    longest = max((_longest(task, config, context) for task in tasks), default=0)
+    plan = describe(memory_of(config, target, longest), config.server or planned_device(), **facts)
+    return f"{plan}\n  {ending(config)}; the first batch tells how long all prompts take"
+
+
+def memory_of(config: GenerateConfig, target: PreTrainedConfig, longest: int) -> list[Held]:
+    """Of one device, or of all GPUs of one process with device_map. longest: the tokens of the longest text."""
+    if config.server:
+        return []
+    place = Place.of(config.dtype, target, longest, planned_device())
+    texts = f"keys and values of {config.batch_size} texts of up to {longest} tokens"
+    caches = Held(texts, config.batch_size * cache_bytes(target, place), "batch_size or max_new_tokens")
+    return [*target_memory(target, place), caches]
+
+
+def _longest(task: Task, config: GenerateConfig, context: int) -> int:
+    """An upper bound on the tokens of a prompt with its answers; a later turn is counted by its bytes."""
+    later = sum(len(turn.encode(errors="replace")) for turn in task.upcoming)
+    return min(context, len(task.prompt) + later + config.max_new_tokens * (1 + len(task.upcoming)))
 
 
 def _read(config: GenerateConfig, target: OpenTarget, context: int, wanted: Callable[[Task], bool]) -> Todo:
@@ -117,8 +155,9 @@ def _generate(config: GenerateConfig, folder: Path, state: PartialState) -> None
     limit = TimeLimit(config.minutes, earlier=spent)
     if limit.is_over(spent):
         todo.tasks.clear()
-    responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
-    rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
+    with explained(lambda: memory_of(config, target.config, context)):
+        responder = Responder(config, target, dtype, state.device, server) if todo.tasks else None
+        rate = respond(config, responder, todo, folder, range(first, 10**9, state.num_processes), state, limit)
     state.wait_for_everyone()
     if state.is_main_process:
         summary = {**todo.counts, **summarise(folder)}

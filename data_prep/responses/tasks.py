@@ -18,6 +18,7 @@ from draft_models.targets.model_spec import UNLIMITED
 from draft_models.targets.vocabulary import UnusableTextError, require_rows
 from outrider.errors import UserError
 from outrider.streams import Streams
+from outrider.words import in_words
 
 _CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
 
@@ -194,3 +195,27 @@ def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None
             require_rows(task.prompt, tokenizer, "prompt")
     except UnusableTextError as error:
         task.problem, task.detail = error.reason, str(error)
+
+
+def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: int, seconds: float) -> str:
+    """How long all prompts take by the first batch: of `answered` prompts, with so many tokens in so many seconds."""
+    whole = prompts / answered
+    said = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
+    return f"{said} all_tokens={whole * tokens:.0f} all_take='{in_words(whole * seconds)}': {ending(config)}"
+
+
+def describe_texts(tasks: Sequence[Task], answered: int) -> str:
+    """What is odd about the texts of `tasks`, the last of so many answered ones and the first that are; else ""."""
+    again, parted = sum(task.retokenised for task in tasks), [task for task in tasks if task.parted]
+    said = [f"retokenised={again}/{answered}, as the server gives no token ids"] * bool(again)
+    if parted:
+        what = "their text gives other tokens than the target's, which are kept beside it and trained on; first"
+        said.append(f"text_differs={len(parted)}/{answered}: {what} {parted[0].source}, {parted[0].parted}")
+    return "\n".join(f"responses {line}" for line in said)
+
+
+def ending(config: GenerateConfig) -> str:
+    """What ends the answers, in words."""
+    if config.minutes is not None:
+        return f"minutes={config.minutes:g} end it at the latest"
+    return "all are answered; minutes= would end it earlier, data.max_records= makes them fewer"

@@ -1,19 +1,17 @@
 """An EAGLE-3 head as the drafter: a decoder layer on aux hidden states of the target and the tokens after them."""
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from draft_models.calibration import drafter_digest
 from draft_models.eagle3.checkpoint import (
     AS_DECLARED,
     TRAINING_FILE,
-    head_shapes,
     holds_head,
     load_head,
     make_head,
@@ -31,8 +29,6 @@ from inference.core.drafter import DraftModel
 from inference.core.session import Session, View
 from inference.core.tree import chain_parents
 from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, bare, head_asked, head_identity
-from inference.engines.footprint import Place
-from inference.engines.graphs.fixed_shapes import WIDTHS
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
@@ -179,17 +175,8 @@ class Eagle3Plugin(ModelDrafterPlugin[Model]):
     def known_tokens(self, where: str) -> Sequence[int] | None:
         return stored_tokens(where, changes=self.changes)
 
-    def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
-        """Only the head's memory: the target's sessions use the caches of plain decoding."""
-        reading = open_head(where, target, changes=self.changes).reading
-        weights = sum(map(prod, head_shapes(reading).values()))
-        cache = 2 * reading.layers * reading.key_heads * reading.head_dim * place.slots
-        aux = len(reading.taps) * reading.target_hidden  # outputs of the target's pass and inputs of the head's
-        passes = WIDTHS[-1] * (2 * aux + 5 * reading.hidden + 2 * reading.draft_vocabulary)
-        return {
-            "EAGLE-3 head's weights": weights * place.itemsize,
-            "its caches": (cache + passes) * place.itemsize,
-        }
+    def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
+        return Eagle3(open_head(where, target, changes=self.changes).reading, all_tokens=True)
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         stored = open_head(where, target.config, changes=self.changes)

@@ -21,7 +21,6 @@ from draft_models.targets.target import Target, require_layers
 from inference.core.drafter import DraftModel
 from inference.core.session import Session, View
 from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
-from inference.engines.footprint import Place, cache_bytes, count, pass_bytes
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
@@ -129,14 +128,9 @@ class EarlyExitPlugin(ModelDrafterPlugin[Calibrated[EarlyExit]]):
     def known_tokens(self, where: str) -> Sequence[int] | None:
         return read_draft_tokens(where)
 
-    def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
-        """Its sessions have their own target caches, which are split at another layer than plain decoding's."""
-        meta = read_meta(where)
-        drafter = empty_drafter(meta, target)
-        own = cache_bytes(target, place, layers=meta.exit_depth)
-        caches = cache_bytes(target, place) + own + pass_bytes(target, place)
-        rows = 0 if meta.own_head or meta.draft_vocabulary is None else count(drafter.output_head)
-        return {"early exit's weights": (count(drafter) + rows) * place.itemsize, "caches of decoding with it": caches}
+    def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
+        drafter = empty_drafter(read_meta(where), target)
+        return drafter if drafter.draft_tokens is None else nn.ModuleList([drafter, drafter.output_head])
 
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         drafter = from_pretrained(where, target.config, target.fingerprint, dtype=dtype)

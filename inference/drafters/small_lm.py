@@ -1,13 +1,12 @@
 """A small causal LM as the drafter."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from draft_models.calibration import drafter_digest
@@ -15,8 +14,8 @@ from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm
 from draft_models.targets.architectures import position_limit, read_config
+from draft_models.targets.empty_models import empty_model
 from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.narrowed import is_narrowed
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.target import Target
 from draft_models.targets.tensor_files import open_tensors
@@ -24,7 +23,6 @@ from inference.core.drafter import DraftModel
 from inference.core.session import Session
 from inference.core.tree import chain_parents
 from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
-from inference.engines.footprint import Place, cache_bytes, pass_bytes, weight_bytes
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds
 from inference.settings.method import MethodConfig
@@ -154,12 +152,8 @@ class SmallLMPlugin(ModelDrafterPlugin[Model]):
     def serve(self, where: str, target: OpenTarget, dtype: torch.dtype, folder: Path) -> None:
         save_parts(folder, load_whole_lm(where, target.tokenizer, dtype, target.vocabulary_size))
 
-    def held(self, where: str, target: PreTrainedConfig, place: Place) -> dict[str, int]:
-        config = read_config(where, role="small_lm")
-        fitted = copy.copy(config)  # logits of all tokens are written at the target's vocabulary size
-        fitted.vocab_size = config.vocab_size - 1 if is_narrowed(config) else target.vocab_size
-        caches = cache_bytes(config, place) + pass_bytes(fitted, place)
-        return {"small LM's weights": weight_bytes(config, place), "its caches": caches}
+    def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
+        return empty_model(read_config(where, role="small_lm"))
 
     def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
         return SmallLMSource(small_lm_of(model))

@@ -21,9 +21,10 @@ from accelerate.utils import gather_object
 from data_prep.text.prompts import Prompt, read_prompts
 from data_prep.text.rehearsal import rehearsable
 from draft_models.card import add_report
+from draft_models.targets.model_spec import context_limit
 from inference.core.rounds import Clock
 from inference.doctor.scores import refuse, table
-from inference.loading.memory_plan import plan_evaluation
+from inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
 from inference.loading.targets import (
     Models,
     TargetSetup,
@@ -70,7 +71,7 @@ from outrider.settings import construct
 def evaluate(config: EvaluateConfig) -> None:
     """evaluate-checkpoint: compare methods on the prompts, or replay recorded answers to them. Raises `UserError`."""
     if config.plan:
-        print(plan_evaluation(config, find_target(config).config), flush=True)
+        print(_plan(config), flush=True)
         return
     prompts = read_prompts(
         config.prompt_text or config.prompts,
@@ -82,8 +83,15 @@ def evaluate(config: EvaluateConfig) -> None:
         config = replace(config, methods=config.all_methods, draft_tokens=())
     if config.target == "replay":
         evaluate_replay(config, prompts)
-    else:
+        return
+    with explained(lambda: evaluation_memory(config, find_target(config).config)):
         evaluate_checkpoint(config, prompts)
+
+
+def _plan(config: EvaluateConfig) -> str:
+    target, device = find_target(config).config, planned_device(config.device)
+    dtype = dtype_of(config.dtype, target, device)
+    return describe(evaluation_memory(config, target), device, positions=context_limit(target), dtype=dtype)
 
 
 def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter) -> None:

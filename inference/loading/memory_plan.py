@@ -1,86 +1,169 @@
-"""The memory that each process would need to decode: weights, caches, fixed-shape buffers. Reads no weights."""
+"""What a command holds in memory: weights, caches, and of a training its state and activations. Reads no weights.
+
+`plan=true` prints it, and so does a run whose memory did not suffice, with the options that lower it.
+"""
 
 import re
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from draft_models.losses import loss_bytes
 from draft_models.targets.empty_models import empty_layers, empty_model
 from draft_models.targets.int8 import int8_bytes, require_linear
-from draft_models.targets.model_spec import context_limit
+from draft_models.targets.model_spec import context_limit, key_heads
 from draft_models.targets.open_target import pick_device, pick_dtype
-from inference.engines.footprint import Place, cache_bytes, count, pass_bytes, weight_bytes
+from inference.engines.graphs.fixed_shapes import WIDTHS
 from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS, Kind
+from inference.settings.kinds import KINDS, DrafterPlugin, Kind
+from outrider.errors import UserError, reason
 
 GB = 1e9
+FLOAT32 = 4
+PROGRAM_BYTES = 600_000_000  # of Python, torch and transformers, in the memory of a CPU
+_ALLOCATION = re.compile("out of memory|DefaultCPUAllocator|can't allocate memory")  # in torch's errors
 
 
-class Decoding(Protocol):
-    """The options that determine how models are held in memory."""
+@dataclass(frozen=True)
+class Held:
+    """`size` bytes of a device, for one purpose. less: the option that makes them fewer; "": none does."""
+
+    what: str
+    size: int
+    less: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The storage of models: `itemsize` bytes per value, texts of up to `positions` tokens."""
+
+    itemsize: int
+    positions: int
+
+    @classmethod
+    def of(cls, dtype: str, target: PreTrainedConfig, positions: int, device: torch.device) -> "Place":
+        """On `device`, with the option `dtype` of a command."""
+        return cls(pick_dtype(dtype, target, device).itemsize, positions)
 
     @property
-    def dtype(self) -> str: ...
+    def slots(self) -> int:
+        """The slots of a cache for fixed-shape passes (see `inference.engines.graphs.cuda_graphs.Arena`)."""
+        widest = WIDTHS[-1]
+        return -(-(self.positions + widest) // widest) * widest + widest
 
 
-def target_bytes(
-    config: EvaluateConfig, target: PreTrainedConfig, place: Place, device: torch.device
-) -> dict[str, int]:
-    """Bytes of the target's weights, by purpose: transformers' arm and, on a CPU, the runtime's packed copy.
+def weight_bytes(model: PreTrainedConfig | nn.Module, place: Place) -> int:
+    """Bytes of a model's weights; shared ones count once."""
+    module = model if isinstance(model, nn.Module) else empty_model(model)
+    return place.itemsize * _count(module.parameters())
+
+
+def cache_bytes(config: PreTrainedConfig, place: Place, layers: int | None = None) -> int:
+    """Bytes of the keys and values of `layers` layers, by default all."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    every = config.num_hidden_layers if layers is None else layers
+    return 2 * every * key_heads(config) * width * place.slots * place.itemsize
+
+
+def pass_bytes(config: PreTrainedConfig, place: Place) -> int:
+    """Bytes of the inputs and outputs of fixed-shape passes: hidden states and logits of the widest one."""
+    return WIDTHS[-1] * (4 * config.hidden_size + config.vocab_size) * place.itemsize
+
+
+def target_memory(target: PreTrainedConfig, place: Place, layers: int | None = None, int8: str = "") -> list[Held]:
+    """The target's weights. layers: the only ones that are read, with embedding and head; int8: whose codes are held,
+    named for errors. Raises `UserError` for a model that int8 cannot hold."""
+    if int8:
+        model = empty_model(target)
+        require_linear(model, int8)
+        return [Held("target's weights", int8_bytes(model, place.itemsize))]
+    if layers is None:
+        return [Held("target's weights", weight_bytes(target, place), "dtype=fast, or int8 in evaluate-checkpoint")]
+    part = weight_bytes(empty_layers(target, range(layers)), place) if layers else 0
+    return [Held(f"target's first {layers} layers, embedding and head", part)]
+
+
+def drafter_memory(
+    kind: Kind, plugin: DrafterPlugin[nn.Module], where: str, target: PreTrainedConfig, place: Place
+) -> list[Held]:
+    """The model of `kind` in `where`, and what its sessions hold. Raises `UserError` if it cannot be read."""
+    model = plugin.empty(where, target)
+    if model is None:
+        return []
+    if isinstance(model, PreTrainedModel):
+        caches = cache_bytes(model.config, place) + pass_bytes(target, place)
+    else:  # a layer like the target's, with its hidden states; and sessions of the target
+        caches = cache_bytes(target, place, layers=1) + 4 * pass_bytes(target, place)
+        caches += cache_bytes(target, place) if kind.own_sessions else 0
+    return [Held(f"{kind.name}'s weights", weight_bytes(model, place)), Held(f"{kind.name}'s caches", caches)]
+
+
+def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[Held]:
+    """Of each device in an evaluation: transformers' arm, the runtime's, and the drafters. Raises `UserError`.
 
     The runtime stores an int8 model's codes in the fastest layout, which may be floats: this is an upper bound.
     """
-    floats = weight_bytes(target, place)
-    held = {"target's weights": floats}
-    if config.dtype == "int8":
-        model = empty_model(target)
-        require_linear(model, f"target={config.target or config.early_exit}")
-        held["target's weights"] = int8_bytes(model, place.itemsize)
+    device = planned_device(config.device)
+    place = Place.of(config.dtype, target, context_limit(target), device)
+    int8 = f"target={config.target or config.early_exit}" if config.dtype == "int8" else ""
+    held = target_memory(target, place, int8=int8)
     if device.type == "cpu":
-        held["the same, packed for the runtime"] = floats
-        held["a copy that is packed, while models are loaded"] = floats
-    return held
-
-
-def plan_evaluation(config: EvaluateConfig, target: PreTrainedConfig) -> str:
-    """The memory of each device in an evaluation: a greppable line, then one per part. Raises `UserError`."""
-    device = planned_device(config.device)
-    place, dtype = place_of(config, target, context_limit(target), device)
-    held = evaluation_bytes(config, target)
-    return describe(held, place, "int8" if config.dtype == "int8" else name_of(dtype), device)
-
-
-def evaluation_bytes(config: EvaluateConfig, target: PreTrainedConfig) -> dict[str, int]:
-    """Bytes of each device in an evaluation, by purpose. Raises `UserError`."""
-    device = planned_device(config.device)
-    place, _ = place_of(config, target, context_limit(target), device)
-    held = target_bytes(config, target, place, device)
-    held["caches of plain decoding"] = cache_bytes(target, place) + pass_bytes(target, place)
+        copies = ("the same, packed for the runtime", "a copy that is packed, while models are loaded")
+        held += [Held(copy, weight_bytes(target, place)) for copy in copies]
+    held += [Held("caches of plain decoding", cache_bytes(target, place) + pass_bytes(target, place))]
     for kind in KINDS.values():
         where = config.where(kind)
-        if where is not None:
-            held |= config.plugin(kind).held(where, target, place)
+        held += [] if where is None else drafter_memory(kind, config.plugin(kind), where, target, place)
     return held
 
 
-def plan_capture(
-    config: Decoding, kind: Kind, checkpoint: str, target: PreTrainedConfig, positions: int, layers: int | None = None
-) -> str:
-    """The same for capturing a calibration head's training data, on texts of up to `positions` tokens.
+def training_memory(
+    student: nn.Module,
+    matrices: Sequence[Tensor],
+    *,
+    rows: int,
+    width: int,
+    read: int,
+    vocabulary: int,
+    muon: bool,
+    recomputed: bool,
+    device: torch.device,
+) -> list[Held]:
+    """A training of `student`, which may be on the meta device: its state, and what a step keeps for its gradient.
 
-    checkpoint: where the drafter lies, which is of `kind`. layers: the only ones of the target that are read, with
-    embedding and head; 0: nothing of it is; None: all are.
+    matrices: the trained ones of its layers. rows, width: of a forward, in rows and tokens. read: the hidden states of
+    a token that the frozen layers hand over, in numbers. muon: the matrices have one moment. recomputed: with
+    gradient_checkpointing. A student with `steps` runs its layers so many times.
     """
-    device = planned_device()
-    place, dtype = place_of(config, target, positions, device)
-    held = {"target's weights": weight_bytes(target, place)}
-    if layers is not None:
-        part = count(empty_layers(target, range(layers))) * place.itemsize if layers else 0
-        held = {f"target's first {layers} layers, embedding and head": part}
-    held |= kind.load_plugin().held(checkpoint, target, place)
-    return describe(held, place, name_of(dtype), device)
+    parameters = list(student.parameters())
+    trained = [one for one in parameters if one.requires_grad]
+    state = 4 * FLOAT32 * _count(trained) - (FLOAT32 * _count(matrices) if muon else 0)
+    inner = {id(one) for one in matrices}
+    loose = [one.numel() for one in trained if one.ndim == 2 and id(one) not in inner]
+    steps = getattr(student, "steps", 1)
+    handed_on = 5 * max((min(one.shape) for one in matrices), default=0)  # a step's output, predictions, keys, values
+    # inputs and outputs of its products, and half as much between them: norms, attention, the MLP's own product
+    inside = 0 if recomputed else 3 * sum(sum(one.shape) for one in matrices) // 2
+    held = [
+        Held("frozen weights", sum(one.nbytes for one in parameters if not one.requires_grad), "frozen_dtype=bfloat16"),
+        Held("trained: masters, gradients, moments", state, "train_head=false, draft_vocabulary or fit.optimizer=muon"),
+        Held(
+            f"activations of {rows} rows × {width} tokens",
+            rows * width * FLOAT32 * (2 * read + steps * (handed_on + inside)),
+            "fit.micro_batch_rows=1, seq_len or fit.gradient_checkpointing=true",
+        ),
+        Held("logits and the loss, some rows at a time", loss_bytes(vocabulary, vocabulary, device)),
+        Held("a matrix's gradient in the loss", FLOAT32 * max(loose, default=0)),
+    ]
+    return [*held, *([Held("the program", PROGRAM_BYTES)] if device.type == "cpu" else [])]
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def planned_device(name: str = "auto") -> torch.device:
@@ -88,20 +171,25 @@ def planned_device(name: str = "auto") -> torch.device:
     return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else pick_device(name)
 
 
-def place_of(
-    config: Decoding, target: PreTrainedConfig, positions: int, device: torch.device
-) -> tuple[Place, torch.dtype]:
-    """The `Place` and the dtype of a target on `device`."""
-    dtype = pick_dtype(config.dtype, target, device)
-    return Place(dtype.itemsize, positions), dtype
+def dtype_of(name: str, target: PreTrainedConfig, device: torch.device) -> str:
+    """The dtype that the option of that `name` takes on `device`, by its name."""
+    return name if name == "int8" else str(pick_dtype(name, target, device)).removeprefix("torch.")
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype as in the option `dtype`."""
-    return str(dtype).removeprefix("torch.")
+def describe(held: Sequence[Held], device: object, **facts: object) -> str:
+    """The plan as text: a greppable line with `facts`, then one for each purpose."""
+    said = " ".join(["plan", *(f"{name}={value}" for name, value in facts.items())])
+    lines = [f"{said} device_gb={sum(one.size for one in held) / GB:.2f} device={device}"]
+    return "\n".join([*lines, *(f"  {one.what}: {one.size / GB:.3f} GB" for one in held)])
 
 
-def describe(held: Mapping[str, int], place: Place, dtype: str, device: torch.device) -> str:
-    """The plan as text; dtype: the name of the weights' dtype."""
-    lines = [f"plan positions={place.positions} dtype={dtype} device_gb={sum(held.values()) / GB:.2f} device={device}"]
-    return "\n".join([*lines, *(f"  {what}: {size / GB:.3f} GB" for what, size in held.items())])
+@contextmanager
+def explained(held: Callable[[], Sequence[Held]]) -> Iterator[None]:
+    """Within it, memory that does not suffice raises a `UserError` with what is `held` and what lowers it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not _ALLOCATION.search(str(error)):
+            raise
+        parts = [f"{one.what} {one.size / GB:.2f} GB{f' (less with {one.less})' * bool(one.less)}" for one in held()]
+        raise UserError(f"out of memory ({reason(error)}). A run holds: {'; '.join(parts)}") from error

@@ -17,13 +17,13 @@ from outrider.files import read_mapping
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PreTrainedConfig
 
     from draft_models.targets.open_target import OpenTarget
     from draft_models.targets.settings import ReadingChanges
     from draft_models.targets.target import Target
     from inference.core.drafter import Drafter
-    from inference.engines.footprint import Place
     from inference.settings.method import MethodConfig
     from inference.sizing.policy import Tuning
     from outrider.streams import Streams
@@ -94,9 +94,9 @@ class DrafterPlugin(ABC, Generic[Model]):
         """The settings (see `DataConfig`) of the training data of the model in `where`; None if not recorded."""
         return None
 
-    def held(self, where: str, target: "PreTrainedConfig", place: "Place") -> dict[str, int]:
-        """Bytes of the model in `where` and of its sessions on every process, by purpose."""
-        return {}
+    def empty(self, where: str, target: "PreTrainedConfig") -> "nn.Module | None":
+        """The model in `where`, for a target of this config, without weights; None: it takes next to no memory."""
+        return None
 
     def require_fits(self, method: "MethodConfig", layers: int) -> None:
         """Raise `UserError` if `method` does not fit a target of `layers` layers; called if `Kind.layers`."""
@@ -161,6 +161,7 @@ class Kind:
     card: whether its directory has a README.md.
     served: the method of vLLM that drafts with it; None: only this runtime does.
     tiny: its name in `save_tiny_models`. layers: it drafts with layers of the target, which must run layer by layer.
+    own_sessions: the target has caches of its own in its sessions, which are split at another layer than plain ones.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Kind:
     served: str | None = None
     tiny: str | None = None
     layers: bool = False
+    own_sessions: bool = False
 
     @property
     def sees_tokens_only(self) -> bool:
@@ -237,6 +239,7 @@ register(
         served="draft_model",
         tiny="early_exit",
         layers=True,
+        own_sessions=True,
     )
 )
 register(

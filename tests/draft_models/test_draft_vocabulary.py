@@ -26,8 +26,8 @@ from draft_models.losses import IGNORE
 from draft_models.targets.narrowed import spread
 from draft_models.targets.open_target import open_target
 from inference.drafters.early_exit import EarlyExitPlugin
-from inference.engines.footprint import Place
 from inference.engines.packing import PackedLinear, can_pack
+from inference.loading.memory_plan import Place, weight_bytes
 from inference.loading.targets import prepare
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
@@ -151,8 +151,8 @@ def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path)
     save_pretrained(tmp_path / "drafter", student.drafter, target.fingerprint, {}, torch.float32)
     stored = load_file(tmp_path / "drafter" / WEIGHTS_FILE)
     assert not any(name.startswith("head") for name in stored)
-    planned = EarlyExitPlugin().held(str(tmp_path / "drafter"), target.config, Place(4, 64))
-    assert planned["early exit's weights"] == 4 * (sum(trained) + len(TOKENS) * width)
+    planned = weight_bytes(EarlyExitPlugin().empty(str(tmp_path / "drafter"), target.config), Place(4, 64))
+    assert planned == 4 * (sum(trained) + len(TOKENS) * width)
     placed: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     made = EarlyExitPlugin().load(str(tmp_path / "drafter"), target, {}, **placed)
     stack = target.stack(**placed)

@@ -1,6 +1,7 @@
 """dtype=int8: the int8 model is the target of every arm, in every layout of its layers."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from inference.engines.packing import (
     pack_linears,
 )
 from inference.evaluate.compare import evaluate as command
-from inference.loading import memory_plan, targets
+from inference.loading import targets
+from inference.loading.memory_plan import evaluation_memory
 from inference.loading.targets import make_runtime, prepare
 from inference.measure.lossless import BULK
 from inference.settings.evaluate import EvaluateConfig
@@ -194,15 +196,14 @@ def test_a_report_says_int8_and_an_arm_of_floats_is_found(
 
 
 def test_a_plan_counts_a_byte_a_weight(
-    made: tuple[Path, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    made: tuple[Path, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    lines = {}
-    monkeypatch.setattr(memory_plan, "GB", 1.0)  # it counts bytes
+    config, parts = config_for(made[0], tmp_path, plan=True, device="cuda"), {}
     for dtype in ("int8", "bfloat16"):
-        command(config_for(made[0], tmp_path, dtype=dtype, plan=True, device="cuda"))
-        first, *lines[dtype] = capsys.readouterr().out.splitlines()
-        assert f" dtype={dtype} " in first
+        parts[dtype] = evaluation_memory(replace(config, dtype=dtype), open_target(str(made[0])).config)
+        command(replace(config, dtype=dtype))
+        assert f" dtype={dtype} " in capsys.readouterr().out
     model = open_target(str(made[0])).layers(dtype=torch.bfloat16, int8=True)
     held = [*model.parameters(), *(b for m in model.modules() if isinstance(m, Int8Linear) for b in m.buffers())]
-    assert f"  target's weights: {sum(one.nbytes for one in held):.3f} GB" == lines["int8"][0]
-    assert lines["int8"][1:] == lines["bfloat16"][1:]  # the caches are floats
+    assert sum(one.nbytes for one in held) == parts["int8"][0].size
+    assert parts["int8"][1:] == parts["bfloat16"][1:]  # the caches are floats

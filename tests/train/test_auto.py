@@ -9,6 +9,7 @@ import pytest
 
 from conf import config_for
 from data_prep.text.prompts import read_prompts
+from inference.loading.memory_plan import Held
 from inference.report.wording import recommendation
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, compose_and_build
@@ -187,7 +188,7 @@ def test_a_plan_makes_nothing(
 
 
 def test_a_target_that_does_not_fit_is_refused(chat_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.auto_run.evaluation_bytes", lambda *_: {"weights": 10**15})
+    monkeypatch.setattr("train.auto_run.evaluation_memory", lambda *_: [Held("weights", 10**15)])
     with pytest.raises(UserError, match=r"decoding it takes memory_gb=1000000\.0 of"):
         run_auto(AutoConfig(target=chat_target, plan=True), config_for)
 

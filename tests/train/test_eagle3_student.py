@@ -21,8 +21,8 @@ from draft_models.targets.target import Band
 from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
-from train.parts.eagle3 import Eagle3Student, drafts_of
-from train.parts.plans import kept_bytes
+from train.parts.eagle3 import Eagle3Student, drafts_of, memory_of
+from train.settings.fit import FitConfig
 
 TOKENS = torch.arange(0, VOCABULARY, 3)
 STEPS, DECAY, TAPS = 3, 0.5, (1, 2, 4)
@@ -280,9 +280,9 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _loss = case.student(**rows)["loss_sum"]
     taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
-    fit = SimpleNamespace(gradient_checkpointing=recomputed)
-    config: Any = SimpleNamespace(draft_steps=STEPS, fit=fit)
-    assert taken < kept_bytes(config, case.student.head.reading) < 2 * taken
+    config: Any = SimpleNamespace(fit=FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed), seq_len=64)
+    (planned,) = (one.size for one in memory_of(config, case.student) if one.what.startswith("activations"))
+    assert taken < planned / ids.numel() < 2 * taken
 
 
 def test_the_analytic_tau_is_of_drafts_that_begin_at_one_place() -> None:

@@ -15,11 +15,13 @@ from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.narrowed import draft_vocabulary_of
 from draft_models.targets.open_target import OpenTarget, fast_dtype
+from inference.loading.memory_plan import Held, training_memory
 from inference.loading.targets import end_tokens
 from outrider.errors import UserError
 from outrider.files import write_json
 from outrider.saving import save_parts
 from train.core import run_dir
+from train.core.optimizers import layer_matrices
 from train.core.training import Trained, TrainRows
 from train.settings.fit import FitConfig
 
@@ -65,6 +67,23 @@ def parameters_of(student: nn.Module) -> tuple[int, int]:
     """The numbers of trained and of frozen parameters."""
     trained, frozen = (sum(p.numel() for p in student.parameters() if p.requires_grad == on) for on in (True, False))
     return trained, frozen
+
+
+def fit_memory(
+    student: nn.Module, fit: FitConfig, width: int, read: int, vocabulary: int, device: torch.device
+) -> list[Held]:
+    """Of each device in a training of `student` on rows of `width` tokens (see `training_memory`)."""
+    return training_memory(
+        student,
+        layer_matrices(student),
+        rows=fit.micro_batch_rows or fit.batch_rows,
+        width=width,
+        read=read,
+        vocabulary=vocabulary,
+        muon=fit.optimizer == "muon",
+        recomputed=fit.gradient_checkpointing,
+        device=device,
+    )
 
 
 def write_record(file: Path, target: str, identity: Mapping[str, object], fit: FitConfig, trained: Trained) -> None:

@@ -19,14 +19,16 @@ from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.eagle3.reading import Reading, require_target
 from draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
 from draft_models.targets.attention import packed_mask
+from draft_models.targets.empty_models import empty_model, layer_stack
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Band
+from inference.loading.memory_plan import Held, planned_device
 from outrider.errors import UserError
 from outrider.progress import counted
 from outrider.streams import Streams
 from train.core.training import Batch, Metrics
-from train.parts.drafter import frozen_dtype, parameters_of, require_context
+from train.parts.drafter import fit_memory, frozen_dtype, parameters_of, require_context
 from train.parts.heldout import WATCHED_DRAFT
 from train.settings.eagle3 import Eagle3Config
 
@@ -251,10 +253,30 @@ def make_student(
     else:
         require_target(reading, target.config, stored.source)
         head = make_head(reading, stored.weights(torch.float32, device), stored.source)
+    return student_of(config, stack, head)
+
+
+def empty_student(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Eagle3Student:
+    """The student without weights, in the dtypes that it has here."""
+    dtype = frozen_dtype(config.frozen_dtype, planned_device())
+    stack = layer_stack(nn.Module.to(empty_model(target), dtype))
+    head = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
+    return student_of(config, stack, head)
+
+
+def student_of(config: Eagle3Config, stack: LayerStack, head: Eagle3) -> Eagle3Student:
+    """The student of `head` on the whole target."""
     return Eagle3Student(
         stack, head, objective=config.objective, steps=config.draft_steps, decay=config.step_decay,
         train_head=config.train_head,
     )  # fmt: skip
+
+
+def memory_of(config: Eagle3Config, student: Eagle3Student) -> list[Held]:
+    """Of each device in a training of `student`, which may have no weights."""
+    reading = student.head.reading
+    taps = len(reading.taps) * reading.target_hidden
+    return fit_memory(student, config.fit, config.seq_len, taps, reading.vocabulary, planned_device())
 
 
 def describe(student: Eagle3Student, config: Eagle3Config) -> str:

@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.early_exit.checkpoint import read_meta
 from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.targets.empty_models import empty_layers
+from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget
 from draft_models.targets.tensor_files import TensorFiles
-from train.parts.drafter import frozen_dtype, parameters_of
+from inference.loading.memory_plan import Held, Place, cache_bytes, planned_device, weight_bytes
+from train.parts.drafter import fit_memory, frozen_dtype, parameters_of
 from train.settings.drafters import EesdConfig
 
 
@@ -65,6 +68,29 @@ def student_on(model: PreTrainedModel, config: EesdConfig, exit_layer: int, toke
         cached=config.teacher == "cached",
         draft_tokens=tokens,
     )
+
+
+def empty_student(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> tuple[EarlyExitStudent, int]:
+    """The student without weights, in the dtypes that it has here, and the number of values that are read for it."""
+    layers = range(target.num_hidden_layers) if config.online else exit_layers(target, exit_layer)
+    model = nn.Module.to(empty_layers(target, layers), frozen_dtype(config.frozen_dtype, planned_device()))
+    if target.tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    stored = {id(one): one.numel() for one in model.state_dict(keep_vars=True).values()}  # tied ones once
+    size = config.draft_vocabulary
+    tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
+    return student_on(model, config, exit_layer, tokens), sum(stored.values())
+
+
+def memory_of(config: EesdConfig, target: PreTrainedConfig, student: EarlyExitStudent) -> list[Held]:
+    """Of each device in a training of `student`, which may have no weights."""
+    read, device = target.hidden_size, planned_device()
+    held = fit_memory(student, config.fit, config.seq_len, read, target.vocab_size, device)
+    if config.decode_prompts:  # in addition to the student, in the dtype for serving
+        place = Place.of("auto", target, context_limit(target), device)
+        whole = weight_bytes(target, place) + cache_bytes(target, place)
+        held.append(Held("the whole target, to decode with", whole, "decode_prompts=0"))
+    return held
 
 
 def describe(student: EarlyExitStudent, config: EesdConfig, files: TensorFiles, exit_layer: int) -> str:

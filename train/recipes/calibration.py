@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from data_prep.text.rehearsal import rehearsable
 from data_prep.text.settings import DataConfig
@@ -25,7 +26,16 @@ from inference.core.decode import speculative
 from inference.core.rounds import Round
 from inference.drafters.shaped import ModelDrafterPlugin
 from inference.engines.packing import lay_out
-from inference.loading.memory_plan import plan_capture
+from inference.loading.memory_plan import (
+    Held,
+    Place,
+    describe,
+    drafter_memory,
+    dtype_of,
+    explained,
+    planned_device,
+    target_memory,
+)
 from inference.loading.targets import end_tokens, load_stack
 from inference.loading.targets import prepare as prepare_drafters
 from inference.loading.templates import templates_of
@@ -62,14 +72,29 @@ def calibrate(config: CalibrateConfig) -> None:
     """
     kind = kind_to_calibrate(config)
     if config.plan:
-        target = find_target(config, kind).config
-        positions = min(config.seq_len + config.new_tokens, context_limit(target))
-        print(plan_capture(config, kind, config.checkpoint, target, positions, layers_read(config, kind)), flush=True)
+        target, device = find_target(config, kind).config, planned_device()
+        facts = {"positions": _positions(config, target), "dtype": dtype_of(config.dtype, target, device)}
+        print(describe(memory_of(config, kind), device, **facts), flush=True)
         return
     join_processes()
     config = with_its_heldout(config, kind)
     digest = kind.load_plugin().reading(config.reading).digest(config.checkpoint)  # before anything is written there
-    run_training(config, partial(prepare, config, kind, digest), config.checkpoint)
+    with explained(lambda: memory_of(config, kind)):
+        run_training(config, partial(prepare, config, kind, digest), config.checkpoint)
+
+
+def memory_of(config: CalibrateConfig, kind: Kind) -> list[Held]:
+    """Of each device while the head's training data is captured."""
+    target = find_target(config, kind).config
+    place = Place.of(config.dtype, target, _positions(config, target), planned_device())
+    plugin = kind.load_plugin().reading(config.reading)
+    held = target_memory(target, place, layers_read(config, kind))
+    return held + drafter_memory(kind, plugin, config.checkpoint, target, place)
+
+
+def _positions(config: CalibrateConfig, target: PreTrainedConfig) -> int:
+    """The tokens of the longest text."""
+    return min(config.seq_len + config.new_tokens, context_limit(target))
 
 
 def prepare(config: CalibrateConfig, kind: Kind, digest: str, state: PartialState) -> "Training[CalibrationModel]":

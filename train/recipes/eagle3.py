@@ -20,14 +20,23 @@ from draft_models.eagle3.reading import Reading
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
 from inference.drafters.eagle3 import Eagle3Source
+from inference.loading.memory_plan import describe as describe_memory
+from inference.loading.memory_plan import explained, planned_device
 from outrider.errors import warn
 from outrider.processes import from_main, say
 from train.core.driver import run_training
 from train.core.training import Metrics, Trained, Training
-from train.parts.drafter import frozen_dtype, pick_tokens, write_record
-from train.parts.eagle3 import Eagle3Student, describe, judge_steps, make_student, reading_of
+from train.parts.drafter import frozen_dtype, parameters_of, pick_tokens, write_record
+from train.parts.eagle3 import (
+    Eagle3Student,
+    describe,
+    empty_student,
+    judge_steps,
+    make_student,
+    memory_of,
+    reading_of,
+)
 from train.parts.heldout import WATCHED_DRAFT, Decoding, batches_of, evaluation
-from train.parts.plans import describe_eagle3_plan
 from train.parts.target_states import RowsWithStates, with_states
 from train.settings.eagle3 import Eagle3Config
 
@@ -46,9 +55,14 @@ def train_eagle3(config: Eagle3Config) -> None:
              "(evaluate-checkpoint eagle3=… doctor=true): a misread head learns to be one")  # fmt: skip
     reading = reading_of(config, stored, target.config)
     if config.plan:
-        print(describe_eagle3_plan(config, reading, target.config), flush=True)
+        student = empty_student(config, reading, target.config)
+        trained, frozen = parameters_of(student)
+        facts = {"taps": ",".join(map(str, reading.taps)), "draft_steps": config.draft_steps}
+        facts |= {"trained_parameters": trained, "frozen_parameters": frozen}
+        print(describe_memory(memory_of(config, student), planned_device(), **facts), flush=True)
         return
-    run_training(config, Recipe(config, target, stored, reading).prepare)
+    with explained(lambda: memory_of(config, empty_student(config, reading, target.config))):
+        run_training(config, Recipe(config, target, stored, reading).prepare)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from data_prep.text.rehearsal import rehearsable
 from draft_models.acceptance import AcceptanceOf
@@ -23,14 +24,15 @@ from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
 from draft_models.targets.stack import LayerStack
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated
+from inference.loading.memory_plan import GB, explained, planned_device
+from inference.loading.memory_plan import describe as describe_memory
 from inference.loading.targets import prepare
 from outrider.processes import from_main, say
 from train.core.driver import run_training
 from train.core.training import Batch, Metrics, Trained, Training, TrainRows
-from train.parts.drafter import pick_tokens, require_context, require_vocabulary
-from train.parts.early_exit import as_started, default_exit_layer, describe, make_student
+from train.parts.drafter import parameters_of, pick_tokens, require_context, require_vocabulary
+from train.parts.early_exit import as_started, default_exit_layer, describe, empty_student, make_student, memory_of
 from train.parts.heldout import Decoding, HeldOutText, evaluation
-from train.parts.plans import describe_plan, make_plan
 from train.parts.top_k_rows import TaughtRows, load_taught_rows
 from train.settings.drafters import EesdConfig
 
@@ -47,10 +49,19 @@ def train_early_exit(config: EesdConfig) -> None:
     exit_layer = config.exit_layer or default_exit_layer(target.config)
     require_vocabulary(config.draft_vocabulary, target.config)
     if config.plan:
-        plan = make_plan(config, target.config, exit_layer)
-        print(describe_plan(plan, exit_layer, target.config.num_hidden_layers), flush=True)
+        print(plan_of(config, target.config, exit_layer), flush=True)
         return
-    run_training(config, Recipe(config, target, exit_layer, start).prepare)
+    with explained(lambda: memory_of(config, target.config, empty_student(config, target.config, exit_layer)[0])):
+        run_training(config, Recipe(config, target, exit_layer, start).prepare)
+
+
+def plan_of(config: EesdConfig, target: PreTrainedConfig, exit_layer: int) -> str:
+    """What a training reads, trains and holds, as text."""
+    student, read = empty_student(config, target, exit_layer)
+    facts = {"exit_layer": f"{exit_layer}/{target.num_hidden_layers}", "read_parameters": read}
+    facts |= {"read_gb": f"{read * stored_dtype(target).itemsize / GB:.2f}"}
+    facts |= {"trained_parameters": parameters_of(student)[0]}
+    return describe_memory(memory_of(config, target, student), planned_device(), **facts)
 
 
 @dataclass(frozen=True)

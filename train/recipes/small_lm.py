@@ -15,17 +15,26 @@ from data_prep.text.rows import load_rows
 from draft_models.card import write_card
 from draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME
 from draft_models.targets.attention import stock_name
-from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.empty_models import empty_model, layer_stack
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
+from inference.loading.memory_plan import Held, Place, explained, planned_device, target_memory
 from outrider.processes import from_main, say
 from train.core.driver import run_training
 from train.core.training import Metrics, Trained, Training, TrainRows
-from train.parts.drafter import export, parameters_of, pick_tokens, require_context, require_vocabulary, write_record
+from train.parts.drafter import (
+    export,
+    fit_memory,
+    parameters_of,
+    pick_tokens,
+    require_context,
+    require_vocabulary,
+    write_record,
+)
 from train.parts.heldout import Decoding, HeldOutText, evaluation, judged
 from train.parts.small_lm import OnPolicy, SmallLMStudent, drafter_config, start_lm, tokens_of_finished
 from train.parts.top_k_rows import load_taught_rows
@@ -39,7 +48,17 @@ def finetune_drafter(config: FinetuneConfig) -> None:
     It contains the weights with the highest τ of all evaluations, not the last ones. Raises `UserError` for an unusable
     target, drafter, data set or directory, before any weight is read.
     """
-    run_training(config, partial(prepare, config))
+    with explained(lambda: memory_of(config)):
+        run_training(config, partial(prepare, config))
+
+
+def memory_of(config: FinetuneConfig) -> list[Held]:
+    """Of each device in a training."""
+    target = open_target(config.target, config.revision)
+    shape, device = drafter_config(config.drafter, target.config, target.tokenizer), planned_device()
+    place = Place.of(config.frozen_dtype, target.config, config.seq_len, device)
+    fitted = fit_memory(empty_model(shape), config.fit, config.seq_len, 0, target.config.vocab_size, device)
+    return target_memory(target.config, place) + fitted
 
 
 def prepare(config: FinetuneConfig, state: PartialState) -> Training[SmallLMStudent]:
