@@ -38,21 +38,15 @@ from outrider.settings import Settings, read_as
 
 SUMMARY_FILE = "summary.json"
 SECONDS_FILE = "seconds.json"
-_TopK = tuple[TopK, torch.Tensor | None, torch.Tensor | None]  # with sequence and places, see `Response`
+_TENSORS = ("tokens", "top_ids", "top_logprobs", "tail")  # of a `TopK`
 _OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
 
 
 class Response(NamedTuple):
-    """A record of a shard and, if they were stored, the target's distributions at its answers' tokens (`top`).
-
-    Of older shards, whose records are not `Written`, also the token ids that the target has read and generated in its
-    last turn, sequence int64 [m], and the indices in it of the n tokens of `top`, places int64 [n].
-    """
+    """A record of a shard and, if they were stored, the target's distributions at its answers' tokens (`top`)."""
 
     record: dict[str, Any]
     top: TopK | None
-    sequence: torch.Tensor | None = None
-    places: torch.Tensor | None = None
 
 
 @dataclass
@@ -81,7 +75,7 @@ def read_shard(shard: Path) -> Iterator[Response]:
     companion = shard.with_suffix(".safetensors")
     top_k = _read_top_k(companion) if companion.exists() else {}
     for record, identity in _records(shard):
-        yield Response({**record, "id": identity}, *top_k.get(identity, (None,)))
+        yield Response({**record, "id": identity}, top_k.get(identity))
 
 
 def top_k_documents(
@@ -94,11 +88,6 @@ def top_k_documents(
     often happens with sampled text. Raises `UserError` for tokens of another tokenizer or template.
     """
     assert response.top is not None
-    if response.sequence is not None:
-        ids, places = response.sequence.numpy(), np.asarray(response.places)
-        supervised = np.zeros(len(ids), bool)
-        supervised[places] = True
-        return [(Document(ids, supervised, whole=True), places, response.top)]
     raw, tokens = response.record, response.top.tokens.numpy()
     record = to_record(raw, find_layout(raw, "auto", None, raw["id"]), f"top-k:{raw['id']}")
     written = record.get("written")
@@ -224,41 +213,26 @@ def _count(record: Mapping[str, object], key: str, where: str) -> int:
 
 def _top_k_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
     tensors = {}
-    for record, top, *_ in responses:
-        identity = record["id"]
+    for record, top in responses:
         if top is not None:
-            tensors[f"{identity}.tokens"] = top.tokens.int()
-            tensors[f"{identity}.top_ids"] = top.ids.int()
-            tensors[f"{identity}.top_logprobs"] = top.logprobs.half()
-            tensors[f"{identity}.tail"] = top.tail.half()
+            parts = (top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())
+            tensors |= {f"{record['id']}.{name}": part for name, part in zip(_TENSORS, parts, strict=True)}
     return tensors
 
 
-def _read_top_k(path: Path) -> dict[str, _TopK]:
-    """id → (distributions, sequence, places) of a shard's safetensors."""
+def _read_top_k(path: Path) -> dict[str, TopK]:
+    """The distributions of a shard's safetensors by id. Raises `UserError` unless their shapes are those of `TopK`."""
     try:
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
-    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor.long() for name, tensor in stored.items()}
-    names = [name.removesuffix(".tokens") for name in tensors if name.endswith(".tokens")]
-    return {name: _one_top_k(tensors, name, path) for name in names}
-
-
-def _one_top_k(tensors: Mapping[str, torch.Tensor], name: str, path: Path) -> _TopK:
-    """Raises `UserError` unless the tensors of a response have the shapes of `TopK` and `Response`."""
-    try:
-        top = TopK(*(tensors[f"{name}.{part}"] for part in ("tokens", "top_ids", "top_logprobs", "tail")))
-        fits = top.tokens.shape == top.tail.shape == top.ids.shape[:1] and top.ids.ndim == 2
-        fits = fits and top.ids.shape == top.logprobs.shape
-        sequence = places = None
-        if f"{name}.sequence" in tensors:
-            sequence, places = tensors[f"{name}.sequence"], tensors[f"{name}.places"]
-            inside = (places >= 0) & (places < len(sequence))
-            fits = fits and places.shape == top.tokens.shape and sequence.ndim == 1 and bool(inside.all())
-    except KeyError:
-        fits = False
-    if not fits:
-        raise UserError(f"{path}: damaged distribution of response {name}; make this shard again")
-    return top, sequence, places
+    found = {}
+    for name in (name.removesuffix(".tokens") for name in stored if name.endswith(".tokens")):
+        parts = [stored.get(f"{name}.{part}", torch.empty(0, 0)) for part in _TENSORS]
+        top = TopK(*(part.float() if part.is_floating_point() else part.long() for part in parts))
+        fits = top.tokens.shape == top.tail.shape == top.ids.shape[:1] and top.ids.shape == top.logprobs.shape
+        if not (fits and top.ids.ndim == 2):
+            raise UserError(f"{path}: damaged distribution of response {name}; make this shard again")
+        found[name] = top
+    return found

@@ -291,60 +291,53 @@ def respond(
 
     Where `limit` does not hold one no further batch begins, and the collected responses become the last shard.
     """
-    free, limit = iter(numbers), replace(limit, started=limit.clock())
+    free, limit, shown = iter(numbers), replace(limit, started=limit.clock()), state.is_main_process
+    shard, answered, unanswered, tokens, told = Shard(skipped=list(todo.skipped)), 0, 0, 0, ""
 
     def seconds() -> float:
         """Seconds of this run alone."""
         return limit.spent() - limit.earlier
 
-    def save(shard: Shard) -> None:
-        shard.save(folder, next(free))
-        if state.is_main_process:
-            write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
-
-    def left(answered: int) -> float:
-        """Seconds until all prompts are answered, or the time is over."""
+    def left() -> float | None:
+        """Seconds until all prompts are answered, or the time is over; None before the first batch."""
+        if not answered:
+            return None
         rest = seconds() / answered * (len(todo.tasks) - answered)
         return rest if limit.minutes is None else max(0.0, min(rest, 60 * limit.minutes - limit.spent()))
 
-    shard = Shard(skipped=list(todo.skipped))
-    answered, unanswered, tokens, rate, told = 0, 0, 0, 0.0, ""
-    shown = state.is_main_process
-    with Stage("answering", len(todo.tasks), "prompts", left=lambda: left(answered) if answered else None) as stage:
+    def save() -> None:
+        shard.save(folder, next(free))
+        if shown:
+            write_json(folder / SECONDS_FILE, {"seconds": limit.spent()})
+
+    with Stage("answering", len(todo.tasks), "prompts", left=left) as stage:
         for number, batch in enumerate(batches(todo.tasks, config), 1):
             assert responder is not None
             responder.answer(batch)
             done = [task for task in batch if task.problem != UNANSWERED]
             shard.responses += [responder.response(task) for task in done if task.answers]
             shard.skipped += [task.skipped for task in done if not task.answers]
-            unanswered += len(batch) - len(done)
-            answered += len(batch)
+            answered, unanswered = answered + len(batch), unanswered + len(batch) - len(done)
             tokens += sum(len(answer.tokens) for task in batch for answer in task.answers)
-            rate = tokens / seconds()
             stage.advance(len(batch))
             if shown and not told and (told := describe_texts(batch, answered)):
                 print(told, flush=True)
             if shown and answered == len(batch) < len(todo.tasks):
                 print(describe_first(config, answered, len(todo.tasks), tokens, seconds()), flush=True)
             if len(shard) >= config.shard_size:
-                save(shard)
+                save()
                 shard = Shard()
-                if shown:
-                    count = f"{answered}/{len(todo.tasks)}"
-                    print(f"responses answered={count} tokens_per_s={rate:.0f} eta={left(answered):.0f}s", flush=True)
             if not limit.holds(limit.spent(), seconds() / number):
                 if shown and answered < len(todo.tasks):
-                    held = f"{limit.minutes:.3g} minutes hold no further batch"
-                    said = f"{held}: {answered} of {len(todo.tasks)} prompts are answered"
-                    if answered == len(batch):
-                        said += ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter"
-                    print(said, flush=True)
+                    alone = ", which is one batch; a smaller batch_size or max_new_tokens makes it shorter"
+                    print(f"{limit.minutes:.3g} minutes hold no further batch: {answered} of {len(todo.tasks)} prompts "
+                          f"are answered{alone if answered == len(batch) else ''}", flush=True)  # fmt: skip
                 break
     if len(shard):
-        save(shard)
+        save()
     if unanswered:
         print(f"unanswered={unanswered} prompts, by the server's fault; resume=true asks for them again", flush=True)
-    return rate
+    return tokens / max(seconds(), 1e-9)
 
 
 # ---------------------------------------------------------------------------------------------------- target
@@ -389,25 +382,19 @@ def context_length(target: PreTrainedConfig) -> int:
 def run_identity(config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, server: Server | None = None) -> Facts:
     """Everything that determines the answer to a prompt, and the prompts made from a record."""
     tokenizer = target.tokenizer
+    if server:  # whose weights are not read here
+        known: Facts = {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
+    else:
+        known = {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
     templates = [part.template for _, _, part in config.data.parts()] or [config.data.template]
     return {
         **config.deciding(),
-        **(_served(target, server) if server else _stored(target, dtype)),
+        **known,
         "end_tokens": sorted(end_tokens(target)),
         "tokenizer": tokenizer_digest(tokenizer)[:16],
         "template": [tokenizer.chat_template if name == "tokenizer" else name for name in templates],
         **({"heldout_by": HELDOUT_BY} if config.data.heldout_fraction else {}),
     }
-
-
-def _stored(target: OpenTarget, dtype: torch.dtype) -> Facts:
-    """The identity of a target that runs here, from its files."""
-    return {"dtype": str(dtype).removeprefix("torch."), "model": model_identity(target.files)}
-
-
-def _served(target: OpenTarget, server: Server) -> Facts:
-    """The identity of a server's target, as far as it is known: its weights are not read here."""
-    return {"served": server.model, "model": {"config": deciding_config(target.source, target.revision)}}
 
 
 def _words(summary: Facts) -> str:

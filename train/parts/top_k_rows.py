@@ -144,9 +144,7 @@ def _examples(
             continue
         found = []
         with counts.refusing("responses"):
-            for ids in (response.top.ids, response.sequence):
-                if ids is not None:
-                    require_rows(ids.numpy(), tokenizer, f"{file}: {response.record['id']}")
+            require_rows(response.top.ids.numpy(), tokenizer, f"{file}: {response.record['id']}")
             found = top_k_documents(response, tokenizer, config.template)
             counts["retokenised"] += not found
         for document, places, top in found:

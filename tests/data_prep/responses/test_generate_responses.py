@@ -212,18 +212,6 @@ def test_when_the_time_is_over_what_is_there_is_kept_and_more_time_goes_on(make,
 
 
 @pytest.mark.usefixtures("thirty_seconds_a_batch")
-def test_a_line_a_shard_says_how_far_it_is_and_how_long_it_takes(make, capsys):
-    """Until all are answered, or until the time is over, whichever comes first."""
-
-    def lines(**options):
-        generate_responses(make(batch_size=2, shard_size=4, **options))
-        return re.findall(r"^responses answered=(\S+) tokens_per_s=\d+ eta=(\d+)s$", capsys.readouterr().out, re.M)
-
-    assert lines() == [("4/10", "90"), ("8/10", "30")]
-    assert lines(name="limited", minutes=1.5) == [("4/10", "30")]
-
-
-@pytest.mark.usefixtures("thirty_seconds_a_batch")
 @pytest.mark.parametrize("minutes", [None, 2])
 def test_the_first_batch_tells_how_long_all_take(make, capsys, minutes):
     """And what ends it earlier. It is said once, and not where one batch is all there is."""

@@ -1,7 +1,6 @@
 """The target's distribution beside its responses: at the right tokens, whatever the turns and wherever they come
 from."""
 
-import json
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from data_prep.responses.directory import Response, top_k_documents
 from data_prep.responses.generate import generate_responses
@@ -108,28 +106,6 @@ def test_each_turn_has_its_distributions_where_the_template_rewrites_history(mak
         for other in (tokenizer, changed):  # of another template the prompts are others
             with pytest.raises(UserError, match="another tokenizer or template"):
                 top_k_documents(response, other, "tokenizer")
-
-
-def test_older_shards_have_the_tokens_beside_the_distributions(make):
-    config = make(TALKS[:3], top_k_logits=2, turns="first")
-    generate_responses(config)
-    expected = {one.record["id"]: top_k_documents(one, letter_tokenizer(), "tokenizer") for one in _read(config)}
-    for file in Path(config.out_dir).glob("responses-*.jsonl"):
-        records, tensors = [json.loads(line) for line in file.read_text().splitlines()], {}
-        for record in records:
-            (read,) = record.pop("written")["documents"]
-            tensors[f"{record['id']}.sequence"] = torch.tensor(read["ids"]).int()
-            tensors[f"{record['id']}.places"] = torch.arange(*read["answers"][0]).int()
-        file.write_text("".join(json.dumps(record) + "\n" for record in records))
-        beside = file.with_suffix(".safetensors")
-        save_file(load_file(beside) | tensors, beside)
-    for response in _read(config):
-        ((document, places, top),) = top_k_documents(response, letter_tokenizer(), "tokenizer")
-        ((own, own_places, own_top),) = expected[response.record["id"]]
-        assert np.array_equal(document.ids, own.ids)
-        assert np.array_equal(document.supervised, own.supervised)
-        assert np.array_equal(places, own_places)
-        assert torch.equal(top.ids, own_top.ids)
 
 
 def _read(config):
