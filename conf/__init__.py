@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from conf.methods import no_such_method, store_composed
 from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
@@ -225,7 +225,7 @@ def register(name: str, schema: type) -> None:
     """
     OmegaConf.register_new_resolver("by_device", lambda gpu, cpu: gpu if has_gpu() else cpu, replace=True)
     OmegaConf.register_new_resolver("unless", lambda flag, value: None if flag else value, replace=True)
-    ConfigStore.instance().store(f"{name}_schema", _thaw(schema))
+    ConfigStore.instance().store(f"{name}_schema", _open(schema))
 
 
 def has_gpu() -> bool:
@@ -245,9 +245,8 @@ def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] =
     except MissingMandatoryValue as error:
         key = getattr(error, "full_key", None) or str(error)
         hint = typing.get_type_hints(schema, include_extras=True).get(key)
-        what = [one.what for one in getattr(hint, "__metadata__", ()) if isinstance(one, Named)]
-        expected = f": {what[0]}" if what else f". {_describe(schema, key)}".rstrip(". ")
-        raise UserError(f"{key}: missing; give it as {key}=VALUE{expected}") from None
+        what = [f": {one.what}" for one in getattr(hint, "__metadata__", ()) if isinstance(one, Named)]
+        raise UserError(f"{key}: missing; give it as {key}=VALUE{''.join(what)}") from None
     config = construct(schema, _at_home(values))
     if overrides:
         keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
@@ -277,15 +276,14 @@ def explain(error: Exception, schema: type) -> str:
         return f"{word}: not an option; give it, {said}"
     if not key:
         return " ".join(str(error).split())
-    kind = _field_type(schema, key.rpartition(".")[0])
-    allowed = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
     leaf = key.rpartition(".")[2]
-    if allowed and leaf not in allowed:
+    if isinstance(cause, ConfigAttributeError) and cause.parent_node is not None:
+        allowed = [str(name) for name in cause.parent_node]
         hint = did_you_mean(leaf, [*allowed, "experiment", "method"])
         return f"{key}: no such option{hint or ';'} Allowed here: {', '.join(allowed)}"
     if isinstance(cause, ConfigKeyError):
         return f"{key}: {key.rpartition('.')[0]} holds no {leaf!r} in this run; choose it first, or check the name"
-    return f"{key}: {first_line}. {_describe(schema, key)}"
+    return f"{key}: {first_line}"
 
 
 def _no_such_choice(missing: str) -> str:
@@ -304,51 +302,26 @@ def _fail(message: str) -> typing.NoReturn:
     sys.exit(USER_ERROR_STATUS)
 
 
-def _thaw(kind: object) -> object:
-    """`kind` with every frozen dataclass in it replaced by a mutable twin: OmegaConf makes frozen ones read-only."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        fields = []
-        for f in dataclasses.fields(kind):
-            twin = _thaw(hints[f.name])
-            if isinstance(twin, type) and dataclasses.is_dataclass(twin):
-                default: object = dataclasses.field(default_factory=twin)
-            elif f.default_factory is not dataclasses.MISSING:
-                default = dataclasses.field(default_factory=f.default_factory)
-            elif f.default is not dataclasses.MISSING:
-                default = dataclasses.field(default=f.default)
-            else:
-                default = dataclasses.field(default="???")  # mandatory
-            fields.append((f.name, twin, default))
-        return dataclasses.make_dataclass(typing.cast(type, kind).__name__, fields)
+def _open(kind: Any) -> Any:
+    """`kind` as OmegaConf takes it: settings that are not frozen, and the simple types that it knows."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return dataclasses.make_dataclass(kind.__name__, _open_fields(kind))
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is None:
-        return kind
     if origin is typing.Literal:
         return typing.Union[tuple(map(type, arguments))]  # noqa: UP007 (built at run time)
-    arguments = tuple(_thaw(a) for a in arguments)
     if origin in (types.UnionType, typing.Union):
-        given = [a for a in arguments if a is not type(None)]
-        if len(given) > 1 and any(map(typing.get_args, given)):
-            return typing.Any  # OmegaConf has no unions with containers; the dataclass checks such values itself
-        return typing.Union[arguments]  # noqa: UP007 (built at run time)
-    return origin[arguments]
+        given = [one for one in arguments if one is not types.NoneType]
+        contains = len(given) > 1 and any(map(typing.get_args, given))  # OmegaConf has no unions with containers
+        return Any if contains else typing.Union[tuple(map(_open, arguments))]  # noqa: UP007 (built at run time)
+    return origin[tuple(map(_open, arguments))] if origin else kind
 
 
-def _field_type(schema: type, key: str) -> object:
-    kind: object = schema
-    for part in key.split(".") if key else []:
-        if dataclasses.is_dataclass(kind):
-            kind = typing.get_type_hints(kind).get(part)
-        elif typing.get_origin(kind) is dict:
-            kind = typing.get_args(kind)[1]
+def _open_fields(kind: type) -> Iterator[tuple[str, object, object]]:
+    for own in dataclasses.fields(kind):
+        inner = _open(typing.get_type_hints(kind)[own.name])
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            yield own.name, inner, dataclasses.field(default_factory=inner)
+        elif own.default is own.default_factory is dataclasses.MISSING:
+            yield own.name, inner, dataclasses.field(default="???")  # mandatory
         else:
-            return None
-    return kind
-
-
-def _describe(schema: type, key: str) -> str:
-    kind = _field_type(schema, key)
-    if kind is None:
-        return ""
-    return f"Expected {kind.__name__ if isinstance(kind, type) else str(kind).replace('typing.', '')}"
+            yield own.name, inner, dataclasses.field(default=own.default, default_factory=own.default_factory)

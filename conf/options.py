@@ -1,19 +1,18 @@
 """The options of a command as text: their meanings, types and defaults, all taken from the settings' fields.
 
-A field is explained once, where it is declared: in the comment on its line (which may begin on the lines above), or in
-the docstring of its class as `name: text`.
+The meaning of a field is its `help`, or the docstring after it.
 """
 
+import ast
 import dataclasses
 import inspect
-import io
 import re
 import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -22,10 +21,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from conf.methods import PARTS, choices_of, store_composed
 from outrider.cli import Command
-from outrider.settings import conditions, limits
+from outrider.settings import conditions
 
 CONF_DIR = Path(__file__).resolve().parent
 _WORDS: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", typing.Any: "any"}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}  # of annotated_types' limits
 _WIDTH = 110
 
 
@@ -133,7 +133,9 @@ def _default(composed: DictConfig, name: str) -> typing.Any:
 def words(kind: object) -> str:
     """A type in words, with its choices or its range."""
     if typing.get_origin(kind) is typing.Annotated:
-        return f"{words(typing.get_args(kind)[0])} {limits(kind)}".rstrip()
+        inner, *said = typing.get_args(kind)
+        ends = [f"{sign} {getattr(one, end)}" for one in said for end, sign in _SIGNS.items() if hasattr(one, end)]
+        return f"{words(inner)} {' and '.join(ends)}".rstrip()
     if typing.get_origin(kind) is typing.Literal:
         return _either(typing.get_args(kind))
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
@@ -170,36 +172,19 @@ def first_sentence(schema: type) -> str:
 
 def meanings_of(schema: type) -> dict[str, str]:
     """The meaning of each field by name, inherited fields included."""
-    found: dict[str, str] = {}
+    found = {own.name: str(own.metadata.get("help", "")) for own in dataclasses.fields(schema)}
     for cls in reversed(schema.__mro__):
-        if dataclasses.is_dataclass(cls):
-            found |= _from_docstring(cls) | _from_comments(cls)
+        found |= _after_fields(cls) if dataclasses.is_dataclass(cls) else {}
     return found
 
 
-def _from_docstring(cls: type) -> dict[str, str]:
-    names = {field.name for field in dataclasses.fields(cls)}
-    text = " ".join((inspect.getdoc(cls) or "").split())
-    parts = re.split(r"(?:^|(?<=[.;,:] ))(" + "|".join(sorted(names, key=len, reverse=True)) + r"): ", text)
-    return {name: meaning.strip().rstrip(";,") for name, meaning in zip(parts[1::2], parts[2::2], strict=True)}
-
-
-def _from_comments(cls: type) -> dict[str, str]:
-    found: dict[str, str] = {}
-    source = textwrap.dedent(inspect.getsource(cls))
-    comments = {
-        token.start[0]: token.string.removeprefix("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    above: list[str] = []
-    for number, line in enumerate(source.splitlines(), start=1):
-        declared = re.match(r"    (\w+): ", line)
-        if line.startswith("    # "):
-            above.append(comments[number])
-        elif declared and (above or number in comments):
-            found[declared[1]] = " ".join([*above, *([comments[number]] if number in comments else [])])
-            above = []
-        else:
-            above = []
+def _after_fields(cls: type) -> dict[str, str]:
+    """The docstrings of fields, which Python itself does not keep."""
+    (declared,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(declared, ast.ClassDef)
+    found = {}
+    for own, after in pairwise(declared.body):
+        match own, after:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split())
     return found

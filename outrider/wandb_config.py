@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from outrider.errors import UserError
-from outrider.settings import Named, Settings
+from outrider.settings import Named, Settings, opt
 from outrider.shown import secret
 
 WandbMode = Literal["auto", "online", "offline", "disabled"]
@@ -20,10 +20,11 @@ ID_FILE = "wandb_run_id"
 class WandbConfig(Settings):
     """Weights & Biases, which is off unless asked for."""
 
-    # offline: written to disk; auto: as WANDB_MODE says, else online if a key is at hand (WANDB_API_KEY or netrc), else
-    mode: WandbMode = "disabled"  # offline
-    project: Annotated[str, Named("a project name")] = "outrider"  # the W&B project
-    name: str | None = None  # of the run there; null: W&B makes one up
+    mode: WandbMode = "disabled"
+    """offline: written to disk; auto: as WANDB_MODE says, else online if a key is at hand (WANDB_API_KEY or netrc),
+    else offline"""
+    project: Annotated[str, Named("a project name")] = opt("outrider", "the W&B project")
+    name: str | None = opt(None, "of the run there; null: W&B makes one up")
 
     def resolved_mode(self) -> str:
         """`online`, `offline` or `disabled`; the environment's WANDB_MODE decides for `auto` when set."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from draft_models.targets.settings import Model
 from outrider.errors import require, require_choice
-from outrider.settings import Positive, RunConfig, Settings, free
+from outrider.settings import Positive, RunConfig, Settings, free, opt
 from outrider.words import quoted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,10 +100,11 @@ class StepConfig(Settings):
     A later one replaces an earlier one of the same key, and ~KEY takes it back.
     """
 
-    overrides: list[str] = field(default_factory=list)  # what an experiment says
-    debug: list[str] = field(default_factory=list)  # with debug=true: these as well
-    more: list[str] = field(default_factory=list)  # what you say: 'steps.eesd.more=["fit.steps=900","exit_layer=3"]'
-    expected_minutes: Positive | None = free(None)  # on the experiment's machine; null: unknown. Tells the time left
+    overrides: list[str] = opt(factory=list, help="what an experiment says")
+    debug: list[str] = opt(factory=list, help="with debug=true: these as well")
+    more: list[str] = field(default_factory=list)
+    """what you say: 'steps.eesd.more=["fit.steps=900","exit_layer=3"]'"""
+    expected_minutes: Positive | None = free(None, "on the experiment's machine; null: unknown. Tells the time left")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,14 +128,15 @@ class PipelineConfig(RunConfig):
     Each step is a command of this project, run by itself with out_dir=<out_dir>/<step>; see `STEPS`.
     """
 
-    steps: dict[str, StepConfig] = field(default_factory=dict)  # a missing one is left out (~steps.NAME)
-    # model directory, GGUF file or Hub name; null: what step target or fetch leaves, which are passed over where it is
-    target: Model | None = None  # given
-    out_dir: str = free("runs/pipeline")  # where everything goes
-    # what all steps together may take on the experiment's machine, two CPU cores if it names none: it shortens or
-    # lengthens the minutes that the experiment gives them, all in proportion; null: as the experiment says
+    steps: dict[str, StepConfig] = opt(factory=dict, help="a missing one is left out (~steps.NAME)")
+    target: Model | None = None
+    """model directory, GGUF file or Hub name; null: what step target or fetch leaves, which are passed over where it is
+    given"""
+    out_dir: str = free("runs/pipeline", "where everything goes")
     minutes: Positive | None = None
-    debug: bool = free(False)  # a rehearsal in <out_dir>-debug: the same commands, everything small
+    """what all steps together may take on the experiment's machine, two CPU cores if it names none: it shortens or
+    lengthens the minutes that the experiment gives them, all in proportion; null: as the experiment says"""
+    debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same commands, everything small")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 from data_prep.text.settings import DataConfig, Order
 from draft_models.targets.settings import TARGET, RehearsedConfig
 from outrider.errors import require
-from outrider.settings import Count, Place, free
+from outrider.settings import Count, Place, free, opt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,25 +21,26 @@ class TrigramConfig(RehearsedConfig):
     plain texts of their own, and no n-gram reaches over two of them.
     """
 
-    # SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer
     tokenizer: Annotated[
         str, Place("a SentencePiece or GGUF file, a directory or a Hub name (OWNER/NAME)", hub=True)
     ] = free()
-    data: DataConfig  # its held-out records are left out
-    revision: str | None = free(None)  # of a tokenizer on the Hub
-    text: Literal["assistant", "all"] = "assistant"  # of a conversation: what a target generates, or all turns
-    orders: tuple[Order, ...] = (3,)  # n of the n-grams to count, each once
-    min_count: Count = 2  # n-grams of fewer occurrences are left out
-    max_successors: Count | None = None  # only this many successors of a context, the most frequent; null: all
-    suffixes: bool = False  # keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory
-    # finished tables whose counts are added to the corpus's own, before min_count and max_successors apply
+    """SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer"""
+    data: DataConfig = opt(help="its held-out records are left out")
+    revision: str | None = free(None, "of a tokenizer on the Hub")
+    text: Literal["assistant", "all"] = opt("assistant", "of a conversation: what a target generates, or all turns")
+    orders: tuple[Order, ...] = opt((3,), "n of the n-grams to count, each once")
+    min_count: Count = opt(2, "n-grams of fewer occurrences are left out")
+    max_successors: Count | None = opt(None, "only this many successors of a context, the most frequent; null: all")
+    suffixes: bool = False
+    """keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory"""
     merge: tuple[Annotated[str, Place("the directory of a finished table")], ...] = ()
-    # leave the rarest n-grams out until their arrays take no more, suffixes not counted; null: all stay
+    """finished tables whose counts are added to the corpus's own, before min_count and max_successors apply"""
     max_mb: Annotated[float, Gt(0)] | None = None
-    workers: Count | None = free(None)  # tokenising processes; null: one for each CPU core
-    # what counting and merging may take, beside the program and the text of the largest record
+    """leave the rarest n-grams out until their arrays take no more, suffixes not counted; null: all stay"""
+    workers: Count | None = free(None, "tokenising processes; null: one for each CPU core")
     memory_gb: Annotated[float, Ge(0.1)] = free(1.0)
-    out_dir: str = free("runs/trigrams")  # where everything goes
+    """what counting and merging may take, beside the program and the text of the largest record"""
+    out_dir: str = free("runs/trigrams", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,7 +11,7 @@ from annotated_types import Ge, Le, Lt
 
 from outrider.caches import user_cache
 from outrider.errors import UserError, require
-from outrider.settings import Count, Named, Settings, free
+from outrider.settings import Count, Named, Settings, free, opt
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # How a conversation becomes text: by the tokenizer's own template, as Vicuna's, or as its bare texts, for base models.
@@ -23,31 +23,27 @@ Order = Annotated[int, Ge(2), Le(4)]  # n of an n-gram
 
 @dataclass(frozen=True)
 class SourceConfig(Settings):
-    """Where records come from and how they are read.
-
-    source: python_stdlib (the interpreter's own library), hub (a Hugging Face dataset) or local (files).
-    packages: for python_stdlib: read the source of the installed packages too, about 200 MB beside torch.
-    path: for hub the name of the dataset; for local a file, a directory, a glob, or a list of those.
-    streaming: for hub only, as subset, data_dir, revision and split are: handed to `datasets.load_dataset`.
-    layout: how a record is laid out; auto decides from the first record of each file or dataset. prompts: what
-    evaluate-checkpoint reads, for generate-responses alone.
-    column: the column to read; None: the layout's usual one.
-    template: how a conversation becomes text: tokenizer (its own chat template), vicuna, or none (its bare texts).
-    max_records: read only this many records, counted before the train / held-out split.
-    """
+    """Where records come from and how they are read."""
 
     source: Literal["python_stdlib", "hub", "local", "mix"] = "python_stdlib"
+    """python_stdlib (the interpreter's own library), hub (a Hugging Face dataset) or local (files)"""
     packages: bool = False
-    path: Any = None
-    subset: str | None = None  # of a dataset on the Hub
-    data_dir: str | None = None  # of a dataset on the Hub: read this folder only
-    revision: str | None = None  # of a dataset on the Hub
-    split: Annotated[str, Named("the name of a split of the hub dataset")] = "train"  # of a dataset on the Hub
+    """for python_stdlib: read the source of the installed packages too, about 200 MB beside torch"""
+    path: Any = opt(None, "for hub the name of the dataset; for local a file, a directory, a glob, or a list of those")
+    subset: str | None = opt(None, "of a dataset on the Hub")
+    data_dir: str | None = opt(None, "of a dataset on the Hub: read this folder only")
+    revision: str | None = opt(None, "of a dataset on the Hub")
+    split: Annotated[str, Named("the name of a split of the hub dataset")] = opt("train", "of a dataset on the Hub")
     streaming: bool = True
+    """for hub only, as subset, data_dir, revision and split are: handed to `datasets.load_dataset`"""
     layout: Layout = "auto"
-    column: str | None = None
+    """how a record is laid out; auto decides from the first record of each file or dataset. prompts: what
+    evaluate-checkpoint reads, for generate-responses alone"""
+    column: str | None = opt(None, "the column to read; None: the layout's usual one")
     template: ChatTemplate = "tokenizer"
+    """how a conversation becomes text: tokenizer (its own chat template), vicuna, or none (its bare texts)"""
     max_records: Count | None = None
+    """read only this many records, counted before the train / held-out split"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,9 +72,10 @@ class SourceConfig(Settings):
 
 @dataclass(frozen=True)
 class MixPart(SourceConfig):
-    """One source of a mix. weight: its share of the supervised tokens, relative to the others'; 0 leaves it out."""
+    """One source of a mix."""
 
     weight: Annotated[float, Ge(0)] = 1.0
+    """its share of the supervised tokens, relative to the others'; 0 leaves it out"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,16 +84,13 @@ class MixPart(SourceConfig):
 
 @dataclass(frozen=True)
 class DataConfig(SourceConfig):
-    """One data set: a source, or with source=mix several.
-
-    mix: the sources by name, each read as its own fields say; the fields above are then left alone.
-    heldout_fraction: share of the records kept out of training, chosen by a hash of the user's first turn or the text.
-    cache_dir: where tokenised rows are kept; None: `user_cache()`.
-    """
+    """One data set: a source, or with source=mix several."""
 
     mix: dict[str, MixPart] = field(default_factory=dict)
+    """the sources by name, each read as its own fields say; the fields above are then left alone"""
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.05
-    cache_dir: str | None = free(None)
+    """share of the records kept out of training, chosen by a hash of the user's first turn or the text"""
+    cache_dir: str | None = free(None, "where tokenised rows are kept; None: `user_cache()`")
 
     def __post_init__(self) -> None:
         super().__post_init__()

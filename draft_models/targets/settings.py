@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge
 
-from outrider.settings import Place, Positive, RunConfig, Settings, free
+from outrider.settings import Place, Positive, RunConfig, Settings, free, opt
 
 Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those that `save_tiny_models` can make
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -31,9 +31,10 @@ HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's direc
 class RehearsedConfig(RunConfig, ABC):
     """A command that can be rehearsed (see `data_prep.text.rehearsal`)."""
 
-    # a rehearsal in <out_dir>-debug: target, data and prompts that the command line gives are looked at, then all runs
-    debug: bool = free(False)  # on tiny random models and little data
-    debug_architecture: Architecture = free("llama")  # of those tiny models; without it that of a target that is given
+    debug: bool = free(False)
+    """a rehearsal in <out_dir>-debug: target, data and prompts that the command line gives are looked at, then all runs
+    on tiny random models and little data"""
+    debug_architecture: Architecture = free("llama", "of those tiny models; without it that of a target that is given")
 
     @abstractmethod
     def small(self, models: Path) -> Self:
@@ -49,29 +50,29 @@ class RehearsedConfig(RunConfig, ABC):
 class TargetConfig(RehearsedConfig):
     """A command that is about one target, which is known by what its files hold."""
 
-    target: Model = free()  # model directory, GGUF file or Hub name
-    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
+    target: Model = free(help="model directory, GGUF file or Hub name")
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingChanges(Settings):
     """Corrections of an EAGLE-3 head's config.json; null: as it says."""
 
-    # boundaries of the target's layers, e.g. [2,16,29]: 0 is the embedding, i the output of layer i − 1
     taps: tuple[Annotated[int, Ge(0)], ...] | None = None
-    # plain: every dimension rotates, positions as they are; target: the rope of the target
+    """boundaries of the target's layers, e.g. [2,16,29]: 0 is the embedding, i the output of layer i − 1"""
     rope: Literal["plain", "target"] | None = None
-    rope_theta: Positive | None = None  # its base
-    norm_before_residual: bool | None = None  # the first layer adds to the normed feature
-    norm_output: bool | None = None  # the next step is given what the final norm gives
-    tap_norms: bool | None = None  # each tap is normed ("fc_norm")
-    joint_norm: bool | None = None  # all taps together are ("norm_before_fc")
-    embedding_norm: bool | None = None  # the token's embedding is
-    final_norm: bool | None = None  # there is a norm before the logits
-    head_norms: bool | None = None  # queries and keys are normed head by head (Qwen3)
-    draft_ids: Literal["offset", "index"] | None = None  # what d2t holds
-    own_embedding: bool | None = None  # false: the target's embedding, whatever the head's file has
-    own_head: bool | None = None  # false: the target's head
+    """plain: every dimension rotates, positions as they are; target: the rope of the target"""
+    rope_theta: Positive | None = opt(None, "its base")
+    norm_before_residual: bool | None = opt(None, "the first layer adds to the normed feature")
+    norm_output: bool | None = opt(None, "the next step is given what the final norm gives")
+    tap_norms: bool | None = opt(None, 'each tap is normed ("fc_norm")')
+    joint_norm: bool | None = opt(None, 'all taps together are ("norm_before_fc")')
+    embedding_norm: bool | None = opt(None, "the token's embedding is")
+    final_norm: bool | None = opt(None, "there is a norm before the logits")
+    head_norms: bool | None = opt(None, "queries and keys are normed head by head (Qwen3)")
+    draft_ids: Literal["offset", "index"] | None = opt(None, "what d2t holds")
+    own_embedding: bool | None = opt(None, "false: the target's embedding, whatever the head's file has")
+    own_head: bool | None = opt(None, "false: the target's head")
 
     def stated(self) -> dict[str, Any]:
         """The overrides that are not null."""

@@ -26,7 +26,7 @@ from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from inference.settings.serving import MODULES, Engine, why_not, with_lengths
 from outrider.errors import require
-from outrider.settings import Count, Named, Place, Positive, Url, free, only, require_default
+from outrider.settings import Count, Named, Place, Positive, Url, free, only, opt, require_default
 from outrider.shown import SECRET_NAME
 from outrider.wandb_config import WandbConfig
 
@@ -40,75 +40,77 @@ _SERVED = only(engine=get_args(Engine))
 class EvaluateConfig(RehearsedConfig):
     """evaluate-checkpoint: a drafter, prompts, and the methods to compare on them."""
 
-    # directory of a drafter: an early exit, or what small_lm, eagle3 and table take, whichever lies there
     checkpoint: DrafterFolder | None = None
-    small_lm: Model | None = None  # causal LM, as `target`, for methods with source=small_lm
-    eagle3: Head | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
-    # n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams
+    """directory of a drafter: an early exit, or what small_lm, eagle3 and table take, whichever lies there"""
+    small_lm: Model | None = opt(None, "causal LM, as `target`, for methods with source=small_lm")
+    eagle3: Head | None = opt(None, "EAGLE-3 head, a directory or Hub name, for methods with source=eagle3")
     table: TableFolder | None = None
-    # model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for; or replay
+    """n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams"""
     target: Annotated[str, Place(MODEL, hub=True, besides=("replay",))] | None = None
-    # target=replay: recorded greedy answers to `prompts`
+    """model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for; or replay"""
     transcripts: Annotated[str, Place("a file of recorded answers")] | None = free(None)
-    # target=replay: a Hugging Face directory or a SentencePiece .model
+    """target=replay: recorded greedy answers to `prompts`"""
     tokenizer: Annotated[str, Place("a tokenizer directory or a SentencePiece .model", hub=True)] | None = free(None)
-    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    # the ways of decoding to compare, by name; method=[…] chooses presets
+    """target=replay: a Hugging Face directory or a SentencePiece .model"""
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
-    # python_stdlib: held-out standard-library files; a JSONL, JSON or parquet file; or a benchmark of the Hub by name:
-    prompts: PromptSource = "python_stdlib"  # mt_bench, gsm8k, humaneval, alpaca, cnn_dm, xsum or wmt
-    prompt_text: list[str] = free(factory=list)  # inline prompts instead
-    prompt_chars: Count = free(1000)  # python_stdlib: characters of a file to continue from
-    num_prompts: Count | None = free(24)  # evenly spread; null: all
-    # take no new prompt when this time is over, of all runs in out_dir together, but at least 5; null: all prompts
+    """the ways of decoding to compare, by name; method=[…] chooses presets"""
+    prompts: PromptSource = "python_stdlib"
+    """python_stdlib: held-out standard-library files; a JSONL, JSON or parquet file; or a benchmark of the Hub by name:
+    mt_bench, gsm8k, humaneval, alpaca, cnn_dm, xsum or wmt"""
+    prompt_text: list[str] = free(factory=list, help="inline prompts instead")
+    prompt_chars: Count = free(1000, "python_stdlib: characters of a file to continue from")
+    num_prompts: Count | None = free(24, "evenly spread; null: all")
     minutes: Positive | None = free(None)
-    # how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; another
-    # than the drafters' is refused, but for none: bare text
+    """take no new prompt when this time is over, of all runs in out_dir together, but at least 5; null: all prompts"""
     template: PromptTemplate = "auto"
-    # the first is the prefill's; target=replay: the length of the recorded answer where that is longer
+    """how chat prompts are rendered; auto: as in the drafters' training, else by the tokenizer's chat template; another
+    than the drafters' is refused, but for none: bare text"""
     max_new_tokens: Annotated[int, Ge(2)] = 128
-    ignore_eos: bool = False  # go on to max_new_tokens
+    """the first is the prefill's; target=replay: the length of the recorded answer where that is longer"""
+    ignore_eos: bool = opt(False, "go on to max_new_tokens")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    # target: what acts on greedy decoding there is taken over; none: ignored
     generation_config: Literal["target", "none"] = "target"
-    # text also ends with the first of these; none: the target's
+    """target: what acts on greedy decoding there is taken over; none: ignored"""
     stop_strings: list[Annotated[str, Named("a text")]] = field(default_factory=list)
-    repeats: Count = 1  # timed passes over every prompt, which draw anew when sampling; the one of median time counts
-    compare_transformers: bool = True  # also time model.generate
-    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the
-    # target's linear layers in whole numbers to ±127, which is another target, in all arms (docs/evaluate.md)
+    """text also ends with the first of these; none: the target's"""
+    repeats: Count = 1
+    """timed passes over every prompt, which draw anew when sampling; the one of median time counts"""
+    compare_transformers: bool = opt(True, "also time model.generate")
     dtype: DecodeDtype = "auto"
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
-    runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)
-    plan: bool = free(False)  # only say what every device would hold; needs no weights
-    threads: Threads = None  # of the CPU; auto: measured at the start; null: torch's choice
-    seed: int = 0  # of sampling, and of what rules and searches draw
-    # how the EAGLE-3 head is read where its config.json is wrong
+    """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it; int8: the
+    target's linear layers in whole numbers to ±127, which is another target, in all arms (docs/evaluate.md)"""
+    device: str = opt("auto", "auto | cpu | cuda | cuda:N")
+    runtime: Runtime = opt("auto", "graphed: passes of fixed shape as CUDA graphs (uncaptured without CUDA)")
+    plan: bool = free(False, "only say what every device would hold; needs no weights")
+    threads: Threads = opt(None, "of the CPU; auto: measured at the start; null: torch's choice")
+    seed: int = opt(0, "of sampling, and of what rules and searches draw")
     reading: ReadingChanges = field(default_factory=ReadingChanges)
-    # examine the drafters before they are measured: how often they agree with the target, and whether read in another
-    doctor: bool | None = None  # way they would more; null: only EAGLE-3 heads of other trainers, and quickly
-    # texts of so many tokens, joined from the prompts, on which agreement is looked at too
+    """how the EAGLE-3 head is read where its config.json is wrong"""
+    doctor: bool | None = None
+    """examine the drafters before they are measured: how often they agree with the target, and whether read in another
+    way they would more; null: only EAGLE-3 heads of other trainers, and quickly"""
     doctor_lengths: Annotated[tuple[Annotated[int, Ge(256)], ...], only(doctor=True)] = ()
-    drafters: dict[str, str] = free(factory=dict)  # models of other kinds, as +drafters.NAME=PATH
-    # also measure the methods in a serving engine that can run them (docs/deploy.md), without a drafter and with each;
-    # or the URL of an OpenAI-compatible server that runs already, with the drafter and draft length of one method
+    """texts of so many tokens, joined from the prompts, on which agreement is looked at too"""
+    drafters: dict[str, str] = free(factory=dict, help="models of other kinds, as +drafters.NAME=PATH")
     engine: Engine | Url | None = free(None)
-    # with engine=URL: the same server without a drafter; null: no speed-up is said
+    """also measure the methods in a serving engine that can run them (docs/deploy.md), without a drafter and with each;
+    or the URL of an OpenAI-compatible server that runs already, with the drafter and draft length of one method"""
     engine_plain: Url | None = free(None)
-    server_model: str | None = free(None)  # with engine=URL: the target's name there; null: the first one that it lists
-    # directory of the engine's environment, or its Python; null: the one that runs this
+    """with engine=URL: the same server without a drafter; null: no speed-up is said"""
+    server_model: str | None = free(None, "with engine=URL: the target's name there; null: the first one that it lists")
     engine_python: Annotated[Annotated[str, Place("an environment with the engine")] | None, _SERVED] = free(None)
-    # of the engine itself, as +engine_options.NAME=VALUE
+    """directory of the engine's environment, or its Python; null: the one that runs this"""
     engine_options: Annotated[dict[str, Any], _SERVED] = free(factory=dict)
-    concurrency: tuple[Count, ...] = free((1,))  # requests to the engine at a time, one measurement for each
-    # lengths K of the drafts of all methods that the engine runs, one method for each; empty: their own
+    """of the engine itself, as +engine_options.NAME=VALUE"""
+    concurrency: tuple[Count, ...] = free((1,), "requests to the engine at a time, one measurement for each")
     draft_tokens: tuple[Count, ...] = ()
-    # texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed
+    """lengths K of the drafts of all methods that the engine runs, one method for each; empty: their own"""
     show_prompts: Annotated[int, Ge(0)] = free(4)
-    # the table and the page in Weights & Biases too
-    wandb: WandbConfig = free(factory=WandbConfig)
-    card: bool = free(False)  # also put the table into README.md of the drafters evaluated
-    out_dir: str = free("runs/evaluate")  # where the report goes
+    """texts whose rounds report.html shows, evenly spread over the prompts; they are decoded once more, untimed"""
+    wandb: WandbConfig = free(factory=WandbConfig, help="the table and the page in Weights & Biases too")
+    card: bool = free(False, "also put the table into README.md of the drafters evaluated")
+    out_dir: str = free("runs/evaluate", "where the report goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from inference.settings.kinds import KINDS, Kind
 from inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.errors import require, require_choice
-from outrider.settings import Count, Positive, Settings, Share, only, require_default
+from outrider.settings import Count, Positive, Settings, Share, only, opt, require_default
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
 # depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the
@@ -52,31 +52,33 @@ _THOMPSON: tuple[Rule, ...] = ("calibrated", "posterior_mean")
 class StopConfig(Settings):
     """The stop rule of a chain or a tree (see inference/stopping/)."""
 
-    # a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head of train/calibrate.py
     rule: Rule = "fixed"
-    # tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
-    max_draft: Size | None = None  # null: 8 tokens, 15 of rule=survival, as many levels as the structure has by itself
-    # stop below this probability (confidence, posterior_mean) or bound of it (adaedl), above this √entropy (svip) or
-    # risk (rejection_risk); null: 0.4, 0.5, 0.5, 0.6 and 0.7
+    """a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head of
+    train/calibrate.py"""
+    max_draft: Size | None = None
+    """tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
+    null: 8 tokens, 15 of rule=survival, as many levels as the structure has by itself"""
     threshold: Annotated[Annotated[float, Gt(0), Lt(1)] | None, only(rule=tuple(THRESHOLDS))] = None
-    gamma: Annotated[Positive, only(rule="adaedl")] = 0.2  # γ, of the entropy in the bound
-    alpha: Annotated[Positive, only(rule="beta")] = 4.0  # successes that the prior counts for
-    beta: Annotated[Positive, only(rule="beta")] = 2.0  # failures that the prior counts for
-    update: Annotated[Literal["natural", "printed"], only(rule="beta")] = "natural"  # printed: the paper's formula
-    # what trials keep of their weight in every further round; 1: all, as in the paper
+    """stop below this probability (confidence, posterior_mean) or bound of it (adaedl), above this √entropy (svip) or
+    risk (rejection_risk); null: 0.4, 0.5, 0.5, 0.6 and 0.7"""
+    gamma: Annotated[Positive, only(rule="adaedl")] = opt(0.2, "γ, of the entropy in the bound")
+    alpha: Annotated[Positive, only(rule="beta")] = opt(4.0, "successes that the prior counts for")
+    beta: Annotated[Positive, only(rule="beta")] = opt(2.0, "failures that the prior counts for")
+    update: Annotated[Literal["natural", "printed"], only(rule="beta")] = opt("natural", "printed: the paper's formula")
     discount: Annotated[float, Gt(0), Le(1), only(rule="beta")] = 1.0
-    # model: the head alone; sample: what was observed alone
+    """what trials keep of their weight in every further round; 1: all, as in the paper"""
     evidence: Annotated[Literal["both", "model", "sample"], only(rule="calibrated")] = "both"
-    # σ_M, how far off the head is taken to be
+    """model: the head alone; sample: what was observed alone"""
     model_sigma: Annotated[Positive, only(rule=_THOMPSON, evidence=("both", "model"))] = 0.15
-    # σ_S, how far off what was observed is taken to be
+    """σ_M, how far off the head is taken to be"""
     sample_sigma: Annotated[Positive, only(rule=_THOMPSON, evidence=("both", "sample"))] = 1.0
-    # θ̂ before anything was observed
+    """σ_S, how far off what was observed is taken to be"""
     prior: Annotated[Share, only(rule=_THOMPSON, evidence=("both", "sample"))] = 0.7
-    # θ̂ is the share of tested tokens that were right; printed: the paper's formula
+    """θ̂ before anything was observed"""
     mean: Annotated[Literal["sample", "printed"], only(rule=_THOMPSON, evidence=("both", "sample"))] = "sample"
-    # what a token's probability to be right is computed from: that of the draft, or the head of train/calibrate.py
+    """θ̂ is the share of tested tokens that were right; printed: the paper's formula"""
     score: Annotated[Literal["draft", "head"], only(rule="survival")] = "draft"
+    """what a token's probability to be right is computed from: that of the draft, or the head of train/calibrate.py"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,31 +122,33 @@ _GROWN: tuple[StructureKind, ...] = ("opt_tree", "token_graph")  # they grow whe
 class StructureConfig(Settings):
     """The shape of a draft (see inference/shapes/shapes.py)."""
 
-    kind: StructureKind = "chain"  # one line of tokens, or a tree
-    max_depth: Annotated[Size, only(kind=_GROWN)] = 10  # drafting steps at most; auto with opt_tree
-    # budget; the size of shape=binary; auto with opt_tree
+    kind: StructureKind = opt("chain", "one line of tokens, or a tree")
+    max_depth: Annotated[Size, only(kind=_GROWN)] = opt(10, "drafting steps at most; auto with opt_tree")
     nodes: Annotated[Size, only(kind=(*_GROWN, "static"))] = 25
-    # children per node, level by level, e.g. [4,2,2]; or auto
+    """budget; the size of shape=binary; auto with opt_tree"""
     widths: Annotated[Literal["auto"] | tuple[Count, ...], only(kind="k_config")] = (4, 2, 2)
-    draw: Annotated[Draw, only(kind="k_config")] = "without_replacement"  # how children come about when sampling
-    # nodes of a level that are extended at most, the likeliest ones; null: all that are in the best tree so far
+    """children per node, level by level, e.g. [4,2,2]; or auto"""
+    draw: Annotated[Draw, only(kind="k_config")] = opt("without_replacement", "how children come about when sampling")
     width: Annotated[Count | None, only(kind="opt_tree")] = None
-    # stop when E(A) gains no more than this; null: μ, as measured here
+    """nodes of a level that are extended at most, the likeliest ones; null: all that are in the best tree so far"""
     delta: Annotated[Share | None, only(kind="opt_tree")] = None
-    out_degree: Annotated[Count, only(kind="token_graph")] = 4  # children of a node at most
-    theta_prob: Annotated[Share, only(kind="token_graph")] = 0.2  # a less probable node stays a leaf
-    # so does one less probable than this share of its likeliest sibling
+    """stop when E(A) gains no more than this; null: μ, as measured here"""
+    out_degree: Annotated[Count, only(kind="token_graph")] = opt(4, "children of a node at most")
+    theta_prob: Annotated[Share, only(kind="token_graph")] = opt(0.2, "a less probable node stays a leaf")
     theta_sibling: Annotated[Share, only(kind="token_graph")] = 0.3
-    # nodes that end in the same τ tokens are merged; 0: none, which is GSD's TSD
+    """so does one less probable than this share of its likeliest sibling"""
     tau: Annotated[int, Ge(0), only(kind="token_graph")] = 2
-    # copies below merged nodes may be deeper than max_depth, which then bounds only what the drafter runs (the paper's)
+    """nodes that end in the same τ tokens are merged; 0: none, which is GSD's TSD"""
     deep_copies: Annotated[bool, only(kind="token_graph")] = False
-    shape: Annotated[str, only(kind="static")] = "eagle"  # eagle | binary | a JSON file of rank paths
-    # of q where it only ranks: under greedy decoding, and by rank=drafter; below 1 it drafts deeper, which pays where
-    temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0  # the target is far surer of q's likeliest token than q
-    # by what a tree grows when sampling: q after the sampler's temperature, top-p and so on; drafter: q as under greedy
-    # decoding, so that sampling changes the verification only (OPT-Tree, section 4.6)
+    """copies below merged nodes may be deeper than max_depth, which then bounds only what the drafter runs (the
+    paper's)"""
+    shape: Annotated[str, only(kind="static")] = opt("eagle", "eagle | binary | a JSON file of rank paths")
+    temperature: Annotated[Positive, only(kind=_GROWN)] = 1.0
+    """of q where it only ranks: under greedy decoding, and by rank=drafter; below 1 it drafts deeper, which pays where
+    the target is far surer of q's likeliest token than q"""
     rank: Annotated[Literal["sampler", "drafter"], only(kind=_GROWN)] = "sampler"
+    """by what a tree grows when sampling: q after the sampler's temperature, top-p and so on; drafter: q as under
+    greedy decoding, so that sampling changes the verification only (OPT-Tree, section 4.6)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,33 +169,32 @@ class StructureConfig(Settings):
 class NgramConfig(Settings):
     """Drafting from an n-gram table (see inference/drafters/ngram/ngrams.py)."""
 
-    evidence: Literal["table", "mixed"] = "table"  # one order of it, adapted (ADED); or orders 2 to 4 and the text
-    # node budget; auto: what pays on this device, at most 63 (a replay has no device, and takes 63)
+    evidence: Literal["table", "mixed"] = opt("table", "one order of it, adapted (ADED); or orders 2 to 4 and the text")
     nodes: Size = 64
-    depth: Count = 4  # tokens ahead at most
-    order: Annotated[Literal[2, 3, 4], only(evidence="table")] = 3  # the n of its n-grams
-    # raise the n-grams of prompt and output (Algorithm 2)
-    adapt: Annotated[bool, only(evidence="table")] = True
-    # what Algorithm 2 adds to an n-gram that occurs
+    """node budget; auto: what pays on this device, at most 63 (a replay has no device, and takes 63)"""
+    depth: Count = opt(4, "tokens ahead at most")
+    order: Annotated[Literal[2, 3, 4], only(evidence="table")] = opt(3, "the n of its n-grams")
+    adapt: Annotated[bool, only(evidence="table")] = opt(True, "raise the n-grams of prompt and output (Algorithm 2)")
     increment: Annotated[float, Gt(0), Le(1), only(evidence="table", adapt=True)] = 0.4
-    # and the most that it comes to; at least increment
+    """what Algorithm 2 adds to an n-gram that occurs"""
     max_probability: Annotated[Share, only(evidence="table", adapt=True)] = 0.7
-    search: Annotated[Literal["best_first", "puct"], only(evidence="table")] = "best_first"  # the paper's is puct
-    iterations: Annotated[Count, only(evidence="table", search="puct")] = 150  # s
-    sentences: Annotated[Count, only(evidence="table", search="puct")] = 24  # n, the best ones that make the tree
-    # t, likeliest successors of a state in the table that count
+    """and the most that it comes to; at least increment"""
+    search: Annotated[Literal["best_first", "puct"], only(evidence="table")] = opt("best_first", "the paper's is puct")
+    iterations: Annotated[Count, only(evidence="table", search="puct")] = opt(150, "s")
+    sentences: Annotated[Count, only(evidence="table", search="puct")] = opt(24, "n, the best ones that make the tree")
     widest: Annotated[Count, only(evidence="table", search="puct")] = 12
-    c1: Annotated[float, Ge(0), only(evidence="table", search="puct")] = 32.0  # more explores more
-    # larger makes exploration grow more slowly
+    """t, likeliest successors of a state in the table that count"""
+    c1: Annotated[float, Ge(0), only(evidence="table", search="puct")] = opt(32.0, "more explores more")
     c2: Annotated[Positive, only(evidence="table", search="puct")] = 8.0
-    # longest context that is looked up in the text; 0: the text says nothing
+    """larger makes exploration grow more slowly"""
     longest: Annotated[int, Ge(0), only(evidence="mixed")] = 16
-    # what a count keeps when its context occurs again
+    """longest context that is looked up in the text; 0: the text says nothing"""
     decay: Annotated[float, Gt(0), Le(1), only(evidence="mixed")] = 0.85
-    # how many tokens' evidence the prior weight of a source counts for
+    """what a count keeps when its context occurs again"""
     strength: Annotated[Positive, only(evidence="mixed")] = 60.0
-    # likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none
+    """how many tokens' evidence the prior weight of a source counts for"""
     recycle: Annotated[int, Ge(0), Le(64), only(evidence="mixed")] = 0
+    """likeliest tokens kept of every row that the target verified, as evidence (recycled logits); 0: none"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -205,16 +208,17 @@ class NgramConfig(Settings):
 class MethodConfig(Settings):
     """One decoding method: its drafter, draft shape and stop rule."""
 
-    # early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)
     source: str = "early_exit"
+    """early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)"""
     structure: StructureConfig = field(default_factory=StructureConfig)
     stop: StopConfig = field(default_factory=StopConfig)
-    # when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline
     verify: Literal["exact", "naive"] = "exact"
-    max_ngram: Count = 3  # prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens
-    ngrams: NgramConfig = field(default_factory=NgramConfig)  # source=ngrams
-    # skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
-    skip: tuple[Annotated[int, Ge(0)], ...] | None = None  # the first and the last
+    """when sampling; naive: accept a drawn candidate only if p draws it too (MCNS), a baseline"""
+    max_ngram: Count = opt(3, "prompt_lookup: longest suffix that is looked up; drafts stop.max_draft tokens")
+    ngrams: NgramConfig = opt(factory=NgramConfig, help="source=ngrams")
+    skip: tuple[Annotated[int, Ge(0)], ...] | None = None
+    """skip_layers: layers of the target that a draft leaves out, from 0, e.g. [5,7,9]; null: every second one between
+    the first and the last"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

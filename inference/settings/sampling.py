@@ -6,21 +6,22 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.errors import require
-from outrider.settings import Settings, Share
+from outrider.settings import Settings, Share, opt
 
 
 @dataclass(frozen=True)
 class SamplingConfig(Settings):
     """The conversion of logits to probabilities, for target and drafter alike (see inference/core/sampling.py)."""
 
-    # 0: greedy; top_k, top_p and min_p then have nothing to choose from
     temperature: Annotated[float, Ge(0), Le(1e6)] = 0.0
-    top_k: Annotated[int, Ge(0), Lt(2**31)] = 0  # keep the k likeliest tokens; 0: all
-    # keep the likeliest tokens that together have this probability; 1: all
+    """0: greedy; top_k, top_p and min_p then have nothing to choose from"""
+    top_k: Annotated[int, Ge(0), Lt(2**31)] = opt(0, "keep the k likeliest tokens; 0: all")
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    min_p: Share = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0: all
-    # divides positive logits of tokens in the text so far (prompt too); 1: none; null: the target's own where its
-    repetition_penalty: Annotated[float, Ge(1e-3), Le(1e3)] | None = None  # generation config is taken over, else none
+    """keep the likeliest tokens that together have this probability; 1: all"""
+    min_p: Share = opt(0.0, "keep tokens at least this fraction as likely as the likeliest; 0: all")
+    repetition_penalty: Annotated[float, Ge(1e-3), Le(1e3)] | None = None
+    """divides positive logits of tokens in the text so far (prompt too); 1: none; null: the target's own where its
+    generation config is taken over, else none"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

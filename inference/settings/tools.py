@@ -12,34 +12,36 @@ from inference.settings.evaluate import Runtime
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
-from outrider.settings import Count, Place, Positive, RunConfig, Seed, Settings, Url, free, require_default
+from outrider.settings import Count, Place, Positive, RunConfig, Seed, Settings, Url, free, opt, require_default
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(Settings):
     """inference.chat: talk to a target in the terminal, with a drafter before it."""
 
-    # model directory, GGUF file or Hub name; null: the one that the early exit was trained for
     target: Model | None = None
-    # directory of a drafter: an early exit, a small LM, an EAGLE-3 head or an n-gram table; null: none of its own
+    """model directory, GGUF file or Hub name; null: the one that the early exit was trained for"""
     checkpoint: DrafterFolder | None = None
-    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    small_lm: Model | None = None  # causal LM, as `target`, for methods with source=small_lm
-    eagle3: Head | None = None  # EAGLE-3 head, a directory or Hub name, for methods with source=eagle3
-    table: TableFolder | None = None  # n-gram table directory, for methods with source=ngrams
-    # how to draft; method=NAME chooses a preset, the first is used until /method NAME; none: what fits the drafter
+    """directory of a drafter: an early exit, a small LM, an EAGLE-3 head or an n-gram table; null: none of its own"""
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
+    small_lm: Model | None = opt(None, "causal LM, as `target`, for methods with source=small_lm")
+    eagle3: Head | None = opt(None, "EAGLE-3 head, a directory or Hub name, for methods with source=eagle3")
+    table: TableFolder | None = opt(None, "n-gram table directory, for methods with source=ngrams")
     methods: dict[str, MethodConfig] = field(default_factory=dict)
-    max_new_tokens: Count = 512  # of an answer at most
+    """how to draft; method=NAME chooses a preset, the first is used until /method NAME; none: what fits the drafter"""
+    max_new_tokens: Count = opt(512, "of an answer at most")
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    # how the conversation is rendered, as evaluate-checkpoint's; auto: as in the drafter's training, else by the
-    template: PromptTemplate = "auto"  # tokenizer's chat template
-    system: str | None = None  # what stands before the conversation; null: what the chat template puts there itself
-    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it; int8: linear layers in
-    # whole numbers to ±127, which is another target (docs/evaluate.md)
+    template: PromptTemplate = "auto"
+    """how the conversation is rendered, as evaluate-checkpoint's; auto: as in the drafter's training, else by the
+    tokenizer's chat template"""
+    system: str | None = None
+    """what stands before the conversation; null: what the chat template puts there itself"""
     dtype: DecodeDtype = "auto"
-    device: str = "auto"  # auto | cpu | cuda | cuda:N
-    runtime: Runtime = "auto"  # graphed: passes of fixed shape as CUDA graphs
-    seed: int = 0  # of sampling
+    """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it; int8: linear layers in
+    whole numbers to ±127, which is another target (docs/evaluate.md)"""
+    device: str = opt("auto", "auto | cpu | cuda | cuda:N")
+    runtime: Runtime = opt("auto", "graphed: passes of fixed shape as CUDA graphs")
+    seed: int = opt(0, "of sampling")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,12 +53,13 @@ class ChatConfig(Settings):
 class CompareConfig(RunConfig):
     """compare-reports: two finished evaluations side by side, over the prompts that both have measured."""
 
-    # the directories of two evaluations, the earlier or simpler one first: compare=[runs/a,runs/b]
     compare: list[Annotated[str, Place("the directory of an evaluation")]] = field(default_factory=list)
-    # methods of the first to set beside methods of the second, as {eesd_fixed: eesd_beta}; empty: those of equal names
+    """the directories of two evaluations, the earlier or simpler one first: compare=[runs/a,runs/b]"""
     pairs: dict[str, str] = field(default_factory=dict)
-    seed: int = 0  # of the bootstrap
-    out_dir: str = free("runs/compare")  # where compare.md and compare.json go
+    """methods of the first to set beside methods of the second, as {eesd_fixed: eesd_beta}; empty: those of equal
+    names"""
+    seed: int = opt(0, "of the bootstrap")
+    out_dir: str = free("runs/compare", "where compare.md and compare.json go")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,31 +77,31 @@ OF_SERVERS = (
 class AuditConfig(RunConfig):
     """audit: whether the answers of any server are those of a target, token by token."""
 
-    target: Model = free()  # model directory, GGUF file or Hub name: what the server should decode as
-    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    # JSONL, a line {"prompt_ids": […], "output_ids": […], "temperature": 0}; also top_k, top_p, min_p,
-    # repetition_penalty; or texts, {"prompt": "…", "text": "…"}, which are tokenised again
+    target: Model = free(help="model directory, GGUF file or Hub name: what the server should decode as")
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     answers: AnswerFile | None = None
-    # URL of an OpenAI-compatible server instead, which is asked `prompts`; its answers go to answers.jsonl in out_dir
+    """JSONL, a line {"prompt_ids": […], "output_ids": […], "temperature": 0}; also top_k, top_p, min_p,
+    repetition_penalty; or texts, {"prompt": "…", "text": "…"}, which are tokenised again"""
     server: Url | None = None
-    server_model: str | None = None  # the target's name there; null: the first one that it lists
-    concurrency: Count = free(16)  # requests to the server at a time
-    server_timeout: Positive = free(600.0)  # seconds that the server may take for one request
-    server_retries: Annotated[int, Ge(0)] = free(5)  # how often a failed request is repeated
-    # as evaluate-checkpoint's; of each prompt the first turn is asked
-    prompts: PromptSource = "python_stdlib"
-    num_prompts: Count | None = free(64)  # evenly spread; null: all
-    template: PromptTemplate = "auto"  # how chat prompts are rendered; none: bare text
-    max_new_tokens: Count = 256  # per answer
-    temperature: float = 0.0  # 0: greedy; the server is asked for it
-    top_k: int = 0  # sample among the k likeliest tokens; 0: all
-    top_p: float = 1.0  # sample among the likeliest tokens that together have this probability; 1: all
-    control: AnswerFile | None = None  # the same of the server's plain decoding, which is judged beside them
-    dtype: Dtype = "auto"  # what the server computes in; auto: what the weights are stored in
-    device: str = free("auto")  # auto | cpu | cuda | cuda:N
-    level: Annotated[float, Gt(0), Lt(1)] = 0.001  # how often sampled answers may be refused by chance
-    seed: Seed = 0  # of what a server draws, and of the coins of the tests and their simulation
-    out_dir: str = free("runs/audit")  # where report.md and report.json go
+    """URL of an OpenAI-compatible server instead, which is asked `prompts`; its answers go to answers.jsonl in
+    out_dir"""
+    server_model: str | None = opt(None, "the target's name there; null: the first one that it lists")
+    concurrency: Count = free(16, "requests to the server at a time")
+    server_timeout: Positive = free(600.0, "seconds that the server may take for one request")
+    server_retries: Annotated[int, Ge(0)] = free(5, "how often a failed request is repeated")
+    prompts: PromptSource = opt("python_stdlib", "as evaluate-checkpoint's; of each prompt the first turn is asked")
+    num_prompts: Count | None = free(64, "evenly spread; null: all")
+    template: PromptTemplate = opt("auto", "how chat prompts are rendered; none: bare text")
+    max_new_tokens: Count = opt(256, "per answer")
+    temperature: float = opt(0.0, "0: greedy; the server is asked for it")
+    top_k: int = opt(0, "sample among the k likeliest tokens; 0: all")
+    top_p: float = opt(1.0, "sample among the likeliest tokens that together have this probability; 1: all")
+    control: AnswerFile | None = opt(None, "the same of the server's plain decoding, which is judged beside them")
+    dtype: Dtype = opt("auto", "what the server computes in; auto: what the weights are stored in")
+    device: str = free("auto", "auto | cpu | cuda | cuda:N")
+    level: Annotated[float, Gt(0), Lt(1)] = opt(0.001, "how often sampled answers may be refused by chance")
+    seed: Seed = opt(0, "of what a server draws, and of the coins of the tests and their simulation")
+    out_dir: str = free("runs/audit", "where report.md and report.json go")
 
     def __post_init__(self) -> None:
         super().__post_init__()

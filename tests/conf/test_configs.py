@@ -112,21 +112,25 @@ def test_several_methods_at_once() -> None:
 @pytest.mark.parametrize(
     ("command", "override", "message"),
     [
-        ("build_trigrams", "orders=[3,5]", r"orders\[1\]=5: expected an integer ≥ 2 and ≤ 4"),
+        ("build_trigrams", "orders=[3,5]", r"orders\[1\]=5: expected a number less than or equal to 4"),
         ("build_trigrams", "data=self_distillation", r"data\.source='mix': expected one source"),
-        ("build_trigrams", "memory_gb=0.01", r"memory_gb=0\.01: expected a finite number ≥ 0\.1"),
-        ("eesd", "exit_layer=0", "exit_layer=0: expected an integer ≥ 1 or null"),
+        ("build_trigrams", "memory_gb=0.01", r"memory_gb=0\.01: expected a number greater than or equal to 0\.1"),
+        ("eesd", "exit_layer=0", "exit_layer=0: expected a number greater than or equal to 1"),
         ("eesd", "data.heldout_fraction=1.5", r"data\.heldout_fraction=1\.5: expected"),
-        ("eesd", "fit.wandb.mode=maybe", r"fit\.wandb\.mode='maybe': expected one of"),
-        ("calibrate", "new_tokens=2", "new_tokens=2: expected an integer ≥ 3"),
-        ("toy_target", "fit.lr=-1", r"fit\.lr=-1\.0: expected a finite number > 0"),
-        ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected an integer ≥ 1 or null"),
-        ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected one of target, none"),
-        ("evaluate_checkpoint", "sampling.repetition_penalty=0", r"repetition_penalty=0\.0: expected .* or null"),
+        ("eesd", "fit.wandb.mode=maybe", r"fit\.wandb\.mode='maybe': expected 'auto', 'online'"),
+        ("calibrate", "new_tokens=2", "new_tokens=2: expected a number greater than or equal to 3"),
+        ("toy_target", "fit.lr=-1", r"fit\.lr=-1\.0: expected a number greater than 0"),
+        ("finetune_drafter", "drafter.layers=0", r"drafter\.layers=0: expected a number greater than or equal to 1"),
+        ("evaluate_checkpoint", "generation_config=mine", "generation_config='mine': expected 'target' or 'none'"),
+        (
+            "evaluate_checkpoint",
+            "sampling.repetition_penalty=0",
+            r"repetition_penalty=0\.0: expected a number greater than",
+        ),
         (
             "evaluate_checkpoint",
             "methods.eesd_survival.stop.rule=never",
-            r"methods\.eesd_survival\.stop\.rule='never': expected one of fixed, confidence, adaedl",
+            r"methods\.eesd_survival\.stop\.rule='never': expected 'fixed', 'confidence', 'adaedl'",
         ),
         (
             "evaluate_checkpoint",
@@ -169,7 +173,7 @@ def test_sizes_are_numbers_or_auto() -> None:
     assert (methods["mcsd"].structure.widths, methods["opt_tree"].structure.nodes) == ((3, 2), 7)
     assert not any(method.adapts for method in methods.values())
     for wrong in ("4", "all", "[2,x]"):
-        with pytest.raises(UserError, match=r"methods\.mcsd\.structure\.widths.*expected .*integer"):
+        with pytest.raises(UserError, match=r"methods\.mcsd\.structure\.widths.*expected .*a valid (array|integer)"):
             compose_and_build("evaluate_checkpoint", [*options, f"{widths}={wrong}"])
 
 
@@ -238,7 +242,7 @@ def refused_without_torch(without_torch: subprocess.Popen[str], tmp_path: Path) 
     return refused
 
 
-OF_A_TYPE = ("{typed}=many", "Expected {kind}")
+OF_A_TYPE = ("{typed}=many", "{typed}: Value 'many'")
 BAD_OVERRIDES = [  # of any command, as one function reads them; every command has its own options
     *(("eesd", *bad) for bad in (
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
@@ -279,7 +283,7 @@ def test_bad_overrides_fail_fast_on_the_command_line(
         "auto": "resume",
     }[command]
     said = refused_without_torch(command, *COMMANDS[command][2], override.format(typed=typed))
-    assert message.format(kind="bool" if typed == "resume" else "int") in said
+    assert message.format(typed=typed) in said
 
 
 HUB = "org/model"  # which is not looked up

@@ -280,7 +280,7 @@ def test_every_family_can_be_made_tiny(family: str, tmp_path: Path) -> None:
 
 
 def test_impossible_rehearsals_fail_with_their_key() -> None:
-    with pytest.raises(UserError, match="debug_architecture='gpt2': expected one of llama"):
+    with pytest.raises(UserError, match="debug_architecture='gpt2': expected 'llama'"):
         composed("eesd/llama2_13b", "debug_architecture=gpt2")
     cached = ["data=local", "data.path=x", "teacher=cached", "objective=forward_kl"]
     assert composed("finetune_drafter/vicuna_68m", *cached).teacher == "cached"

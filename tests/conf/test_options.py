@@ -10,6 +10,7 @@ import pytest
 from conf import register
 from conf.options import compose_defaults, groups_of, help_text, meanings_of, options_of
 from docs.make_options import COMMANDS, PAGE, page
+from outrider.settings import free, opt
 from train.settings.drafters import EesdConfig
 
 ROOT = Path(__file__).parents[2]
@@ -45,26 +46,26 @@ def test_help_is_of_this_command_and_of_what_is_chosen() -> None:
     assert "sweep" not in text
 
 
-def test_a_meaning_may_begin_on_the_lines_above_and_stand_in_the_docstring() -> None:
-    assert meanings_of(Declared) == {
-        "first": "in the docstring",
-        "second": "begins above and ends here",
-        "third": "inline",
-    }
+def test_a_meaning_is_an_argument_or_stands_after_the_field() -> None:
+    assert meanings_of(Declared) == {"first": "of the base", "second": "in two lines", "third": "here", "fourth": ""}
 
 
-@dataclasses.dataclass
-class Declared:
-    """Settings of a test.
+@dataclasses.dataclass(kw_only=True)
+class Base:
+    """Settings of a test."""
 
-    first: in the docstring;
-    """
+    first: int = opt(help="of the base")
 
-    first: int = 1
-    # begins above
-    second: str = "# no comment"  # and ends here
-    third: dict = dataclasses.field(default_factory=dict)  # inline
-    fourth: int = 4
+
+@dataclasses.dataclass(kw_only=True)
+class Declared(Base):
+    """More of them."""
+
+    second: str = "# no comment"
+    """in
+    two lines"""
+    third: dict[str, int] = free(factory=dict, help="here")
+    fourth: int = 4  # no meaning
 
 
 @pytest.mark.slow

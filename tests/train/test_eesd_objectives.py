@@ -197,7 +197,7 @@ def test_a_cache_is_asked_for_where_there_can_be_one(target: Path, corpus: DataC
             "teacher='cached': expected online; .* data=local",
         ),
         ({"teacher": "cached", "objective": "kl", "debug": True}, "debug=True: expected teacher=online"),
-        ({"objective": "hinge"}, "objective='hinge': expected one of cross_entropy, forward_kl, .*kl_tv"),
+        ({"objective": "hinge"}, "objective='hinge': expected 'cross_entropy', 'forward_kl', .*kl_tv"),
     ):
         with pytest.raises(UserError, match=message):
             replace(run, **changes)

@@ -305,7 +305,7 @@ def test_bad_input_names_what_is_wrong_before_anything_is_written(
             finetune_drafter(replace(finetuning(target, corpus, out_dir), **changes))
         assert {path.name for path in out_dir.iterdir()} <= {LOCK_FILE}
     impossible = {
-        "objective='kl': expected one of cross_entropy, forward_kl": {"objective": "kl"},
+        "objective='kl': expected 'cross_entropy', 'forward_kl'": {"objective": "kl"},
         r"on_policy=0.5: expected 0 without a target": {"on_policy": 0.5, "objective": "cross_entropy"},
         r"on_policy_tokens=48: expected": {"on_policy": 0.5, "on_policy_tokens": 48},
         "lora_rank=4: expected 0 for a drafter from random weights": {"lora_rank": 4},

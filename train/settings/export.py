@@ -1,11 +1,11 @@
 """Settings of export. Light on purpose: a mistake shows before torch is imported."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from draft_models.targets.settings import FloatDtype, Model, ReadingChanges
 from outrider.errors import require
-from outrider.settings import Place, RunConfig, free, only
+from outrider.settings import Place, RunConfig, free, only, opt
 
 Engine = Literal["vllm", "sglang", "transformers", "llama_cpp", "openvino", "tensorrt_llm", "eagle"]
 _UNKNOWN: dict[Engine, tuple[FloatDtype, ...]] = {"llama_cpp": ("float64",), "openvino": ("float64", "bfloat16")}
@@ -15,24 +15,23 @@ _UNKNOWN: dict[Engine, tuple[FloatDtype, ...]] = {"llama_cpp": ("float64",), "op
 class ExportConfig(RunConfig):
     """export: a drafter as serving engines load it."""
 
-    # of an early exit, of an n-gram table, or of an EAGLE-3 head, of any trainer; a small LM, or a target, for engines
-    # with a format of their own
     checkpoint: Annotated[str, Place("the directory of a drafter, or the Hub name of an EAGLE-3 head", hub=True)] = (
         free()
     )
-    # directory, GGUF file or Hub name of its target; null: the one that an early exit knows, and of a table
-    # any. Of a head's only config.json is read, of a table's the tokenizer too
+    """of an early exit, of an n-gram table, or of an EAGLE-3 head, of any trainer; a small LM, or a target, for engines
+    with a format of their own"""
     target: Model | None = free(None)
-    revision: str | None = free(None)  # of the target on the Hub: branch, tag or commit
-    reading: ReadingChanges = field(default_factory=ReadingChanges)  # of a head: where its config.json is wrong
-    # what is to load it; the last two load heads alone, eagle is EAGLE's own code
-    engine: Engine = "vllm"
-    # environment of OpenVINO, or its Python; its optimum-cli converts; null: this one
+    """directory, GGUF file or Hub name of its target; null: the one that an early exit knows, and of a table any. Of a
+    head's only config.json is read, of a table's the tokenizer too"""
+    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
+    reading: ReadingChanges = opt(factory=ReadingChanges, help="of a head: where its config.json is wrong")
+    engine: Engine = opt("vllm", "what is to load it; the last two load heads alone, eagle is EAGLE's own code")
     engine_python: Annotated[str | None, only(engine="openvino")] = free(None)
-    # of the weights that are written, a table has none; null: as a head or the target of an early exit has them, but
-    # float16 for bfloat16 where engine=openvino
+    """environment of OpenVINO, or its Python; its optimum-cli converts; null: this one"""
     dtype: FloatDtype | None = None
-    out_dir: str = free("runs/export")  # where it goes; resume=true replaces what is there
+    """of the weights that are written, a table has none; null: as a head or the target of an early exit has them, but
+    float16 for bfloat16 where engine=openvino"""
+    out_dir: str = free("runs/export", "where it goes; resume=true replaces what is there")
 
     def __post_init__(self) -> None:
         super().__post_init__()

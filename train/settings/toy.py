@@ -7,7 +7,7 @@ from annotated_types import Ge
 
 from data_prep.text.settings import DataConfig
 from outrider.errors import require
-from outrider.settings import Count, Positive, RunConfig, free
+from outrider.settings import Count, Positive, RunConfig, free, opt
 from train.settings.drafters import NotNegative, Width
 from train.settings.fit import FitConfig
 
@@ -23,21 +23,21 @@ class ToyTargetConfig(RunConfig):
 
     data: DataConfig
     fit: FitConfig
-    out_dir: str = free("runs/toy_target")  # where everything goes
-    # tokens, of a byte-level BPE made from the data: bytes, special tokens, merges
+    out_dir: str = free("runs/toy_target", "where everything goes")
     vocabulary: Annotated[int, Ge(300)] = 2048
-    layers: Count = 12  # of the Llama to train
-    hidden: Count = 256  # width
-    intermediate: Count = 704  # width inside the MLPs
-    heads: Count = 4  # of attention
-    kv_heads: Count = 4  # heads of keys and values
-    tied: bool = False  # one matrix for embedding and head
-    seq_len: Width = 256  # tokens of a row
-    max_positions: Count = 2048  # the context that the model says it has
-    minutes: Positive | None = None  # as many steps as take this long here, but at most those of `fit`
-    compile: bool | None = free(None)  # the layers, by torch.compile; null: on a GPU, where a C compiler is at hand
-    eval_rows: NotNegative = free(200)  # held-out rows of seq_len tokens that give the final bits per byte; 0: all
-    sample_tokens: NotNegative = free(160)  # greedy text printed at the end; 0: none
+    """tokens, of a byte-level BPE made from the data: bytes, special tokens, merges"""
+    layers: Count = opt(12, "of the Llama to train")
+    hidden: Count = opt(256, "width")
+    intermediate: Count = opt(704, "width inside the MLPs")
+    heads: Count = opt(4, "of attention")
+    kv_heads: Count = opt(4, "heads of keys and values")
+    tied: bool = opt(False, "one matrix for embedding and head")
+    seq_len: Width = opt(256, "tokens of a row")
+    max_positions: Count = opt(2048, "the context that the model says it has")
+    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
+    compile: bool | None = free(None, "the layers, by torch.compile; null: on a GPU, where a C compiler is at hand")
+    eval_rows: NotNegative = free(200, "held-out rows of seq_len tokens that give the final bits per byte; 0: all")
+    sample_tokens: NotNegative = free(160, "greedy text printed at the end; 0: none")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -451,8 +451,8 @@ def test_training_reads_the_answers(make, tmp_path):
     ("values", "message"),
     [
         ({"target": ""}, "^target=''"),
-        ({"turns": "last"}, "^turns='last': expected one of all, first"),
-        ({"max_new_tokens": 0}, "^max_new_tokens=0: expected an integer ≥ 1"),
+        ({"turns": "last"}, "^turns='last': expected 'all' or 'first'"),
+        ({"max_new_tokens": 0}, "^max_new_tokens=0: expected a number greater than or equal to 1"),
         ({"greedy_tokens": -1}, "^greedy_tokens=-1"),
         ({"temperature": -1.0}, "^temperature=-1.0"),
         ({"top_p": 0.0}, "^top_p=0.0"),
