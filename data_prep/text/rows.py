@@ -6,45 +6,38 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import islice
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.text.chat import Document, encode, warn_of_template
-from data_prep.text.mixing import interleave, rows_taken
 from data_prep.text.pieces import batches
 from data_prep.text.records import Counts, Record, warn_of_unused
-from data_prep.text.row_cache import (
-    ARRAYS,
-    COUNTS,
-    META_FILE,
-    is_complete,
-    locked,
-    map_arrays,
-    read_meta,
-    storage_errors,
-)
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split, content_digest, read_records
 from draft_models.losses import IGNORE
 from draft_models.targets.fingerprint import tokenizer_digest
 from draft_models.targets.vocabulary import rows_of
 from outrider.errors import UserError, require
+from outrider.files import write_json
 from outrider.progress import Stage
+from outrider.settings import read_as
 
 FORMAT = 3  # part of every cache key: increment it when rows of the same input change
 # Options that select the content, whose digest is part of the key.
 _IN_THE_CONTENT = {"packages", "path", "subset", "data_dir", "revision", "split", "streaming", "mix"}
 _RECORDS_A_BATCH, _CHARACTERS_A_BATCH = 256, 2**22
-_ROWS_A_WRITE = 1024
+META_FILE, ROWS_FILE = "meta.json", "rows.bin"  # of an entry of the cache: `Meta`, and rows of `_row_type`
+_READ = ("records", "rows", "tokens", "supervised", "clipped")
+COUNTS = (*_READ, "empty", "unsupervised", "malformed", "unreadable", "dropped_rows", "refused")
 
 
 class PackedRows(Dataset[dict[str, Tensor]]):
@@ -59,27 +52,23 @@ class PackedRows(Dataset[dict[str, Tensor]]):
     `counts` has the keys `COUNTS`. `key` identifies the content of all rows.
     """
 
-    def __init__(self, folders: Sequence[Path], kept: np.ndarray, key: str, counts: dict[str, int]) -> None:
+    def __init__(
+        self, folders: Sequence[Path], seq_len: int, kept: np.ndarray, key: str, counts: dict[str, int]
+    ) -> None:
         """kept: int64 [rows, 2], the index of a folder and the row in it."""
-        self._source = (folders, kept, key, counts)
-        self.key, self.counts = key, counts
-        self._arrays = [map_arrays(folder) for folder in folders]
-        self._kept = kept
+        self._source = (folders, seq_len, kept, key, counts)
+        self.key, self.counts, self._kept = key, counts, kept
+        self._entries = [np.memmap(folder / ROWS_FILE, _row_type(seq_len), "r") for folder in folders]
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        folder, row = self._kept[index]
-        tokens, documents, supervised = (array[row] for array in self._arrays[folder])
-        tokens, documents = tokens.astype(np.int64), documents.astype(np.int64)
-        labels = _labels(tokens, documents, supervised)
-        arrays = {
-            "input_ids": tokens,
-            "labels": labels,
-            "positions": _positions(documents),
-            "documents": documents,
-        }
+        entry, place = self._kept[index]
+        row = self._entries[entry][place]
+        tokens, documents = row["tokens"].astype(np.int64), row["documents"].astype(np.int64)
+        labels, positions = _labels(tokens, documents, row["supervised"]), _positions(documents)
+        arrays = {"input_ids": tokens, "labels": labels, "positions": positions, "documents": documents}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -100,7 +89,7 @@ def load_rows(
     call this at once, one builds and the others wait. Rank 0 prints the counts on one line.
 
     The sources of a mix are cached separately. The rows taken from each give it its share of the supervised tokens (see
-    `data_prep.text.mixing`); they depend on the sources and weights alone. The counts of tokens and supervised tokens
+    `rows_taken`); they depend on the sources and weights alone. The counts of tokens and supervised tokens
     are then estimates from the sources' means.
 
     Raises `UserError` for bad input, a split without records, data without a supervised token, and a
@@ -112,7 +101,7 @@ def load_rows(
         warn_of_template(config, tokenizer)
     mix = list(config.parts()) or [(config.source, 1.0, config)]
     folders = [_prepare(part, tokenizer, seq_len, split) for _, _, part in mix]
-    metas = [read_meta(folder) for folder in folders]
+    metas = [_read_meta(folder) for folder in folders]
     weights = [weight for _, weight, _ in mix]
     available = [meta.counts["rows"] for meta in metas]
     taken = rows_taken(available, [meta.counts["supervised"] for meta in metas], weights)
@@ -125,25 +114,7 @@ def load_rows(
         print(f"data mix split={split} rows={total['rows']}, of supervised tokens: {named}", flush=True)
     order = interleave(taken, available)
     kept = min(len(order), max_rows or len(order))
-    return PackedRows(folders, order[np.arange(kept) * len(order) // kept], key, total)
-
-
-def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
-    """The cache folder with the rows of one source, built if missing; prints its counts."""
-    key = _cache_key(config, tokenizer, seq_len, split)
-    folder = config.cache / "rows" / key[:32]
-    if not is_complete(folder, key):
-        with storage_errors(config.cache):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(folder.with_suffix(".lock")):
-                if not is_complete(folder, key):
-                    _build(folder, key, config, tokenizer, seq_len, split)
-    if _is_main():
-        found = read_meta(folder).counts
-        counts = " ".join(f"{name}={found[name]}" for name in COUNTS)
-        print(f"data source={config.source} split={split} {counts}", flush=True)
-        warn_of_unused(found, read_meta(folder).first)
-    return folder
+    return PackedRows(folders, seq_len, order[np.arange(kept) * len(order) // kept], key, total)
 
 
 def _counts_of(counts: dict[str, int], rows: int) -> dict[str, int]:
@@ -208,16 +179,22 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
             yield row.segments
 
 
-def _lay_out(segments: list[Segment], seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One row: tokens, documents and supervised, [seq_len] each, padded."""
-    tokens, supervised = np.zeros(seq_len, np.int64), np.zeros(seq_len, bool)
-    documents = np.full(seq_len, -1)
-    start = 0
+def _row_type(seq_len: int) -> np.dtype:
+    """A row: tokens, documents (−1: padding) and supervised, [seq_len] each."""
+    # A target may write ids beyond its tokenizer's vocabulary.
+    kinds = {"tokens": np.uint32, "documents": np.min_scalar_type(-seq_len), "supervised": bool}
+    return np.dtype([(name, kind, seq_len) for name, kind in kinds.items()])
+
+
+def _lay_out(segments: list[Segment], seq_len: int) -> np.ndarray:
+    """One row of `_row_type`, padded."""
+    row, start = np.zeros((), _row_type(seq_len)), 0
+    row["documents"] = -1
     for number, segment in enumerate(segments):
         part = slice(start, start + len(segment.ids))
-        tokens[part], supervised[part], documents[part] = segment.ids, segment.supervised, number
-        start = part.stop
-    return tokens, documents, supervised
+        row["tokens"][part], row["supervised"][part] = segment.ids, segment.supervised
+        row["documents"][part], start = number, part.stop
+    return row
 
 
 def _labels(tokens: np.ndarray, documents: np.ndarray, supervised: np.ndarray) -> np.ndarray:
@@ -275,21 +252,14 @@ def _build(
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     partial.mkdir()
     counts = Counts(dict.fromkeys(COUNTS, 0))
-    # A target may write ids beyond its tokenizer's vocabulary.
-    dtypes = (np.dtype(np.uint32), np.min_scalar_type(-seq_len), np.dtype(bool))
     try:
-        with ExitStack() as stack:
-            files = [stack.enter_context((partial / f"{name}.bin").open("wb")) for name in ARRAYS]
-            packed = pack(_documents(config, tokenizer, seq_len, split, counts), seq_len)
-            laid_out = (_lay_out(segments, seq_len) for segments in packed)
-            kept = (row for row in laid_out if _count_row(row, counts))
-            while chunk := list(islice(kept, _ROWS_A_WRITE)):
-                for file, arrays, dtype in zip(files, zip(*chunk, strict=True), dtypes, strict=True):
-                    file.write(np.stack(arrays).astype(dtype).tobytes())
+        with open(partial / ROWS_FILE, "wb") as file:
+            for segments in pack(_documents(config, tokenizer, seq_len, split, counts), seq_len):
+                row = _lay_out(segments, seq_len)
+                if _count_row(row, counts):
+                    file.write(row.tobytes())
         _require_content(config, split, counts)
-        types = {name: dtype.name for name, dtype in zip(ARRAYS, dtypes, strict=True)}
-        meta = {"key": key, "seq_len": seq_len, "counts": dict(counts), "types": types, "first": counts.first}
-        (partial / META_FILE).write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
+        write_json(partial / META_FILE, asdict(Meta(key, dict(counts), counts.first)))
         shutil.rmtree(folder, ignore_errors=True)  # a damaged entry
         partial.replace(folder)
     except BaseException:
@@ -297,13 +267,12 @@ def _build(
         raise
 
 
-def _count_row(row: tuple[np.ndarray, np.ndarray, np.ndarray], counts: Counter[str]) -> bool:
+def _count_row(row: np.ndarray, counts: Counter[str]) -> bool:
     """Add a row to the counts; False for a row without labels, which must be dropped."""
-    tokens, documents, supervised = row
-    labels = int((_labels(tokens, documents, supervised) != IGNORE).sum())
+    labels = int((_labels(row["tokens"], row["documents"], row["supervised"]) != IGNORE).sum())
     counts["rows" if labels else "dropped_rows"] += 1
     if labels:
-        counts["tokens"] += int((documents >= 0).sum())
+        counts["tokens"] += int((row["documents"] >= 0).sum())
         counts["supervised"] += labels
     return labels > 0
 
@@ -325,6 +294,72 @@ def _require_content(config: DataConfig, split: Split, counts: Counts) -> None:
 # --------------------------------------------------------------------------------------------------- cache
 
 
+@dataclass(frozen=True)
+class Meta:
+    """The content of an entry's `META_FILE`: its key, and the `Counts` of its rows. It is written last."""
+
+    key: str
+    counts: dict[str, int]
+    first: str = ""
+
+    def __post_init__(self) -> None:
+        require(set(self.counts) >= set(COUNTS), "counts", sorted(self.counts), ", ".join(COUNTS))
+        require(min(self.counts.values()) >= 0, "counts", self.counts, "numbers ≥ 0")
+        for name in ("rows", "supervised"):
+            require(self.counts[name] >= 1, f"counts.{name}", self.counts[name], "at least 1")
+
+
+def _read_meta(folder: Path) -> Meta:
+    return read_as(Meta, folder / META_FILE, "entry of the cache", "remove its directory")
+
+
+def _is_complete(folder: Path, key: str, seq_len: int) -> bool:
+    """Whether the entry of `key` exists, and has all its rows."""
+    try:
+        meta, size = _read_meta(folder), (folder / ROWS_FILE).stat().st_size
+    except (OSError, UserError):
+        return False
+    return meta.key == key and size == meta.counts["rows"] * _row_type(seq_len).itemsize
+
+
+def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> Path:
+    """The cache folder with the rows of one source, built if missing; prints its counts."""
+    key = _cache_key(config, tokenizer, seq_len, split)
+    folder = config.cache / "rows" / key[:32]
+    if not _is_complete(folder, key, seq_len):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(folder.with_suffix(".lock")):
+                if not _is_complete(folder, key, seq_len):
+                    _build(folder, key, config, tokenizer, seq_len, split)
+        except OSError as error:  # reading raises UserError itself, so this is a write error
+            raise UserError(
+                f"cache_dir={config.cache}: cannot be written ({error.strerror or error}); free space there or choose "
+                "another with data.cache_dir=DIRECTORY"
+            ) from error
+    if _is_main():
+        found = _read_meta(folder)
+        counts = " ".join(f"{name}={found.counts[name]}" for name in COUNTS)
+        print(f"data source={config.source} split={split} {counts}", flush=True)
+        warn_of_unused(found.counts, found.first)
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lock an entry: one process at a time builds it; the others wait."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("data: another process is building these rows; waiting for it", flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> str:
     parts = {key: value for key, value in config.deciding().items() if key not in _IN_THE_CONTENT}
     parts |= {
@@ -340,3 +375,31 @@ def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: 
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# -------------------------------------------------------------------------------------------------- mixing
+
+
+def rows_taken(available: Sequence[int], supervised: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Rows to take from each source, so that their shares of the supervised tokens are proportional to `weights`.
+
+    available, supervised: rows of each source, and labels in them. Every row counts as its source's mean. The total is
+    as large as possible: the scarcest source is used up. Every source contributes at least one row.
+    Example: 100 and 300 rows of equal labels, weights 1 and 1: 100 rows of each.
+    """
+    per_row = [labels / rows for labels, rows in zip(supervised, available, strict=True)]
+    wanted = [weight / mean for weight, mean in zip(weights, per_row, strict=True)]
+    scale = min(rows / want for rows, want in zip(available, wanted, strict=True))
+    return [min(rows, max(1, round(scale * want))) for rows, want in zip(available, wanted, strict=True)]
+
+
+def interleave(taken: Sequence[int], available: Sequence[int]) -> np.ndarray:
+    """int64 [rows, 2]: (source, row) of a mix, in which every stretch has about the overall proportions.
+
+    The rows taken are spread evenly over a source, since neighbours share documents, and keep their order.
+    """
+    source = np.repeat(np.arange(len(taken)), taken)
+    rank = np.concatenate([np.arange(count) for count in taken])
+    own, total = np.array(taken)[source], np.array(available)[source]
+    order = np.argsort((rank + 0.5) / own, kind="stable")
+    return np.stack([source, rank * total // own], axis=1)[order]

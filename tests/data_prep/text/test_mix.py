@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf import CONF_DIR, build, register
-from data_prep.text.mixing import interleave, rows_taken
-from data_prep.text.rows import load_rows
+from data_prep.text.rows import interleave, load_rows, rows_taken
 from data_prep.text.settings import DataConfig, MixPart
 from data_prep.text.sources import read_records
 from draft_models.losses import IGNORE
