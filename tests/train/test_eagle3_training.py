@@ -23,7 +23,7 @@ from inference.shapes.factory import Chain
 from inference.stopping.plain import FixedLength
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
-from tests.train.jobs import FIT, heading, interrupted_at, log, same
+from tests.train.jobs import FIT, heading, log, same
 from train.parts.eagle3 import Eagle3Student
 from train.parts.target_states import MADE_FROM_FILE, STATES_FILE, pack, unpack
 from train.recipes.eagle3 import train_eagle3
@@ -70,27 +70,6 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
         speculative(stack, ModelDrafter(Eagle3Source(head), Chain(FixedLength(4))), prompt, max_new_tokens=20)
     )
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
-
-
-def test_an_interrupted_run_ends_with_the_same_bits(
-    sure: Path, tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture
-) -> None:
-    whole, cut = (heading(sure, corpus, tmp_path / name) for name in ("whole", "cut"))
-    train_eagle3(whole)
-
-    def interrupted() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            train_eagle3(cut)
-
-    interrupted_at(4, interrupted)
-    train_eagle3(replace(cut, resume=True))
-    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
-    train_eagle3(replace(whole, resume=True))
-    assert capsys.readouterr().out.endswith(f"{tmp_path / 'whole'}: finished already\n")
-    with pytest.raises(UserError, match=r"step_decay=0\.5 \(was 0\.8\)"):
-        train_eagle3(replace(cut, resume=True, step_decay=0.5))
-    with pytest.raises(UserError, match=r'dialect="speculators" \(was "specforge"\)'):  # it is written already
-        train_eagle3(replace(whole, resume=True, dialect="speculators"))
 
 
 def test_the_parts_of_a_new_head(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:

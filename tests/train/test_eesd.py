@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.utils.checkpoint import checkpoint
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig
-from draft_models.early_exit.checkpoint import WEIGHTS_FILE, from_pretrained, read_meta
+from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_meta
 from draft_models.early_exit.model import EarlyExitStudent
 from draft_models.losses import IGNORE
 from draft_models.targets.architectures import load_config
@@ -24,7 +23,6 @@ from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import speculative
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
-from inference.settings.kinds import recorded_seconds
 from inference.shapes.factory import Chain
 from inference.stopping.plain import FixedLength
 from outrider.errors import UserError
@@ -32,11 +30,12 @@ from outrider.run_dirs import LOCK_FILE
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
-from tests.train.jobs import distilling, same
+from tests.train.jobs import distilling, kill_when, launch, same
 from train.core.fit import fit
 from train.parts.early_exit import default_exit_layer, make_student
 from train.parts.heldout import heldout_prompt, heldout_prompts
 from train.recipes.early_exit import evaluation_of, train_early_exit
+from train.settings.drafters import EesdConfig
 
 FIT = replace(jobs.FIT, steps=6)
 
@@ -102,28 +101,6 @@ def test_a_finished_exit_goes_on(tmp_path: Path, corpus: DataConfig) -> None:
     assert not (tmp_path / "three" / WEIGHTS_FILE).exists()
 
 
-def test_the_drafter_is_the_best_not_the_last(
-    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taus = iter([1.5, 2.5, 2.0])
-    seen: list[torch.Tensor] = []
-
-    def decode(student: EarlyExitStudent, *_: object) -> dict[str, float]:
-        seen.append(student.drafter.norm.weight.detach().clone())
-        return {"tau": next(taus)}
-
-    monkeypatch.setattr("train.recipes.early_exit.decode_student", decode)
-    run = distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=2, decode_tokens=8)
-    train_early_exit(replace(run, fit=replace(FIT, eval_every=2)))
-    assert torch.equal(weights(tmp_path / "eesd")["norm.weight"], seen[1])
-    assert not torch.equal(seen[1], seen[2])
-    training = read_meta(tmp_path / "eesd").training
-    assert (training["steps"], training["step"], training["metrics"]["tau"]) == (6, 4, 2.5)
-    assert training["metrics"]["norms_moved"] == 1
-    with pytest.raises(UserError, match=r"decode_prompts=absent \(was 2\)"):
-        train_early_exit(replace(run, decode_prompts=0, resume=True))
-
-
 @pytest.mark.parametrize("minutes", [None, 1000])
 def test_training_reads_only_what_it_needs(
     tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture, minutes: float | None
@@ -140,30 +117,6 @@ def test_training_reads_only_what_it_needs(
     assert f"read_bytes={size} read_tensors={len(needed)}/{len(files.file_of)} " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("objective", ["kl", "cross_entropy"])
-def test_minutes_decide_the_steps_and_nothing_else(
-    tmp_path: Path, corpus: DataConfig, objective: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With time for all of them the weights are those of a run without a limit; a resumed run keeps the number."""
-    path = save_target(tmp_path / "target")
-    known = distilling(path, corpus, tmp_path / "known", objective=objective)
-    train_early_exit(known)
-    timed = distilling(path, corpus, tmp_path / "timed", objective=objective, minutes=1000)  # so `fit` is the limit
-    train_early_exit(timed)
-    assert same(weights(tmp_path / "timed"), weights(tmp_path / "known"))
-    short = distilling(path, corpus, tmp_path / "short", objective=objective, minutes=1e-9)
-    capsys.readouterr()
-    train_early_exit(short)
-    assert "step=1/1 loss=" in capsys.readouterr().out
-    training = read_meta(tmp_path / "short").training
-    assert 0 < recorded_seconds(training) < 60
-    assert (training["steps"], training["minutes"]) == (1, 1e-9)
-    train_early_exit(replace(short, resume=True))
-    assert "finished already" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"minutes=1 \(was 1e-09\)"):
-        train_early_exit(replace(short, resume=True, minutes=1))
-
-
 @pytest.mark.parametrize(("supported", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_the_fast_frozen_dtype(
     tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, supported: bool, expected: torch.dtype
@@ -173,15 +126,6 @@ def test_the_fast_frozen_dtype(
     config = distilling(path, corpus, tmp_path / "eesd", frozen_dtype="fast")
     student = make_student(config, open_target(str(path)), 2, torch.device("cpu"), tokens=None)
     assert student.stack.dtype == expected
-
-
-def test_accumulation_equals_one_batch(tmp_path: Path, corpus: DataConfig) -> None:
-    path = save_target(tmp_path / "target")
-    train_early_exit(distilling(path, corpus, tmp_path / "whole"))
-    train_early_exit(distilling(path, corpus, tmp_path / "parts", fit=replace(FIT, micro_batch_rows=1)))
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    for name in whole:
-        torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-5)
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus: DataConfig) -> None:
@@ -333,24 +277,6 @@ def test_one_process_uses_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sizes == 6 * [config.batch_rows]
 
 
-def test_gradient_checkpointing_changes_nothing(
-    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[object] = []
-
-    def counted(*args: object, **options: object) -> object:
-        calls.append(options)
-        return checkpoint(*args, **options)
-
-    monkeypatch.setattr("draft_models.early_exit.model.checkpoint", counted)
-    path = save_target(tmp_path / "target")
-    train_early_exit(distilling(path, corpus, tmp_path / "kept"))
-    assert not calls
-    train_early_exit(distilling(path, corpus, tmp_path / "recomputed", fit=replace(FIT, gradient_checkpointing=True)))
-    assert len(calls) == FIT.steps  # of the one trained layer
-    assert same(weights(tmp_path / "kept"), weights(tmp_path / "recomputed"))
-
-
 def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     """The paper's ablation: norm and head alone are trained, stored, and draft losslessly."""
     path = save_target(tmp_path / "target")
@@ -368,3 +294,58 @@ def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
     with pytest.raises(UserError, match=r"fit\.optimizer='muon': expected adamw"):
         replace(run, fit=replace(FIT, optimizer="muon"))
+
+
+@pytest.mark.slow
+def test_sigkill_then_resume_ends_with_the_same_bits(
+    tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture
+) -> None:
+    path = save_target(tmp_path / "target")
+    long = replace(FIT, steps=60, save_every=10)
+    killed = tmp_path / "killed"
+    job = launch("train/eesd.py", distilling(path, corpus, killed, fit=long))
+    refused: list[str] = []
+
+    def second_is_refused() -> bool:
+        """Once there is a checkpoint: another training into the same directory."""
+        if list(killed.glob("checkpoint-*")):
+            with pytest.raises(UserError, match=rf"process {job.pid} on .*train/eesd\.py") as error:
+                train_early_exit(distilling(path, corpus, killed, fit=replace(long, seed=3, lr=1.0), resume=True))
+            refused.append(str(error.value))
+        return bool(refused)
+
+    kill_when(second_is_refused, job)
+    assert refused
+    assert not (killed / META_FILE).exists()
+    capsys.readouterr()
+    train_early_exit(distilling(path, corpus, killed, fit=long, resume=True))
+    assert f"taken over from a run that did not end by itself: process {job.pid} on " in capsys.readouterr().out
+    assert {path.name for path in killed.glob(".*")} == {LOCK_FILE}
+    train_early_exit(distilling(path, corpus, tmp_path / "whole", fit=long))
+    assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+
+
+def test_a_resumed_run_has_the_target_it_began_with(tmp_path: Path, corpus: DataConfig) -> None:
+    """What it reads, to the byte, and how the config says it is to be run; the teacher by a sample."""
+    path = save_target(tmp_path / "target")
+    plain, kl = distilling(path, corpus, tmp_path / "plain"), distilling(path, corpus, tmp_path / "kl", objective="kl")
+    for run in (plain, kl):
+        train_early_exit(run)
+    stored = load_file(path / "model.safetensors")
+    described = (path / "config.json").read_text()
+
+    def refused(run: EesdConfig, message: str) -> None:
+        with pytest.raises(UserError, match=rf"was made with other settings: .*{message}"):
+            train_early_exit(replace(run, resume=True))
+
+    read, unread = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (1, 2))
+    touched = stored[read].clone()
+    touched[5, 7] += 1e-5
+    save_file({**stored, read: touched}, path / "model.safetensors", metadata={"format": "pt"})
+    refused(plain, r"trained_on\.model\.layers\.1=")
+    save_file({**stored, unread: -stored[unread]}, path / "model.safetensors", metadata={"format": "pt"})
+    refused(kl, r"target\.tensors\.model\.layers\.2=")
+    train_early_exit(replace(plain, resume=True))  # which has not read it
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(described.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    refused(plain, r"target\.config\.rms_norm_eps=1e-05 \(was 1e-06\)")

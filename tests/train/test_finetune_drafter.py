@@ -1,6 +1,8 @@
 """Small-LM drafters end to end on tiny targets: from a config to a directory that decodes."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.planted_faults import rope_scaled
@@ -21,7 +22,7 @@ from draft_models.targets.architectures import load_config
 from draft_models.targets.open_target import load_tokenizer, open_target
 from inference.core.decode import autoregressive, speculative
 from inference.drafters.shaped import ModelDrafter
-from inference.drafters.small_lm import PLUGIN, SmallLMSource
+from inference.drafters.small_lm import SmallLMSource
 from inference.shapes.factory import Chain
 from inference.stopping.plain import FixedLength
 from outrider.errors import UserError
@@ -31,7 +32,7 @@ from tests.families import save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, finetuning, log, same, weights
-from train.core.driver import Best
+from train.core.driver import BEST_FOLDER, Best
 from train.parts.heldout import Decoding
 from train.parts.small_lm import drafter_config, start_lm
 from train.recipes.small_lm import finetune_drafter
@@ -81,25 +82,6 @@ def test_the_drafter_is_an_ordinary_directory_that_helps(
     assert [token for r in rounds for token in r.tokens] == expected
 
 
-@pytest.mark.parametrize("objective", ["forward_kl", "cross_entropy"])
-def test_minutes_decide_the_steps_and_nothing_else(
-    tmp_path: Path, target: Path, corpus: DataConfig, objective: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With time for all of them the weights are those of a run without a limit; a resumed run keeps the number."""
-    finetune_drafter(finetuning(target, corpus, tmp_path / "known", objective=objective))
-    finetune_drafter(finetuning(target, corpus, tmp_path / "timed", objective=objective, minutes=1000))
-    assert same(weights(tmp_path / "timed"), weights(tmp_path / "known"))
-    short = finetuning(target, corpus, tmp_path / "short", objective=objective, minutes=1e-9)
-    finetune_drafter(short)
-    report = json.loads((tmp_path / "short" / TRAINING_FILE).read_text())
-    assert (report["steps"], report["settings"]["minutes"]) == (1, 1e-9)
-    assert PLUGIN.trained_seconds(str(tmp_path / "short")) == report["training_seconds"] > 0
-    finetune_drafter(replace(short, resume=True))
-    assert "finished already" in capsys.readouterr().out
-    with pytest.raises(UserError, match="minutes=1: expected null with on_policy"):
-        replace(short, objective="forward_kl", on_policy=0.5, minutes=1)
-
-
 def test_only_adapters_are_trained_and_stored(tmp_path: Path, target: Path, small: Path, corpus: DataConfig) -> None:
     finetune_drafter(finetuning(target, corpus, tmp_path / "out", drafter=DrafterConfig(path=str(small)), lora_rank=2))
     stored = load_file(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
@@ -132,27 +114,6 @@ def test_distillation_makes_the_drafter_like_the_target(tmp_path: Path, corpus: 
     finetune_drafter(finetuning(target, corpus, tmp_path / "out", drafter=shape, objective=objective, fit=fit))
     losses = [line["loss"] for line in log(tmp_path / "out") if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_the_exported_drafter_is_the_best_not_the_last(
-    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taus = iter([1.5, 2.5, 2.5, 2.0])
-    seen: list[dict[str, Tensor]] = []
-
-    def decode(_: Decoding, _stack: object, source: SmallLMSource) -> dict[str, float]:
-        seen.append({name: p.clone() for name, p in source.lm.named_parameters()})
-        return {"tau": next(taus)}
-
-    monkeypatch.setattr(Decoding, "__call__", decode)
-    finetune_drafter(finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=1)))
-    report = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())
-    assert report["step"] == 2
-    assert report["metrics"]["tau"] == 2.5
-    assert report["last_metrics"]["tau"] == 2.0
-    exported = weights(tmp_path / "out")
-    assert torch.equal(exported["lm_head.weight"], seen[1]["head.weight"])
-    assert not torch.equal(exported["lm_head.weight"], seen[2]["head.weight"])
 
 
 def test_best_weights_belong_to_their_run(tmp_path: Path) -> None:
@@ -194,28 +155,6 @@ def test_the_best_weights_outlast_a_change_of_processes(
     monkeypatch.setattr("train.core.driver.join_processes", lambda: two)
     finetune_drafter(replace(run, resume=True))
     assert same(before, weights(tmp_path / "out"))
-
-
-def test_gradient_checkpointing_changes_nothing(
-    tmp_path: Path, target: Path, small: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Adapters too, whose layers' inputs need no gradient."""
-    calls: list[object] = []
-    real = torch.utils.checkpoint.checkpoint
-
-    def counted(*args: object, **options: object) -> object:
-        calls.append(options)
-        return real(*args, **options)
-
-    monkeypatch.setattr("transformers.modeling_utils.checkpoint", counted)
-    fit = replace(FIT, steps=2)
-    run = finetuning(target, corpus, tmp_path / "kept", fit=fit, drafter=DrafterConfig(path=str(small)), lora_rank=2)
-    finetune_drafter(run)
-    assert not calls
-    recomputed = replace(fit, gradient_checkpointing=True)
-    finetune_drafter(replace(run, out_dir=str(tmp_path / "recomputed"), fit=recomputed))
-    assert len(calls) == 2 * 2  # layers and steps
-    assert same(weights(tmp_path / "kept"), weights(tmp_path / "recomputed"))
 
 
 def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: Path) -> None:
@@ -310,6 +249,7 @@ def test_bad_input_names_what_is_wrong_before_anything_is_written(
         r"on_policy_tokens=48: expected": {"on_policy": 0.5, "on_policy_tokens": 48},
         "lora_rank=4: expected 0 for a drafter from random weights": {"lora_rank": 4},
         "lora_alpha=8: expected null": {"lora_alpha": 8},
+        "minutes=1: expected null with on_policy": {"on_policy": 0.5, "minutes": 1},
         "teacher='cached': expected online": {"teacher": "cached", "objective": "cross_entropy"},
         "heldout_fraction": {"data": replace(corpus, heldout_fraction=0.0)},
     }
@@ -374,3 +314,45 @@ def test_a_new_drafter_is_saved_as_the_target_is(tmp_path: Path, corpus: DataCon
 def test_a_drafter_is_a_path_or_a_shape(shape: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         DrafterConfig(**shape)
+
+
+def test_a_full_disk_leaves_the_best_and_the_checkpoint(
+    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taus = iter([1.5, 2.5])
+    monkeypatch.setattr(Decoding, "__call__", lambda *_: {"tau": next(taus)})
+    real = os.replace
+    run = finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=2))
+
+    def full(source: str, destination: str) -> None:
+        if str(destination).endswith("best/model.safetensors") and Path(destination).exists():
+            raise OSError(28, "No space left on device")
+        real(source, destination)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        finetune_drafter(run)
+    assert [p.name for p in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert [p.name for p in (tmp_path / "out" / BEST_FOLDER).iterdir()] == ["model.safetensors"]
+    monkeypatch.setattr(os, "replace", real)
+    taus = iter([2.5])
+    finetune_drafter(replace(run, resume=True))
+    assert json.loads((tmp_path / "out" / TRAINING_FILE).read_text())["step"] == 4
+
+
+def test_resume_with_another_drafter_to_start_from_is_refused(
+    tmp_path: Path, target: Path, small: Path, corpus: DataConfig
+) -> None:
+    path = shutil.copytree(small, tmp_path / "small")
+    run = finetuning(target, corpus, tmp_path / "out", drafter=DrafterConfig(path=str(path)), fit=replace(FIT, steps=1))
+    finetune_drafter(run)
+    described = (path / "config.json").read_text()
+    (path / "config.json").write_text(described.replace('"rope_theta": 10000.0', '"rope_theta": 500000.0'))
+    with pytest.raises(
+        UserError, match=r"drafter_model\.config\.rope_parameters\.rope_theta=500000\.0 \(was 10000\.0\)"
+    ):
+        finetune_drafter(replace(run, resume=True))
+    (path / "config.json").write_text(described)
+    save_target(path, seed=4, num_hidden_layers=2)
+    with pytest.raises(UserError, match=r"drafter_model\.tensors\.lm_head="):
+        finetune_drafter(replace(run, resume=True))
