@@ -405,8 +405,14 @@ def inflate_eagle3(source: Path, to: Path, pair: Pair) -> None:
     found = stored.weights()
     dtype = pair.dtype or found["fc.weight"].dtype
     head = make_head(reading, {name: _placed(change.apply(name, one), dtype) for name, one in found.items()}, role)
-    dialect = "specforge" if stored.dialect == "eagle" else stored.dialect
-    save_head(to, head, dialect, pair.after.config, pair.after.source, made_here=stored.made_here)
+    save_head(
+        to,
+        head,
+        "speculators" if stored.dialect == "speculators" else "specforge",
+        pair.after.config,
+        pair.after.source,
+        made_here=stored.made_here,
+    )
     digests = [drafter_digest(open_tensors(str(folder))) for folder in (source, to)]
     inflate_calibration(source, to, HEAD_FOLDER, pair, change, *digests)
 

@@ -12,8 +12,7 @@ from data_prep.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
 from data_prep.formats.torch_files import CONFIG_FILE
 from draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from draft_models.draft_vocabulary import read_draft_vocabulary
-from draft_models.eagle3.checkpoint import make_head, open_head, require_said, save_head, use_of
-from draft_models.eagle3.model import Eagle3
+from draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of
 from draft_models.early_exit.checkpoint import WHAT as EARLY_EXIT
 from draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained, open_target_of
 from draft_models.ngrams.table import TrigramTable
@@ -21,7 +20,7 @@ from draft_models.small_lm.model import WHAT as SMALL_LM
 from draft_models.small_lm.model import load_whole_lm
 from draft_models.targets.architectures import read_config
 from draft_models.targets.open_target import load_tokenizer, open_target, stored_dtype
-from draft_models.targets.settings import Dialect
+from draft_models.targets.settings import Written
 from draft_models.targets.vocabulary import for_rows
 from inference.drafters.ngram.ngrams import open_table
 from inference.serving.engine_worker import ir_command
@@ -34,13 +33,8 @@ from outrider.processes import from_main, join_processes, only_run_of
 from train.parts.drafter import export
 from train.settings.export import Engine, ExportConfig
 
-# The dialects of EAGLE-3 heads that an engine reads; the first that can say what a head is gets written.
-_DIALECTS: dict[Engine, Sequence[Dialect]] = {
-    "vllm": ("speculators", "modelopt"),
-    "sglang": ("specforge", "modelopt", "eagle"),
-    "tensorrt_llm": ("modelopt",),
-    "eagle": ("eagle",),
-}
+# The dialect of EAGLE-3 heads that an engine reads.
+_DIALECTS: dict[Engine, Written] = {"vllm": "speculators", "sglang": "specforge"}
 
 
 def export_drafter(config: ExportConfig) -> None:
@@ -177,7 +171,7 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
     reading = stored.reading
     head = make_head(reading, stored.weights(dtype), config.checkpoint)
     made_here = stored.made_here and not config.reading.stated()
-    dialect = _dialect(config.engine, head, target)
+    dialect = _DIALECTS[config.engine]
     save_head(out_dir, head, dialect, target, config.target, made_here=made_here)
     facts: dict[str, object] = {
         "head": config.checkpoint,
@@ -185,17 +179,8 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
         "written for readers of": dialect,
     }
     facts |= {"taps": list(reading.taps), "tokens": f"{reading.draft_vocabulary} of {reading.vocabulary}"}
-    write_card(out_dir, use_of(dialect, reading.fc_bias), config.target, facts)
+    write_card(out_dir, use_of(dialect), config.target, facts)
     return f"kind=eagle3 dialect={dialect} dtype={str(head.dtype).removeprefix('torch.')}"
-
-
-def _dialect(engine: Engine, head: Eagle3, target: PreTrainedConfig) -> Dialect:
-    """The first dialect of `engine` that can say what `head` is; the first of all if none can."""
-    for dialect in _DIALECTS[engine]:
-        with suppress(UserError):
-            require_said(head, dialect, target)
-            return dialect
-    return _DIALECTS[engine][0]
 
 
 # What writes a drafter of each kind, the options that it reads of those that not all kinds read, and its engines.

@@ -1,4 +1,4 @@
-"""Dialects: the config.json and the tensor names of different trainers of EAGLE-3 heads.
+"""Dialects: the config.json and the tensor names of different trainers of EAGLE-3 heads. Two of the four are written.
 
 eagle        SafeAILab/EAGLE: `midlayer.`, a flat config, which does not name the aux hidden states
 specforge    sgl-project/SpecForge: `midlayer.`, a flat config, aux hidden states as layer outputs in `eagle_config`;
@@ -11,12 +11,13 @@ the number of layers: a config copied from the target's has that of the target (
 """
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from draft_models.eagle3.reading import Reading
-from draft_models.targets.settings import Dialect
+from draft_models.targets.settings import Dialect, Written
 from outrider.errors import UserError, reason
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -31,7 +32,7 @@ _LAYER_KEYS = (
 )  # fmt: skip
 # Switches of which this toolkit supports only the given value, and the meaning of other values.
 _FIXED = {
-    "use_aux_hidden_state": (True, "a head without taps, as EAGLE-1's"),
+    "use_aux_hidden_state": (True, "a head without aux hidden states, as EAGLE-1's"),
     "use_mtp_layernorm": (False, "norms of multi-token prediction"),
     "next_layer_regular": (True, "later layers that are given the embedding too"),
     "parallel_draft_step": (1, "several tokens drafted at once"),
@@ -39,6 +40,21 @@ _FIXED = {
 # The names in SGLang's first EAGLE-3.1 code for the norms of the aux hidden states, and for their switch.
 _FORMER = {f"aux_norm_{place}.weight": f"fc_norm.{i}.weight" for i, place in enumerate(("low", "mid", "high"))}
 _FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
+# The names of switches in config.json, by fields of `Reading`.
+_WORDS = {
+    "tap_norms": "fc_norm", "joint_norm": "norm_before_fc", "norm_output": "norm_output",
+    "norm_before_residual": "norm_before_residual",
+}  # fmt: skip
+# The switches of each dialect that is written, and further fields that its readers' own code supports.
+_KNOWN: dict[Written, tuple[str, ...]] = {
+    "specforge": ("tap_norms", "norm_output"),
+    "speculators": (*_WORDS, "head_norms", "layers", "attention_bias", "mlp_bias"),
+}
+_PLAIN: dict[str, object] = {  # the implied value of a field that a dialect does not know
+    "tap_norms": False, "joint_norm": False, "norm_output": False, "norm_before_residual": False, "final_norm": True,
+    "embedding_norm": True, "fc_bias": False, "head_norms": False, "attention_bias": False, "mlp_bias": False,
+    "layers": 1,
+}  # fmt: skip
 
 
 def own_name(stored: str) -> str:
@@ -192,3 +208,94 @@ def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
         few = f"the target's {target_layers} layers are too few to choose"
         raise UserError(f"names no {TAPS}: expected them, as {few}; or give reading.taps")
     return (2, target_layers // 2, target_layers - 3)
+
+
+def require_said(reading: Reading, shapes: Shapes, dialect: Written, target: PreTrainedConfig) -> None:
+    """Raise `UserError` unless what is written in `dialect`, read again, gives `reading`, also to its readers.
+
+    shapes: of the head's tensors, by their names here.
+    """
+    if not reading.own_head:
+        raise UserError("reading.own_head=false: expected null: what is written has the rows of its own logits")
+    # As they are written, whatever the source was.
+    wanted = asdict(replace(reading, draft_ids="offset", own_head=True))
+    lost = [name for name, plain in _PLAIN.items() if name not in _KNOWN[dialect] and wanted[name] != plain]
+    # The embedding is not a layer's output, and SpecForge's code supports exactly three aux hidden states.
+    if dialect == "specforge" and (reading.taps[0] == 0 or len(reading.taps) != 3):
+        lost.append("taps")
+    again = asdict(read_config(written_config(reading, dialect, target, "", 1), shapes, 0, "export"))
+    lost += [name for name, value in wanted.items() if again[name] != value and name not in lost]
+    if lost:
+        said = ", ".join(f"{name}={wanted[name]!r}" for name in lost)
+        raise UserError(
+            f"dialect={dialect}: has no word for {said} of this head, and its readers would take it for another one; "
+            "take another dialect"
+        )
+
+
+def written_config(
+    reading: Reading, dialect: Written, target: PreTrainedConfig, target_name: str, drafted: int
+) -> dict[str, object]:
+    """config.json of a head in `dialect`. target, target_name, drafted: as in `save_head`."""
+    switches = {_WORDS[name]: getattr(reading, name) for name in _KNOWN[dialect] if name in _WORDS}
+    config: dict[str, object] = {
+        "draft_vocab_size": reading.draft_vocabulary,
+        TAPS: list(reading.taps),  # vLLM reads boundaries here, SGLang outputs of layers in eagle_config
+        **switches,
+    }
+    if len(reading.taps) != 3:
+        config["num_aux_hidden_states"] = len(reading.taps)
+    if reading.hidden != reading.target_hidden:  # with this key EAGLE's own loader takes no embedding from the target
+        config["target_hidden_size"] = reading.target_hidden
+    layer = _layer(reading, target)
+    if dialect == "specforge":
+        inner = {"use_aux_hidden_state": True, TAPS: [boundary - 1 for boundary in reading.taps]}
+        return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": inner}
+    verifier = {"name_or_path": target_name, "architectures": list(target.architectures or ())}
+    return config | {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer | _written_windows(reading),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted}],
+            "verifier": verifier,
+        },
+    }
+
+
+def _layer(reading: Reading, target: PreTrainedConfig) -> dict[str, object]:
+    """The layer's config in transformers' keys; rope as in versions before 5, which later versions read as well."""
+    rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    special = {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    layer = {
+        "model_type": "qwen3" if reading.head_norms else "llama",
+        "vocab_size": reading.vocabulary,
+        "hidden_size": reading.hidden,
+        "intermediate_size": reading.intermediate,
+        "num_hidden_layers": reading.layers,
+        "num_attention_heads": reading.heads,
+        "num_key_value_heads": reading.key_heads,
+        "head_dim": reading.head_dim,
+        "rms_norm_eps": reading.epsilon,
+        "hidden_act": reading.activation,
+        "max_position_embeddings": reading.max_positions,
+        "attention_bias": reading.attention_bias,
+        "mlp_bias": reading.mlp_bias,
+        "rope_theta": reading.rope["rope_theta"],
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "tie_word_embeddings": False,
+        **special,
+    }
+    if "partial_rotary_factor" in reading.rope:
+        layer["partial_rotary_factor"] = reading.rope["partial_rotary_factor"]
+    return layer
+
+
+def _written_windows(reading: Reading) -> dict[str, object]:
+    sizes = {window for window in reading.windows if window is not None}
+    if not sizes:
+        return {}
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
+    return {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": kinds}

@@ -222,14 +222,14 @@ class Eagle3(nn.Module):
         super().__init__()
         self.reading = reading
         self.windows = list(reading.windows)
-        width, taps = reading.target_hidden, len(reading.taps)
+        width, joined = reading.target_hidden, len(reading.taps) * reading.target_hidden
         tokens = None if all_tokens else torch.empty(reading.draft_vocabulary, dtype=torch.long, device="meta")
         self.register_buffer("draft_tokens", tokens)
         with torch.device("meta"):
             norms = [LlamaRMSNorm(width, reading.epsilon) for _ in reading.taps] if reading.tap_norms else []
             self.fc_norm = nn.ModuleList(norms)
-            self.input_norm = LlamaRMSNorm(taps * width, reading.epsilon) if reading.joint_norm else nn.Identity()
-            self.fc = nn.Linear(taps * width, reading.hidden, bias=reading.fc_bias)
+            self.input_norm = LlamaRMSNorm(joined, reading.epsilon) if reading.joint_norm else nn.Identity()
+            self.fc = nn.Linear(joined, reading.hidden, bias=reading.fc_bias)
             self.layers = nn.ModuleList(HeadLayer(reading, index) for index in range(reading.layers))
             self.norm = LlamaRMSNorm(reading.hidden, reading.epsilon) if reading.final_norm else nn.Identity()
             self.lm_head = nn.Linear(reading.hidden, reading.draft_vocabulary, bias=False)
@@ -298,7 +298,7 @@ class Eagle3(nn.Module):
         return F.embedding(tokens, self.shared_embedding[0] if self.embed_tokens is None else self.embed_tokens.weight)
 
     def features(self, aux: Tensor) -> Tensor:
-        """taps [B, Q, k · H_t], the target's concatenated aux hidden states (`reading.taps`) → features [B, Q, H]."""
+        """aux [B, Q, k · H_t], the target's aux hidden states at `reading.taps`, concatenated → features [B, Q, H]."""
         if len(self.fc_norm):
             parts = aux.chunk(len(self.fc_norm), dim=-1)
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)

@@ -20,7 +20,7 @@ class Reading(Settings):
     Raises `UserError` naming a field with an impossible value.
     """
 
-    taps: tuple[Annotated[int, Ge(0)], ...]  # boundaries of the target's layers (see `LayerStack.run_with_aux`)
+    taps: tuple[Annotated[int, Ge(0)], ...]  # aux layers: boundaries of the target's (see `LayerStack.run_with_aux`)
     target_hidden: Count  # width of an aux hidden state
     hidden: Count
     intermediate: Count

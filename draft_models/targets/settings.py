@@ -17,6 +17,7 @@ DecodeDtype = Literal["auto", "fast", "int8", FloatDtype]  # int8: see `draft_mo
 # see draft_models/losses.py
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "kl_tv"]
 Dialect = Literal["eagle", "specforge", "speculators", "modelopt"]  # of EAGLE-3 heads (draft_models/eagle3/dialects.py)
+Written = Literal["specforge", "speculators"]  # those that are written
 MODEL = "a Hugging Face model directory, a GGUF file or a Hub name (OWNER/NAME)"
 Model = Annotated[str, Place(MODEL, hub=True)]
 Head = Annotated[str, Place("a directory or Hub name of an EAGLE-3 head", hub=True)]
@@ -65,8 +66,8 @@ class ReadingChanges(Settings):
     rope_theta: Positive | None = opt(None, "its base")
     norm_before_residual: bool | None = opt(None, "the first layer adds to the normed feature")
     norm_output: bool | None = opt(None, "the next step is given what the final norm gives")
-    tap_norms: bool | None = opt(None, 'each tap is normed ("fc_norm")')
-    joint_norm: bool | None = opt(None, 'all taps together are ("norm_before_fc")')
+    tap_norms: bool | None = opt(None, 'each aux hidden state is normed ("fc_norm")')
+    joint_norm: bool | None = opt(None, 'all of them together are ("norm_before_fc")')
     embedding_norm: bool | None = opt(None, "the token's embedding is")
     final_norm: bool | None = opt(None, "there is a norm before the logits")
     head_norms: bool | None = opt(None, "queries and keys are normed head by head (Qwen3)")

@@ -248,7 +248,7 @@ class LayerStack(nn.Module):
         stop: int,
         rotary: Rotary,
         masks: Masks,
-        taps: Sequence[int],
+        aux_layers: Sequence[int],
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """`run`, and the hidden states [B, Q, d] at the boundaries `aux_layers`, ascending, all from start to stop.
@@ -257,7 +257,7 @@ class LayerStack(nn.Module):
         input of the final norm.
         """
         aux_hidden = []
-        for boundary in taps:
+        for boundary in aux_layers:
             hidden = self.run(hidden, start, boundary, rotary, masks, cache)
             aux_hidden.append(hidden)
             start = boundary

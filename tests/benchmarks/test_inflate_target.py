@@ -217,7 +217,9 @@ def test_a_head_that_names_no_taps_keeps_them(tmp_path: Path) -> None:
     target = open_target(str(source))
     reading = new_reading(target.config, taps=(), version="3", draft_vocabulary=None, intermediate=None)
     made = new_head(reading, target.stack(dtype=torch.float32), None, 0)
-    save_head(head, made, "eagle", target.config, TARGET)
+    save_head(head, made, "specforge", target.config, TARGET)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({key: config[key] for key in config if "eagle" not in key}))
     assert open_head(str(head), target.config).reading.taps == (2, 4, 5)
     inflate(str(source), replace(SHAPES["tiny-test"], layers=10), tmp_path / "out", eagle3=head)
     config = open_target(str(tmp_path / "out" / TARGET)).config

@@ -24,7 +24,7 @@ from data_prep.text.chat import encode, render_prompt
 from data_prep.text.given import read_some
 from draft_models.card import write_card
 from draft_models.early_exit.model import USE
-from draft_models.targets.settings import EARLY_EXIT, TARGET
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
 from inference.measure.statistics import MIN_PROMPTS
 from inference.measure.time_limit import TimeLimit
 from inference.report.wording import busy_sentences, measure_again
@@ -326,7 +326,7 @@ def test_what_failed_before_it_wrote_leaves_no_directory(
     """A refusal of any command; what was there before stays."""
     folder = tmp_path / "new"
     given = {
-        "export": [f"checkpoint={tiny_models / EARLY_EXIT}", f"target={tiny_models / TARGET}", "engine=eagle"],
+        "export": [f"checkpoint={tiny_models / EAGLE3}", f"target={tiny_models / TARGET}", "engine=openvino"],
         "compare_reports": [f"compare=[{tiny_models / TARGET},{tiny_models / EARLY_EXIT}]"],
     }
     for name, words in given.items():

@@ -68,7 +68,7 @@ def test_a_target_that_lies_here_is_no_base_model_on_the_hub(tmp_path: Path, use
     assert f"# A draft model for {tmp_path / 'target'}\n" in text
 
 
-@pytest.mark.parametrize("use", [early_exit.USE, small_lm.USE, small_lm.USE_OF_SOME, use_of("specforge", False)])
+@pytest.mark.parametrize("use", [early_exit.USE, small_lm.USE, small_lm.USE_OF_SOME, use_of("specforge")])
 def test_a_card_for_other_machines_names_no_path_of_this_one(tmp_path: Path, use: str) -> None:
     """A target of the Hub is known everywhere; of another one the name is told, and commands have a word for it."""
     (tmp_path / "mine").mkdir()

@@ -76,12 +76,12 @@ def test_the_parts_of_a_new_head(sure: Path, tmp_path: Path, corpus: DataConfig)
     """Version 3 has other tensors; the output matrix begins as the target's and stays so if it is not trained."""
     run = heading(
         sure, corpus, tmp_path / "out", fit=replace(FIT, steps=2), version="3", taps=(1, 3), intermediate=40,
-        dialect="modelopt", train_head=False,
+        dialect="speculators", train_head=False,
     )  # fmt: skip
     train_eagle3(run)
     stored = open_head(str(tmp_path / "out"), load_config(str(sure)))
     assert stored.made_here  # the doctor does not treat it as another trainer's
-    assert (stored.dialect, stored.reading.taps, stored.reading.intermediate) == ("modelopt", (1, 3), 40)
+    assert (stored.dialect, stored.reading.taps, stored.reading.intermediate) == ("speculators", (1, 3), 40)
     assert not stored.reading.tap_norms
     assert not stored.reading.norm_output
     saved, target = stored.tensors(), AutoModelForCausalLM.from_pretrained(sure)
@@ -200,7 +200,6 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
         ({"taps": (3, 2, 1)}, r"taps=\(3, 2, 1\): expected boundaries in ascending order"),
         ({"taps": (1, 2, 9)}, r"taps=\[1, 2, 9\]: expected 0 to 4, the target's layers"),
         ({"taps": (1, 2)}, "dialect=specforge: has no word for taps"),
-        ({"dialect": "eagle"}, "dialect=eagle: has no word for tap_norms=True"),
         ({"draft_steps": 47}, r"draft_steps=47: expected at most seq_len - 2 \(46\)"),
         ({"draft_vocabulary": 1000}, "draft_vocabulary=1000: expected at most vocabulary=260"),
         ({"seq_len": 300}, "seq_len=300: the target's context is 256"),

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 
 from draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
 from draft_models.draft_vocabulary import places
-from draft_models.eagle3.checkpoint import StoredHead, make_head, require_said
+from draft_models.eagle3.checkpoint import StoredHead, make_head, shapes_of
+from draft_models.eagle3.dialects import require_said
 from draft_models.eagle3.model import Eagle3, Mask, Steps
 from draft_models.eagle3.new_head import new_head, new_reading
 from draft_models.eagle3.reading import Reading, require_target
@@ -232,7 +233,7 @@ def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrain
         raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
                         "all of them are trained here")  # fmt: skip
     empty = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
-    require_said(empty, config.dialect, target)
+    require_said(reading, shapes_of(empty), config.dialect, target)
     require_context(target, config.seq_len, config.decode_tokens)
     return reading
 

@@ -127,7 +127,7 @@ class Recipe:
         facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len, "data": config.data.source}
         facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
         facts |= {"steps": trained.result.steps, "chosen step": trained.step, "tau": round(tau, 3)}
-        write_card(out_dir, use_of(config.dialect, reading.fc_bias), config.target, facts)
+        write_card(out_dir, use_of(config.dialect), config.target, facts)
         write_record(out_dir / TRAINING_FILE, config.target, identity, config.fit, trained)
         say(f"saved drafter={out_dir} step={trained.step} tau={tau:.4f}")
 

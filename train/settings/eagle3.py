@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from annotated_types import Ge
 
 from data_prep.text.settings import DataConfig
-from draft_models.targets.settings import EAGLE3, TARGET, Dialect, FloatDtype, Head, ReadingChanges, TargetConfig
+from draft_models.targets.settings import EAGLE3, TARGET, FloatDtype, Head, ReadingChanges, TargetConfig, Written
 from outrider.errors import require
 from outrider.settings import Count, Positive, Share, free, opt, require_default
 from train.settings.drafters import (
@@ -48,7 +48,7 @@ class Eagle3Config(TargetConfig):
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
-    dialect: Dialect = "specforge"
+    dialect: Written = "specforge"
     """whose names and words config.json and the tensors have: SpecForge's heads have three taps"""
     features: str | None = None
     """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;

@@ -7,7 +7,7 @@ from draft_models.targets.settings import FloatDtype, Model, ReadingChanges
 from outrider.errors import require
 from outrider.settings import Place, RunConfig, free, only, opt
 
-Engine = Literal["vllm", "sglang", "transformers", "llama_cpp", "openvino", "tensorrt_llm", "eagle"]
+Engine = Literal["vllm", "sglang", "transformers", "llama_cpp", "openvino"]
 _UNKNOWN: dict[Engine, tuple[FloatDtype, ...]] = {"llama_cpp": ("float64",), "openvino": ("float64", "bfloat16")}
 
 
@@ -25,7 +25,7 @@ class ExportConfig(RunConfig):
     head's only config.json is read, of a table's the tokenizer too"""
     revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
     reading: ReadingChanges = opt(factory=ReadingChanges, help="of a head: where its config.json is wrong")
-    engine: Engine = opt("vllm", "what is to load it; the last two load heads alone, eagle is EAGLE's own code")
+    engine: Engine = opt("vllm", "what is to load it")
     engine_python: Annotated[str | None, only(engine="openvino")] = free(None)
     """environment of OpenVINO, or its Python; its optimum-cli converts; null: this one"""
     dtype: FloatDtype | None = None

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from safetensors.torch import load_file
 
 from draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
 from draft_models.eagle3.model import Eagle3
+from draft_models.targets.settings import Written
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
+
+WRITTEN = get_args(Written)
 
 
 def loaded(tmp_path: Path, dialect: str) -> Eagle3:
@@ -30,11 +34,11 @@ def refusal(path: Path, head: Eagle3, dialect: str) -> str:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_dialect_gives_back_what_was_written(tmp_path: Path, dialect: str) -> None:
-    """Every bit of it, in its own dialect and in each that has words for it: at least these."""
+    """Every bit of it, in each dialect that has words for it; of EAGLE's bias and ModelOpt's switches none has."""
     head = loaded(tmp_path, dialect)
-    able = {"eagle": {"eagle"}, "specforge": {"specforge", "speculators"}}.get(dialect, {dialect})
+    able = {"specforge": {*WRITTEN}, "speculators": {"speculators"}}.get(dialect, set())
     written = set()
-    for other in DIALECTS:
+    for other in WRITTEN:
         said = refusal(tmp_path / "out" / other, head, other)
         if said:
             assert f"dialect={other}: has no word for " in said
@@ -55,7 +59,7 @@ def test_a_plain_head_goes_into_every_dialect(tmp_path: Path) -> None:
     exotic = DIALECTS["eagle"]
     facts = replace(exotic, on=frozenset(), config={**exotic.config, "bias": False})
     head = load_head(write_head(tmp_path / "head", facts, head_weights(facts)), TARGET, dtype=torch.float32)
-    for dialect in DIALECTS:
+    for dialect in WRITTEN:
         assert not refusal(tmp_path / dialect, head, dialect)
         again = load_head(str(tmp_path / dialect), TARGET, dtype=torch.float32)
         assert again.reading == head.reading
