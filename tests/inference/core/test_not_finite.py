@@ -8,7 +8,6 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from draft_models.eagle3.model import Eagle3
 from draft_models.targets.stack import LayerStack, WholeModel
 from inference.core.decode import autoregressive, speculative
 from inference.core.ops import likeliest
@@ -36,41 +34,35 @@ from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
-from tests.fitted_heads import fitted_head
+from tests.known_targets import PROMPT, Target, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.recorded import record_graphs
 from tests.tiers import typical_where
-from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import STRUCTURES, VOCABULARY, open_stack
 
 SOURCES = ("early_exit", "small_lm", "plain_lm", "eagle3")
 RUNTIMES = ("eager", "graphed", "recorded")
 NAN, INFINITY = math.nan, math.inf
-PROMPT = random_prompt(14)
 METHOD = MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))
-
-
-def tokens_of(rounds: Any) -> list[int]:
-    return [token for r in rounds for token in r.tokens]
 
 
 class Models:
     """A target and drafters of every kind; a fresh copy for every test that breaks them."""
 
-    def __init__(self, path: Path, head: Eagle3):
-        self.stack: LayerStack = open_stack(path)[1]
-        self.small: LayerStack = open_stack(path)[1]
-        self.exit = make_drafter(path, LAYERS - 1, noise=0.3)
+    def __init__(self, target: Target):
+        self.stack: LayerStack = open_stack(target.path)[1]
+        self.small = target.small("small_lm")
+        self.exit = target.exit("early_exit", 0.3)
         torch.manual_seed(0)
         config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, vocab_size=VOCABULARY)
         self.plain = WholeModel(AutoModelForCausalLM.from_config(config))
-        self.head = head
+        self.head = target.head
 
     def source(self, kind: str) -> Any:
-        if kind == "early_exit":
-            return EarlyExitSource(self.exit)
-        if kind == "eagle3":
-            return Eagle3Source(self.head)
-        return SmallLMSource(self.small if kind == "small_lm" else self.plain)
+        made: dict[str, Any] = {"early_exit": (EarlyExitSource, self.exit), "eagle3": (Eagle3Source, self.head)}
+        small = SmallLMSource, self.small if kind == "small_lm" else self.plain
+        source, model = made.get(kind, small)
+        return source(model)
 
     def embeddings(self) -> Iterator[Tensor]:
         """Of all models."""
@@ -81,21 +73,13 @@ class Models:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return Target(tmp_path_factory.mktemp("target"), "mistral", torch.float32)
 
 
 @pytest.fixture(scope="module")
-def head(path: Path) -> Eagle3:
-    """Fitted to what the target says first; later it is right by chance."""
-    stack = open_stack(path)[1]
-    answer = tokens_of(autoregressive(stack, PROMPT, max_new_tokens=20))
-    return fitted_head(stack, [(PROMPT, answer)])
-
-
-@pytest.fixture(scope="module")
-def whole(path: Path, head: Eagle3) -> Models:
-    return Models(path, head)
+def whole(target: Target) -> Models:
+    return Models(target)
 
 
 @pytest.fixture
@@ -279,7 +263,7 @@ def test_logits_that_are_no_numbers_are_an_error(models: Models, runtime: Runtim
 
 @pytest.mark.parametrize("nodes", [1, 3, 4])
 def test_the_position_is_that_of_the_row_without_numbers(
-    models: Models, path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
+    target: Target, models: Models, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
     """Where only one row of a pass overflows, after `nodes` accepted tokens."""
     run_tree, position = TargetSession.run_tree, len(PROMPT) + 5 + nodes  # the second round begins after 5 tokens
@@ -292,6 +276,6 @@ def test_the_position_is_that_of_the_row_without_numbers(
         return logits
 
     monkeypatch.setattr(TargetSession, "run_tree", overflowing)
-    sure = EarlyExitSource(make_drafter(path, LAYERS - 1))  # the target itself: all that it drafts is right
+    sure = target.source("early_exit", 0.0)  # the target itself: all that it drafts is right
     with pytest.raises(UserError, match=rf"logits at position {position} are NaN or infinite"):
         list(draft(models, sure, "chain", 12, Runtime()))
