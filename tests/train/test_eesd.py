@@ -32,9 +32,8 @@ from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import distilling, kill_when, launch, same
 from train.core.fit import fit
-from train.parts.early_exit import default_exit_layer, make_student
 from train.parts.heldout import heldout_prompt, heldout_prompts
-from train.recipes.early_exit import evaluation_of, train_early_exit
+from train.recipes.early_exit import default_exit_layer, evaluation_of, make_student, train_early_exit
 from train.settings.drafters import EesdConfig
 
 FIT = replace(jobs.FIT, steps=6)

@@ -35,10 +35,9 @@ from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
 from tests.train.jobs import calibrating, save_for_calibration
 from train.core.optimizers import build_optimizer
-from train.parts.early_exit import empty_student, memory_of, student_on
 from train.recipes.calibration import calibrate
 from train.recipes.eagle3 import train_eagle3
-from train.recipes.early_exit import plan_of, train_early_exit
+from train.recipes.early_exit import empty_student, memory_of, plan_of, student_on, train_early_exit
 from train.settings.drafters import EesdConfig
 from train.settings.eagle3 import Eagle3Config
 from train.settings.fit import FitConfig
