@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import train.parts.eagle3 as module
+import train.recipes.eagle3 as module
 from draft_models.acceptance import tau_of_rounds
 from draft_models.eagle3 import model
 from draft_models.eagle3.new_head import new_head, new_reading
@@ -21,7 +21,7 @@ from draft_models.targets.target import Band
 from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
-from train.parts.eagle3 import Eagle3Student, drafts_of, memory_of
+from train.recipes.eagle3 import Eagle3Student, drafts_of, memory_of
 from train.settings.fit import FitConfig
 
 TOKENS = torch.arange(0, VOCABULARY, 3)

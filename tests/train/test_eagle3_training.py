@@ -24,9 +24,8 @@ from inference.stopping.plain import FixedLength
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, heading, log, same
-from train.parts.eagle3 import Eagle3Student
 from train.parts.target_states import MADE_FROM_FILE, STATES_FILE, pack, unpack
-from train.recipes.eagle3 import train_eagle3
+from train.recipes.eagle3 import Eagle3Student, train_eagle3
 
 
 @pytest.fixture(scope="module")

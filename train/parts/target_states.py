@@ -28,7 +28,7 @@ from outrider.processes import from_main, only_run_of
 from outrider.progress import counted
 from outrider.run_dirs import changes
 from outrider.words import listed
-from train.parts.eagle3 import Eagle3Student
+from train.core.training import Batch
 
 GROUP = 32
 _SCALE_BYTES = 2
@@ -82,7 +82,7 @@ class RowsWithStates:
 
 def with_states(
     rows: PackedRows,
-    build: Callable[[], Eagle3Student],
+    load: Callable[[], Callable[[Batch], Tensor]],
     item: tuple[int, int, int],
     folder: Path,
     dtype: torch.dtype,
@@ -91,7 +91,8 @@ def with_states(
 ) -> RowsWithStates:
     """`rows` with the target's states, read from `folder` after computing the missing ones.
 
-    build: makes the student with that target. item: (T, k + 1, H_t). made_from: JSON-able, what determines the states.
+    load: loads that target, and gives what computes the states of a batch of rows. item: (T, k + 1, H_t). made_from:
+    JSON-able, what determines the states.
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
     states, is not writable or has too little space, and if `dtype` cannot represent the states.
     """
@@ -111,7 +112,7 @@ def with_states(
         states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
         if not there:
             done = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
-            _fill(states, done, rows, build(), folder, state)
+            _fill(states, done, rows, load(), folder, state)
             state.wait_for_everyone()
             from_main(state, lambda: _finish(folder, identity))
     return RowsWithStates(rows, states, width)
@@ -162,17 +163,20 @@ def _make_room(folder: Path, identity: Mapping[str, object], size: int, blocks: 
 
 
 def _fill(
-    states: Tensor, done: Tensor, rows: PackedRows, student: Eagle3Student, folder: Path, state: PartialState
+    states: Tensor,
+    done: Tensor,
+    rows: PackedRows,
+    states_of: Callable[[Batch], Tensor],
+    folder: Path,
+    state: PartialState,
 ) -> None:
     """Compute this process's share of the blocks, except those that are `done`, uint8 [blocks]."""
-    device = student.stack.device
     shares = range(state.process_index * ROWS_AT_ONCE, len(rows), state.num_processes * ROWS_AT_ONCE)
     missing = [begin for begin in shares if not done[begin // ROWS_AT_ONCE]]
     for begin in counted(missing, "the target's states", f"blocks of {ROWS_AT_ONCE} rows"):
         chosen = range(begin, min(begin + ROWS_AT_ONCE, len(rows)))
         batch = default_collate([rows[index] for index in chosen])
-        given = {name: batch[name].to(device) for name in ("input_ids", "positions", "documents")}
-        made = student.states(**given)
+        made = states_of(batch)
         try:
             kept = pack(made) if states.dtype == torch.int8 else _converted(made, states.dtype)
         except OverflowError:
