@@ -38,7 +38,7 @@ def require_same_texts(
     head = change(fitted_head(target.stack(dtype=torch.float32), answers)).double()
     head = head.to(device, torch.float32)  # a change of dtype is a move on any device
     prepare(stack, {"eagle3": head})
-    runtime = Graphed()
+    runtime = Graphed(16)
     runtime.prepare(40, ())
     for each in (Runtime(), runtime):
         source, method = Eagle3Source(head), method_of(STRUCTURES[structure], 3)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from inference.engines import packing
 from inference.engines.graphs import attention_kernels, cuda_graphs
 from inference.engines.graphs.fixed_shapes import GraphPool
 
@@ -104,3 +105,9 @@ def record_graphs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GraphPool, "_capture", lambda _, run: Recording(run))
     patch.setattr(torch.cuda, "synchronize", lambda: None)
     patch.setattr(attention_kernels, "TRIALS", 1)
+
+
+def lay_out_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Have `prepare` fuse layers only: weights are not packed, and layers run one by one."""
+    patch.setattr(packing, "can_pack", lambda *_: False)
+    patch.setattr(packing, "run_at_once", lambda model: [])

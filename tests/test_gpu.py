@@ -91,13 +91,12 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
 ) -> None:
     """Texts cross the cache's buckets; with each attention kernel, and with the one that is measured to be best."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
     small = layer_stack(load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS),
                                    dtype=torch.float32, device=CUDA))  # fmt: skip
     method = method_of(STRUCTURES[structure], 3)
-    runtime = cuda_graphs.Graphed()
+    runtime = cuda_graphs.Graphed(16)
     chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack), 1, 16, kernel)]
     runtime.prepare(70, chosen or runtime.choose_kernels([stack, small], 70))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
@@ -119,7 +118,6 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
 @pytest.mark.parametrize("structure", ["chain", "opt_tree"])
 def test_an_eagle3_heads_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     require_same_texts(save_target(tmp_path, "mistral", kv_heads=2, peak=6.0), structure, CUDA)
 
 

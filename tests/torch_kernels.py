@@ -1,10 +1,15 @@
 """What the engine's `triton_kernels` compute, by PyTorch's operations: a stand-in where there is no GPU."""
 
+import sys
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draft_models.targets.attention import grouped_attention, use_kernel
+from inference.engines import fused_layers
+from inference.engines.graphs import attention_kernels
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,3 +51,9 @@ def gate(joined: Tensor) -> Tensor:
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
     with use_kernel("products"):
         return grouped_attention(torch.nn.Module(), query, keys, values, mask, scaling=scale)[0]
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """Have fixed-shape passes run these in place of Triton's kernels."""
+    for module in (attention_kernels, fused_layers):
+        patch.setattr(module, "triton_kernels", lambda device: sys.modules[__name__])

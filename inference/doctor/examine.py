@@ -1,7 +1,6 @@
 """The doctor: scores all possible readings of each drafter on the target's own texts, and compares them."""
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from data_prep.text.prompts import Prompt
 from draft_models.targets.target import Target
 from inference.doctor.examinees import DECLARED, EXAMINERS, UNSEEN, Examinee, Variant, training_facts
-from inference.doctor.scores import Recording, Scores, answer_of, is_better, join, record, relabelled, score
+from inference.doctor.scores import Recording, Scores, answer_of, is_better, join, record, score
 from inference.loading.targets import Models, TargetSetup
 from inference.measure.statistics import coverage
 from inference.settings.evaluate import EvaluateConfig
@@ -110,9 +109,9 @@ def judge(
 
 
 def compare(examinee: Examinee, scores: Mapping[str, Scores]) -> Findings:
-    """The scores of a drafter's variants, the best winner, and the agreement if relabelled (see `_other_names`)."""
+    """The scores of a drafter's variants, and the best one that is significantly better than the declared reading."""
     if not scores:
-        return {"places": 0, "texts": 0, "ways": [], "better": None, "relabelled": None}
+        return {"places": 0, "texts": 0, "ways": [], "better": None}
     declared = scores[DECLARED]
     rows = [_row(examinee.declared, declared)]
     for variant in examinee.others:
@@ -120,27 +119,13 @@ def compare(examinee: Examinee, scores: Mapping[str, Scores]) -> Findings:
         rows.append(_row(variant, scores[variant.name]) | {"chance": chance, "wins": wins})
     winners = [row for row in rows if row["wins"]]
     return {
-        "places": len(declared.said),
+        "places": len(declared.blocks),
         "texts": len({block >> 32 for block in declared.blocks.tolist()}),
         "ways": rows,
         "better": max(winners, key=lambda row: row["agreement"], default=None),
-        "relabelled": _other_names(declared),
     }
 
 
 def _row(variant: Variant, scores: Scores) -> Findings:
     about = {"name": variant.name, "option": variant.option, "meaning": variant.meaning, "agreement": scores.agreement}
     return about | scores.means | {"chance": None, "wins": False}
-
-
-def _other_names(scores: Scores) -> float | None:
-    """The agreement with relabelled tokens if it is so much better that the vocabulary map seems wrong; else None.
-
-    A smaller gain proves nothing: a drafter's outputs carry some information on the next token under any labels.
-    """
-    first = replace(scores, agree=scores.agree[:1])
-    other = relabelled(first)
-    [(_, commonest)] = Counter(scores.said.tolist()).most_common(1)
-    blind = commonest / len(scores.said)  # the agreement of always predicting the most frequent token
-    wins, _ = is_better(other, first)
-    return other.agreement if wins and other.agreement > max(2 * first.agreement, blind + 0.2, 0.4) else None

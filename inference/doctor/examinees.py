@@ -261,20 +261,11 @@ def examine_lm(plugin: DrafterPlugin[Model], model: Model, where: str, target: O
 def examine_head(
     plugin: Eagle3Plugin, model: Eagle3 | Calibrated[Eagle3], where: str, target: OpenTarget, stack: Target
 ) -> Examinee:
-    """The `Examinee` of an EAGLE-3 head that is prepared to draft for `stack`."""
-    head: Eagle3 = bare(model)
-    layered, own = require_layers(stack), head.shared_embedding
-    embedding = own[0] if own else layered.embed_tokens.weight
-    return examinee_of(open_head(where, target.config, changes=plugin.changes), target, layered, embedding)
-
-
-def examinee_of(stored: StoredHead, target: OpenTarget, stack: LayerStack, embedding: Tensor) -> Examinee:
-    """The `Examinee` of the head `stored` for the target `stack`. Its weights are read once for all variants.
-
-    embedding: the target's [V, H_t].
-    """
+    """An EAGLE-3 head that is prepared to draft for `stack`. Its weights are read once for all variants."""
+    layered, shared = require_layers(stack), bare(model).shared_embedding
+    embedding, output = shared[0] if shared else layered.embed_tokens.weight, layered.head.weight
+    stored = open_head(where, target.config, changes=plugin.changes)
     tensors = stored.tensors(stack.dtype, stack.device)
-    output = stack.head.weight
 
     def make(reading: Reading) -> Eagle3:
         require_target(reading, target.config, stored.source)

@@ -1,9 +1,8 @@
 """Recordings of the target, a drafter's agreement with them, tests whether another reading is better, and the table."""
 
 import functools
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -101,19 +100,16 @@ def answer_of(target: Target, prompt: Sequence[int], count: int, eos: frozenset[
 
 @dataclass(frozen=True)
 class Scores:
-    """Figures at all judged places of all texts, [steps, places] each but the last three, which are [places].
+    """Figures at all judged places of all texts, [steps, places] each but the blocks, which are [places].
 
     agree: whether the drafter's most likely token is the target's. accepted: Σ min(p, q). log_q: of the target's most
-    likely token. finite: whether all logits are finite. drafted, said: the most likely tokens of the first step and of
-    the target. blocks: the observation that each place belongs to.
+    likely token. finite: whether all logits are finite. blocks: the observation that each place belongs to.
     """
 
     agree: np.ndarray
     accepted: np.ndarray
     log_q: np.ndarray
     finite: np.ndarray
-    drafted: np.ndarray
-    said: np.ndarray
     blocks: np.ndarray
 
     @property
@@ -142,8 +138,6 @@ def score(logits: Tensor, recording: Recording, text: int) -> Scores:
         acceptance(recording.log_p, log_q).double().cpu().numpy(),
         of_choice.clamp_min(UNSAID).double().cpu().numpy(),
         finite.cpu().numpy(),
-        chosen[0].cpu().numpy(),
-        recording.choices.cpu().numpy(),
         blocks,
     )
 
@@ -180,24 +174,6 @@ def is_better(one: Scores, than: Scores, tried: int = 1) -> tuple[bool, float]:
     """
     chance = min(1.0, tried * chance_of((one.agree.astype(float) - than.agree).mean(0), one.blocks))
     return chance < CHANCE and one.agreement - than.agreement >= MARGIN, chance
-
-
-def relabelled(scores: Scores) -> Scores:
-    """The first step's agreement with the drafter's tokens relabelled: labels are learnt on half of the blocks and
-    tested on the other half, both ways.
-
-    A drafter with a wrong vocabulary map agrees only after relabelling.
-    """
-    half = np.unique(scores.blocks, return_inverse=True)[1] % 2
-    agree = np.zeros_like(scores.agree[:1])
-    for side in (0, 1):
-        seen: dict[int, Counter[int]] = defaultdict(Counter)
-        for drafted, said in zip(scores.drafted[half != side], scores.said[half != side], strict=True):
-            seen[int(drafted)][int(said)] += 1
-        meant = {drafted: counts.most_common(1)[0][0] for drafted, counts in seen.items()}
-        for place in np.flatnonzero(half == side):
-            agree[0, place] = meant.get(int(scores.drafted[place]), -1) == scores.said[place]
-    return replace(scores, agree=agree)
 
 
 def table(kind: str, found: Findings) -> list[str]:
@@ -247,12 +223,9 @@ def verdict(found: Findings) -> Iterator[str]:
         yield f"  fewer than {FEWEST * BLOCK} tokens are too few to call a reading better: give more prompts"
     if better is not None:
         yield f"  {better['name']} is better: {better['meaning']}"
-    elif found["relabelled"] is None and declared["agree"][0] < LOW:
+    elif declared["agree"][0] < LOW:
         others = " No other reading is better." if len(found["ways"]) > 1 else ""
         yield f"  it seldom agrees.{others} Look at its target, its data and the template"
-    if found["relabelled"] is not None:
-        said = f"  if its tokens stood for others it would agree at {found['relabelled']:.1%} of the first tokens"
-        yield f"{said}: its map of the vocabulary is not the one of its training"
 
 
 def refuse(kind: str, where: str, found: Findings) -> None:

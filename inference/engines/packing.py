@@ -113,11 +113,16 @@ def _bytes_of(linear: Linear) -> int:
 
 @torch.inference_mode()
 def fastest_layout(
-    linears: Sequence[Linear], clock: Callable[[], float] = time.perf_counter, *, panels: bool = True
+    linears: Sequence[Linear],
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    panels: bool = True,
+    small: int = SMALL,
 ) -> str:
     """Measure which of `layouts_here` is fastest for layers of one shape, over passes of `TIMED_ROWS` rows.
 
     panels: whether to try that layout too. It serves few rows, for which decoder layers have other kernels already.
+    small: layers of fewer bytes of weights are not measured.
 
     Layouts are timed in turn over as many of the layers as exceed the caches. If there are fewer, copies are added, up
     to `FEWEST` in total: the only head of a draft model is not in a cache either when its turn comes. The mean of the
@@ -125,7 +130,7 @@ def fastest_layout(
     """
     first = linears[0]
     dtype, size = _dtype_of(first), _bytes_of(first)
-    if size < SMALL:
+    if size < small:
         return "blocked"
     count = math.ceil(COLD / size)
     sample = list(linears[:count])

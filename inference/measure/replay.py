@@ -1,9 +1,8 @@
-"""Replay: recorded greedy generations stand in for a target.
+"""Replay: recorded greedy answers stand in for a target.
 
-Under greedy decoding the text does not depend on the drafter. So a recording gives the exact τ of any drafter that
-sees nothing of the target but tokens and its first layers, without the other weights. The loop is the one that decodes,
-`inference.core.decode.decode_rounds`. A session that runs what the drafter shares of the target, if anything, takes
-the place of the whole one's, and the recording chooses.
+Greedy decoding gives the same text with every drafter. So a recording gives the exact τ of a drafter that reads only
+tokens, or also the target's first layers; no other weights are needed. The loop is that of decoding, `decode_rounds`.
+The session runs only the layers that the drafter shares with the target, and the selector chooses the recorded tokens.
 
 Recordings are answer files in the layout of MT-Bench and Spec-Bench: one JSON object a line, {"question_id",
 "choices": [{"turns": [answer, …]}]}. They hold text, so the ids that the target emitted are recovered by tokenising.
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from data_prep.text.chat import VICUNA_SYSTEM
 from data_prep.text.prompts import Prompt
+from data_prep.text.sources import read_file
 from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.encoder import open_encoder
 from draft_models.targets.target import Target
@@ -52,7 +52,7 @@ from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError, require
-from outrider.files import is_text, parse_json, require_writable, write_atomically, write_json
+from outrider.files import is_text, require_writable, write_atomically, write_json
 from outrider.machine import describe_machine
 from outrider.processes import join_processes
 from outrider.progress import counted
@@ -85,10 +85,9 @@ class RecordedTurn:
 
 
 class RecordedSession(Session):
-    """A recording in the place of a target, for drafters that share nothing with it: rows are noted, and nothing runs.
+    """The session of a drafter that shares nothing with the target: it records rows and runs no layer.
 
-    Where logits would be is nothing: `RecordedSelector` knows what follows. In the place of the target's last hidden
-    state, `width` wide, are zeros.
+    Logits have no columns [n, 0], since `RecordedSelector` reads none. The target's last hidden state is 0 [1, width].
     """
 
     dtype = torch.float32
@@ -126,7 +125,7 @@ class RecordedSession(Session):
 
 
 class FirstLayersSession(TargetSession):
-    """The same for drafters that share a target's first layers, which run; no others need be there."""
+    """The session of a drafter that shares the target's first layers: these run, and the target needs no others."""
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         self.finished = range(self.rows) if rows is None else rows
@@ -135,27 +134,27 @@ class FirstLayersSession(TargetSession):
 
 
 class RecordedSelector(TokenSelector):
-    """Chooses what was recorded, whatever the logits. After its end the recording says its last token again."""
+    """Chooses the recorded tokens, whatever the logits are. After the recording's end it repeats the last token."""
 
     def __init__(self, recorded: Sequence[int]):
         super().__init__()
-        self._recorded, self._said = recorded, 0
+        self._recorded, self._place = recorded, 0
 
     def next_token(self, logits: Tensor) -> Tensor:
         token = self._after(0)
-        self._said += 1
+        self._place += 1
         return self._token(token)
 
     def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
         proposed = tree.tokens.tolist()
         choices = [self._after(depth) for depth in depths(tree.parents)]
         nodes, bonus = verify_greedy(proposed, tree.parents, choices)
-        self._said += len(nodes) + 1
+        self._place += len(nodes) + 1
         return proposed, nodes, self._token(bonus), bonus
 
     def _after(self, depth: int) -> int:
-        """The token after a node so deep, right for those that the recording goes through."""
-        return self._recorded[min(self._said + depth, len(self._recorded) - 1)]
+        """The recorded token after a node of that depth, if the path to the node is the recorded one."""
+        return self._recorded[min(self._place + depth, len(self._recorded) - 1)]
 
 
 @torch.inference_mode()
@@ -199,35 +198,21 @@ def read_transcripts(name: str) -> dict[str, tuple[str, ...]]:
     path = Path(os.path.expanduser(name))
     if not path.is_file():
         raise UserError(f"transcripts={name}: no such file; expected MT-Bench or Spec-Bench answers (JSONL)")
-    found = {}
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split at U+2028 inside JSON
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"transcripts={name}: not UTF-8 text ({error}); expected answers as JSONL") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            question, turns = _answered(parse_json(line))
-        except UserError as error:
-            raise UserError(f"{path}:{number}: not an answer record ({error}); see replay.py") from None
-        found[question] = turns
+    found = dict(_answered(record, f"{path}:{number}") for number, record in read_file(path))
     if not found:
         raise UserError(f"transcripts={name}: no answer in it")
     return found
 
 
-def _answered(record: object) -> tuple[str, tuple[str, ...]]:
+def _answered(record: object, where: str) -> tuple[str, tuple[str, ...]]:
     match record:
-        case {"question_id": question, "choices": [{"turns": [*turns]}, *_]}:
-            return str(question), tuple(_text(turn) for turn in turns)
-    raise UserError("expected question_id and choices, the first with turns")
+        case {"question_id": question, "choices": [{"turns": [*turns]}, *_]} if all(map(_is_answer, turns)):
+            return str(question), tuple(turns)
+    raise UserError(f"{where}: not an answer record: expected question_id and choices, the first with turns of text")
 
 
-def _text(turn: object) -> str:
-    if not isinstance(turn, str) or not is_text(turn):
-        raise UserError("turns are not texts")
-    return turn
+def _is_answer(turn: object) -> bool:
+    return isinstance(turn, str) and is_text(turn)
 
 
 def recordings(
@@ -270,35 +255,31 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[d
     """
     processes = join_processes().num_processes
     require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")
-    out_dir = require_writable(config.out_dir)
-    with only_run(out_dir, "results"):
-        return _replay(config, prompts, out_dir)
-
-
-def _replay(config: EvaluateConfig, prompts: Sequence[Prompt], out_dir: Path) -> list[dict[str, Any]]:
     assert config.tokenizer is not None
     assert config.transcripts is not None
+    out_dir = require_writable(config.out_dir)
     use_threads(config.threads)
-    vocabulary = load_vocabulary(config.tokenizer)
-    drafters = load_drafters(config, vocabulary)
-    turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
-    reports = []
-    for name, method in config.methods.items():
-        generations = replay_turns(
-            name, method, drafters, turns, max_new_tokens=config.max_new_tokens, seed=config.seed
-        )
-        reports.append({"method": name, **replay_report(turns, generations), "settings": asdict(method)})
-    table = replay_markdown(reports, config.transcripts)
-    write_atomically(out_dir / "report.md", table.encode())
-    facts = {
-        "target": "replay",
-        **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed")},
-        "table": config.where(KINDS["ngrams"]),
-        "machine": describe_machine("cpu"),
-        "made_with": provenance(),
-    }
-    write_json(out_dir / "report.json", {**facts, "reports": reports})
-    print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
+    with only_run(out_dir, "results"):
+        vocabulary = load_vocabulary(config.tokenizer)
+        drafters = load_drafters(config, vocabulary)
+        turns = recordings(prompts, read_transcripts(config.transcripts), vocabulary)
+        reports = []
+        for name, method in config.methods.items():
+            generations = replay_turns(
+                name, method, drafters, turns, max_new_tokens=config.max_new_tokens, seed=config.seed
+            )
+            reports.append({"method": name, **replay_report(turns, generations), "settings": asdict(method)})
+        table = replay_markdown(reports, config.transcripts)
+        write_atomically(out_dir / "report.md", table.encode())
+        facts = {
+            "target": "replay",
+            **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed")},
+            "table": config.where(KINDS["ngrams"]),
+            "machine": describe_machine("cpu"),
+            "made_with": provenance(),
+        }
+        write_json(out_dir / "report.json", {**facts, "reports": reports})
+        print(f"{table}\nreport: {out_dir / 'report.md'}", flush=True)
     return reports
 
 

@@ -33,7 +33,6 @@ from inference.core.decode import autoregressive, speculative, until
 from inference.core.rounds import Round, synchronized_clock
 from inference.core.stop_strings import StopStrings
 from inference.core.token_selector import TokenSelector
-from inference.evaluate.compare import evaluate_checkpoint
 from inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
 from inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
 from inference.measure.probe import tune
@@ -258,6 +257,8 @@ class Model:
             else Prompt(str(number), "chat", tuple(prompt), True)
             for number, prompt in enumerate(prompts, start=1)
         ]
+        from inference.evaluate.compare import evaluate_checkpoint  # the report's modules: loaded only for one
+
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
             config = replace(self.config, out_dir=folder, **options)
             with suppress(SystemExit):  # not lossless: the report says so

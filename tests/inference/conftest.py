@@ -12,7 +12,7 @@ from draft_models.targets.fingerprint import fingerprint_target
 from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.target_session import Runtime
-from inference.engines.graphs import cuda_graphs
+from inference.engines.graphs.cuda_graphs import Graphed
 from inference.settings.evaluate import EvaluateConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
@@ -28,11 +28,9 @@ def on_the_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def runtimes() -> Iterator[dict[str, Runtime]]:
+def runtimes() -> dict[str, Runtime]:
     """How passes run; one for all tests, as its buffers are made to be used again. Small buckets: texts cross them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
-        yield {"eager": Runtime(), "graphed": cuda_graphs.Graphed()}
+    return {"eager": Runtime(), "graphed": Graphed(16)}
 
 
 @pytest.fixture(params=["eager", "graphed"])

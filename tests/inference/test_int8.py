@@ -81,9 +81,8 @@ def test_layers_that_are_joined_go_on_as_parts() -> None:
 
 
 @pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
-def test_the_layout_is_the_fastest_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layout_is_the_fastest_that_there_is() -> None:
     """Of layers that are worth measuring."""
-    monkeypatch.setattr(packing, "SMALL", 0)
     for wanted in ("plain", "blocked"):
         now, slow = [0.0], dict.fromkeys(LAYOUTS, 1.0) | {wanted: 0.1}
 
@@ -96,7 +95,7 @@ def test_the_layout_is_the_fastest_that_there_is(monkeypatch: pytest.MonkeyPatch
 
         makers = {name: partial(timed, name) for name in LAYOUTS}
         with patch.object(packing, "LAYOUTS", makers):
-            assert fastest_layout([coded(32, 64, torch.float32, False)], lambda now=now: now[0]) == wanted
+            assert fastest_layout([coded(32, 64, torch.float32, False)], lambda now=now: now[0], small=0) == wanted
     model = nn.Sequential(coded(32, 64, torch.float32, False), nn.Linear(64, 32))
     pack_linears(model, lambda layers: "blocked" if isinstance(layers[0], Int8Linear) else "plain")
     assert [type(module) for module in model] == [WidenedLinear, nn.Linear]

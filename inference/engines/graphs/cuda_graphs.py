@@ -39,7 +39,9 @@ class Graphed(Runtime):
 
     name = "graphed"
 
-    def __init__(self) -> None:
+    def __init__(self, smallest: int = SMALLEST_BUCKET) -> None:
+        """smallest: the fewest cache positions that a pass reads."""
+        self.smallest = smallest
         self._arenas: dict[tuple[int, int], Arena] = {}
         self.captures = 0
         self.positions: int | None = None
@@ -90,7 +92,7 @@ class Arena:
         if longest is not None and capacity - rows <= longest:
             self.limit = -(-(longest + self.rows) // WIDTHS[-1]) * WIDTHS[-1]
         else:
-            self.limit = bucket(capacity, SMALLEST_BUCKET)
+            self.limit = bucket(capacity, runtime.smallest)
         self.capacity = self.limit + WIDTHS[-1]
         self.first = KVCache(range(split), self.capacity, clean=True)
         self.rest = KVCache(range(split, len(layers.layers)), self.capacity, clean=True)
@@ -139,7 +141,7 @@ class Arena:
 
     def view(self, width: int, positions: int) -> FixedView:
         """The view of `width` rows for texts of up to `positions` positions, including these rows."""
-        keys = min(bucket(positions, SMALLEST_BUCKET), self.limit)
+        keys = min(bucket(positions, self.runtime.smallest), self.limit)
         return FixedView(self.upload, width, keys, self.limit, self.layers)
 
     def run_pass(

@@ -27,7 +27,6 @@ from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
-from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.settings.method import MethodConfig, StopConfig
 from inference.settings.sampling import SamplingConfig
@@ -89,10 +88,9 @@ def models(whole: Models) -> Models:
 
 @pytest.fixture(params=RUNTIMES)
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     if request.param == "recorded":
         record_graphs(monkeypatch)
-    return Runtime() if request.param == "eager" else Graphed()
+    return Runtime() if request.param == "eager" else Graphed(16)
 
 
 def plain(

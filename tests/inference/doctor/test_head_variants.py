@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head
+from draft_models.eagle3.checkpoint import TRAINING_FILE, load_head
 from draft_models.targets.settings import ReadingChanges
 from inference.doctor.examine import boundaries_of, compare, judge
-from inference.doctor.examinees import Examinee, draft_by_head, examinee_of
+from inference.doctor.examinees import Examinee, draft_by_head, examine_head
 from inference.doctor.scores import join, refuse, score, table
 from inference.drafters.eagle3 import Eagle3Plugin
 from outrider.errors import UserError
@@ -22,8 +22,10 @@ from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
 
 
 def examinee_in(clinic: Clinic, where: str) -> Examinee:
-    stored = open_head(where, clinic.target.config)
-    return examinee_of(stored, clinic.target, clinic.stack, clinic.stack.embed_tokens.weight)
+    plugin = Eagle3Plugin()
+    head = load_head(where, clinic.target.config, dtype=torch.float32)
+    plugin.prepare(head, clinic.stack)
+    return examine_head(plugin, head, where, clinic.target, clinic.stack)
 
 
 def examined(clinic: Clinic, where: str) -> dict[str, Any]:
@@ -114,21 +116,19 @@ def test_a_reading_that_is_better_is_named_and_can_be_had(clinic: Clinic, tmp_pa
 def test_a_head_that_is_read_rightly_is_left_alone(clinic: Clinic, tmp_path: Path) -> None:
     """Although other readings are equally good: those of tensors that its file copies from the target."""
     found = examined(clinic, write(tmp_path / "head", clinic.head, clinic.stack))
-    assert found["better"] is found["relabelled"] is None
+    assert found["better"] is None
     assert found["ways"][0]["agreement"] > 0.9
     assert len(found["ways"]) > 10
     refuse("eagle3", "somewhere", found)
 
 
-@pytest.mark.parametrize("shift", [0, 9])
-def test_a_wrong_vocabulary_map_is_found(clinic: Clinic, tmp_path: Path, shift: int) -> None:
-    """It was never stored, so that the first tokens are used, or it was counted again from other text."""
-    where = write(tmp_path / "head", clinic.head, clinic.stack, maps(torch.full((COUNT,), shift)))
+def test_a_vocabulary_map_that_was_never_stored_is_named(clinic: Clinic, tmp_path: Path) -> None:
+    """Its tokens are the first ones; no option has the right map."""
+    where = write(tmp_path / "head", clinic.head, clinic.stack, maps(torch.zeros(COUNT, dtype=torch.long)))
     found = examined(clinic, where)
-    assert found["relabelled"] > 0.5 > found["ways"][0]["agree"][0]
-    assert "its map of the vocabulary is not the one of its training" in shown(found)
-    assert ("it was never put in" in shown(found)) == (shift == 0)
-    refuse("eagle3", where, found)  # no other map is available
+    assert "! d2t: all zero" in shown(found)
+    assert "it seldom agrees" in shown(found)
+    refuse("eagle3", where, found)
 
 
 def test_the_record_of_a_training_is_reported(clinic: Clinic, tmp_path: Path) -> None:

@@ -4,15 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chance_of, is_better, relabelled
+from inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chance_of, is_better
 
 
-def scores_of(agree: np.ndarray, drafted: np.ndarray | None = None, said: np.ndarray | None = None) -> Scores:
-    count = len(agree)
-    zeros = np.zeros(count, int)
-    plain = np.zeros((1, count))
-    drafted, said = (zeros if one is None else one for one in (drafted, said))
-    return Scores(agree[None].astype(bool), plain, plain, plain > -1, drafted, said, np.arange(count) // BLOCK)
+def scores_of(agree: np.ndarray) -> Scores:
+    plain = np.zeros((1, len(agree)))
+    return Scores(agree[None].astype(bool), plain, plain, plain > -1, np.arange(len(agree)) // BLOCK)
 
 
 def test_readings_that_are_as_good_are_seldom_called_better() -> None:
@@ -51,10 +48,3 @@ def test_the_more_ways_are_tried_the_likelier_one_leads_by_chance() -> None:
     chance = is_better(one, other)[1]
     assert 0 < chance < 1
     assert [is_better(one, other, tried)[1] for tried in (3, 10**6)] == [min(1.0, 3 * chance), 1.0]
-
-
-def test_tokens_under_other_names_are_found_by_what_was_not_learned_from() -> None:
-    said = np.random.default_rng(2).integers(6, size=60 * BLOCK)
-    assert relabelled(scores_of(said < 0, said + 10, said)).agree.mean() > 0.95
-    noise = np.random.default_rng(3).integers(40, size=len(said))
-    assert relabelled(scores_of(said < 0, noise, said)).agree.mean() < 0.3

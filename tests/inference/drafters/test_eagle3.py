@@ -146,9 +146,7 @@ def compare(case: Case, source: Eagle3Source, runtime: Runtime, length: int) -> 
 
 def graphed() -> Runtime:
     """Small buckets, so that the text grows beyond one of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
-        return cuda_graphs.Graphed()
+    return cuda_graphs.Graphed(16)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +163,6 @@ def test_drafts_are_those_of_a_loop_without_a_cache(
 @pytest.mark.parametrize("structure", ["chain", "opt_tree"])
 def test_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
     """As on a GPU (tests/test_gpu.py), with recorded passes."""
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     monkeypatch.setattr(packing, "can_pack", lambda *_: False)  # a recording has no place for packed weights
     record_graphs(monkeypatch)
     require_same_texts(save_target(tmp_path, "mistral", kv_heads=2, peak=6.0), structure, torch.device("cpu"))

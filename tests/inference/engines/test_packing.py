@@ -8,9 +8,9 @@ from torch import nn
 from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
-from inference.engines import packing
 from inference.engines.cpu.at_once import PanelLinear
 from inference.engines.cpu.linear import PANEL
+from inference.engines.cpu.recorded import recorded, settle
 from inference.engines.packing import (
     TIMED_ROWS,
     PackedLinear,
@@ -18,6 +18,7 @@ from inference.engines.packing import (
     fastest_layout,
     pack_linears,
 )
+from outrider.errors import UserError
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
@@ -46,15 +47,6 @@ def test_what_can_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert can_pack(CPU, torch.bfloat16) == (supported and can_pack(CPU, torch.float32))
     assert not can_pack(CPU, torch.float16)
     assert not can_pack(CPU, torch.float64)
-
-
-@needs_onednn
-def test_every_linear_is_replaced_and_shared_ones_stay_shared() -> None:
-    one = nn.Linear(4, 4)
-    model = nn.ModuleDict({"a": one, "b": nn.Sequential(one, nn.Linear(4, 2), nn.ReLU())})
-    pack_linears(model)
-    assert not any(isinstance(m, nn.Linear) for m in model.modules())
-    assert model["a"] is model["b"][0]
 
 
 @needs_onednn
@@ -111,23 +103,20 @@ def layers_of(count: int, outputs: int = PANEL) -> Sequence[nn.Linear]:
     ],
 )
 def test_the_fastest_layout_is_chosen(cost: Cost, fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "SMALL", 0)
-    assert fastest_layout(layers_of(3), machine(cost, monkeypatch)) == fastest
+    assert fastest_layout(layers_of(3), machine(cost, monkeypatch), small=0) == fastest
     assert set(TIMED_ROWS) == {1, 4, 16}
 
 
 @needs_onednn
 def test_panels_are_no_choice_for_layers_that_do_not_fit_or_run_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "SMALL", 0)
     clock = machine(lambda layout, _: {"plain": 3, "blocked": 2, "panels": 1}[layout], monkeypatch)
-    assert fastest_layout(layers_of(3), clock) == "panels"
-    assert fastest_layout(layers_of(3), clock, panels=False) == "blocked"
-    assert fastest_layout(layers_of(3, outputs=PANEL + 1), clock) == "blocked"
+    assert fastest_layout(layers_of(3), clock, small=0) == "panels"
+    assert fastest_layout(layers_of(3), clock, panels=False, small=0) == "blocked"
+    assert fastest_layout(layers_of(3, outputs=PANEL + 1), clock, small=0) == "blocked"
 
 
 @needs_onednn
 def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "SMALL", 0)
     calls: dict[tuple[str, int], int] = {}
 
     def cost(layout: str, rows: int) -> float:
@@ -135,20 +124,19 @@ def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.Mo
         slow = layout == "blocked" and count in (1, 3)
         return 50.0 if slow else 0.5 if layout == "blocked" else 1.0
 
-    assert fastest_layout(layers_of(1), machine(cost, monkeypatch)) == "blocked"
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch), small=0) == "blocked"
 
 
 @needs_onednn
 def test_one_layer_is_timed_as_in_a_round_not_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which one that has just run is in a cache, where blocks are quicker."""
-    monkeypatch.setattr(packing, "SMALL", 0)
     ran: list[nn.Module] = []
 
     def cost(layout: str, rows: int) -> float:
         near = any(one is ran[-1] for one in ran[-4:-1])
         return 1 if near and layout == "blocked" else {"plain": 2, "blocked": 4, "panels": 3}[layout]
 
-    assert fastest_layout(layers_of(1), machine(cost, monkeypatch, ran)) == "plain"
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch, ran), small=0) == "plain"
 
 
 @needs_onednn
@@ -174,3 +162,36 @@ def test_each_shape_is_chosen_for_itself() -> None:
 def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "panels": 2}[layout], monkeypatch)
     assert fastest_layout(layers_of(1), clock) == "blocked"
+
+
+def asked(answer: str) -> str:
+    return settle("8×8 in float32", ("plain", "blocked"), lambda: answer)
+
+
+def test_a_question_has_one_answer() -> None:
+    assert [asked("plain"), asked("blocked")] == ["plain", "blocked"]  # where nobody records
+    with recorded() as made:
+        assert [asked("plain"), asked("blocked")] == ["plain", "plain"]
+        with recorded({"8×8 in float32": "blocked"}) as inner:
+            assert asked("blocked") == "plain"
+        assert inner is made
+    assert made == {"8×8 in float32": "plain"}
+    with recorded(made):
+        assert asked("blocked") == "plain"
+    with recorded():
+        assert asked("blocked") == "blocked"
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        (
+            {"8×8 in float32": "panels"},
+            r"8×8 in float32 by the kernel 'panels'.*one of plain, blocked.*out_dir",
+        ),
+        ({}, "does not record by what kernel it multiplied 8×8 in float32"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(known: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message), recorded(known):
+        asked("plain")

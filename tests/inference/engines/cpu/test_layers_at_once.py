@@ -104,6 +104,14 @@ def test_equals_the_layers_one_by_one(
         )
 
 
+def both(stack: LayerStack) -> tuple[Tensor, Tensor]:
+    """The hidden states of a tree after all layers in one call, and after the layers one by one."""
+    hidden, rotary, masks, cache = given(stack, TREE)
+    found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
+    stack.at_once = None
+    return found, stack.run(hidden, 0, LAYERS, rotary, masks, given(stack, TREE)[3])
+
+
 def halved(model: nn.Module, dtype: torch.dtype) -> None:
     """Round the weights to `dtype` but keep their storage dtype."""
     for parameter in model.parameters():
@@ -125,21 +133,7 @@ def test_weights_take_the_fewest_bytes(tmp_path: Path, stored: torch.dtype) -> N
     stack.reserve(64)
     assert isinstance(stack.at_once, LayersAtOnce)
     assert stack.at_once.layout.stored == stored
-    hidden, rotary, masks, cache = given(stack, TREE)
-    found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
-    stack.at_once = None
-    expected = stack.run(hidden, 0, LAYERS, rotary, masks, given(stack, TREE)[3])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture(params=["floats", "pairs", "amx"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The instruction set for products of bfloat16; skips if the processor lacks it."""
-    if request.param not in layout.ways():
-        pytest.skip("this processor has no such instructions")
-    monkeypatch.setattr(layout, "ways", lambda: ("floats", request.param))
-    monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept: tried != request.param)
-    return str(request.param)
+    torch.testing.assert_close(*both(stack), rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
@@ -147,11 +141,7 @@ def test_bfloat16_in_every_way(tmp_path: Path, way: str) -> None:
     stack = make_stack(tmp_path, "llama", torch.bfloat16)
     assert isinstance(stack.at_once, LayersAtOnce)
     assert stack.at_once.layout.way == way
-    hidden, rotary, masks, cache = given(stack, TREE)
-    found = stack.run(hidden, 0, LAYERS, rotary, masks, cache)
-    stack.at_once = None
-    expected = stack.run(hidden, 0, LAYERS, rotary, masks, given(stack, TREE)[3])
-    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.06)
+    torch.testing.assert_close(*both(stack), rtol=0.03, atol=0.06)
 
 
 @torch.inference_mode()

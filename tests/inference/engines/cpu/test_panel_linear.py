@@ -1,6 +1,7 @@
 """Compiled products: those of a linear layer, in the fewest bytes, and no row's depends on the others."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -46,19 +47,8 @@ def test_equals_linear(kind: str, bias: bool) -> None:
     assert torch.equal(panels.weight, linear.weight)
 
 
-@pytest.fixture(params=["floats", "pairs", "amx"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The one way in which bfloat16s are multiplied, where the processor has it."""
-    if request.param not in layout.ways():
-        pytest.skip("this processor has no such instructions")
-    monkeypatch.setattr(layout, "ways", lambda: (request.param,))
-    return str(request.param)
-
-
 @pytest.mark.parametrize("inputs", [IN, EVEN, WHOLE])
-def test_bfloat16_is_rounded_once(way: str, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "ways", lambda: ("floats", way))
-    monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept: tried != way)
+def test_bfloat16_is_rounded_once(way: str, inputs: int) -> None:
     linear = make_linear("bfloat16", torch.bfloat16, inputs=inputs)
     panels = PanelLinear(linear)
     for rows in ROWS:
@@ -87,23 +77,21 @@ def test_float32_by_amx_is_as_exact_as_by_floats(way: str) -> None:
         assert (panels(x) - exact).abs().max() < 2 * (linear(x) - exact).abs().max() + 1e-7
 
 
-def test_only_bfloat16s_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_bfloat16s_are_multiplied_as_they_are(choosing: Callable[..., None]) -> None:
     """In pairs the rest of a float32's digits would be lost."""
-    monkeypatch.setattr(layout, "ways", lambda: ("floats", "pairs"))
-    monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept: tried != "pairs")
+    choosing(("floats", "pairs"), "pairs")
     for kind, dtype in (("bfloat16", torch.float32), ("float32", torch.float32)):
         assert PanelLinear(make_linear(kind, dtype, inputs=EVEN)).layout.way == "floats"
     codes, scale = quantise_rows(normal(OUT, EVEN), torch.bfloat16)
     assert PanelLinear(Int8Linear(codes, scale, None)).layout.way == "floats"
 
 
-def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_way_is_taken(choosing: Callable[..., None]) -> None:
     """AMX wherever it is, without a clock."""
     linear = make_linear("bfloat16", torch.bfloat16, inputs=WHOLE)
     for ways, taken in ((("floats", "pairs"), None), (("floats", "pairs", "amx"), "amx")):
-        monkeypatch.setattr(layout, "ways", lambda ways=ways: ways)
         for fastest in ways:
-            monkeypatch.setattr(layout, "seconds_of_product", lambda tried, kept, best=fastest: 2.0 - (tried == best))
+            choosing(ways, fastest)
             assert layout.WeightLayout.of([linear], torch.bfloat16).way == (taken or fastest)
 
 

@@ -35,8 +35,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource
 from inference.drafters.small_lm import SmallLMSource
-from inference.engines import fused_layers, packing
-from inference.engines.graphs import attention_kernels, cuda_graphs
+from inference.engines.graphs import cuda_graphs
 from inference.engines.graphs.attention_kernels import SPLIT, attention_shape
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool
@@ -62,7 +61,7 @@ from tests.graph_contract import (
     Watch,
     keep_contracts,
 )
-from tests.recorded import record_graphs
+from tests.recorded import lay_out_as_on_a_gpu, record_graphs
 from tests.tiers import typical_where
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, method_of, open_stack, random_prompt, save_target
 
@@ -88,8 +87,7 @@ class Models:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     path = save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "can_pack", lambda *_: False)
-        patch.setattr(packing, "run_at_once", lambda model: [])
+        lay_out_as_on_a_gpu(patch)
         return laid_out(path)
 
 
@@ -186,13 +184,12 @@ EACH_KIND = ("plain", "rows", "early exit, opt_tree", "small LM, some tokens", "
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     return keep_contracts(monkeypatch)
 
 
 @pytest.mark.parametrize("path", typical_where(lambda path: path in EACH_KIND, PATHS))
 def test_every_path_keeps_the_contract(models: Models, watch: Watch, path: str) -> None:
-    PATHS[path](models, Graphed())
+    PATHS[path](models, Graphed(16))
     assert 2 <= len(watch.graphs) < len(watch.replayed)
     assert path != "rows" or {width for _, width, _ in watch.replayed} == {*WIDTHS}
 
@@ -200,31 +197,29 @@ def test_every_path_keeps_the_contract(models: Models, watch: Watch, path: str) 
 @pytest.mark.parametrize("path", ["int8", "early exit, calibrated", "small LM, some tokens", "sampled"])
 def test_no_path_needs_its_python_in_a_replay(models: Models, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Of the others tests elsewhere show it, by `tests/recorded.py` too."""
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     record_graphs(monkeypatch)
-    PATHS[path](models, Graphed())
+    PATHS[path](models, Graphed(16))
 
 
 @pytest.mark.usefixtures("watch")
 def test_layers_of_few_launches_keep_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton's kernels, for which a stand-in writes to the cache."""
-    for module in (attention_kernels, fused_layers):
-        monkeypatch.setattr(module, "triton_kernels", lambda device: torch_kernels)
-    runtime = Graphed()
+    torch_kernels.stand_in(monkeypatch)
+    runtime = Graphed(16)
     runtime.prepare(40, [KernelChoice(*attention_shape(models.stack), 1, 16, SPLIT)])
     for path in ("plain", "small LM"):
         PATHS[path](models, runtime)
 
 
 def test_trials_of_attention_kernels_keep_it(models: Models, watch: Watch) -> None:
-    assert Graphed().choose_kernels([models.stack], 200)
+    assert Graphed(16).choose_kernels([models.stack], 200)
     assert watch.graphs
 
 
 @pytest.mark.usefixtures("watch")
 def test_longer_texts_leave_the_older_graphs_as_they_were(models: Models) -> None:
     """Graphs read the rotary tables of their capture, and longer ones must begin alike."""
-    stack, runtime = copy.deepcopy(models.stack), Graphed()
+    stack, runtime = copy.deepcopy(models.stack), Graphed(16)
     plainly(stack, runtime)
     stack.reserve(4096)
     plainly(stack, runtime)
@@ -318,7 +313,7 @@ def test_a_planted_fault_is_found_in_every_kind_of_pass(
     plant(monkeypatch)
     for path in EACH_KIND:
         with pytest.raises(BrokenError, match=rule):
-            PATHS[path](models, Graphed())
+            PATHS[path](models, Graphed(16))
 
 
 @pytest.mark.usefixtures("watch")
@@ -331,7 +326,7 @@ def test_a_step_that_is_not_restored_after_the_warm_up_is_found(
 
     monkeypatch.setattr(cuda_graphs, "Arena", Forgets)
     with pytest.raises(BrokenError, match=UPDATED):
-        plainly(models.stack, Graphed())
+        plainly(models.stack, Graphed(16))
 
 
 @pytest.mark.parametrize("structure", ["chain", "opt_tree"])
@@ -340,8 +335,7 @@ def test_the_two_faults_that_a_gpu_found_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str
 ) -> None:
     """Of EAGLE-3's graphs: a head that is not frozen, and one that was made in inference mode and then moved."""
-    monkeypatch.setattr(packing, "can_pack", lambda *_: False)
-    monkeypatch.setattr(packing, "run_at_once", lambda model: [])
+    lay_out_as_on_a_gpu(monkeypatch)
     path = save_target(tmp_path, "mistral", kv_heads=2, peak=6.0)
     run = partial(require_same_texts, path, structure, torch.device("cpu"))
     with pytest.raises(BrokenError, match=UNFROZEN):

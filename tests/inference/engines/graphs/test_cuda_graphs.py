@@ -4,6 +4,7 @@ That they decode to the same tokens, with the same caches after every round, is 
 """
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +24,28 @@ from inference.core.rows import RoundRows
 from inference.core.target_session import KernelChoice, Runtime, TargetSession
 from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
+from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.drafters.small_lm import SmallLMSource
-from inference.engines.fused_layers import fuse_layers
-from inference.engines.graphs import cuda_graphs
-from inference.engines.graphs.attention_kernels import attention_shape
+from inference.engines.fused_layers import FusedLayer, fuse_layers
+from inference.engines.graphs import attention_kernels, cuda_graphs
+from inference.engines.graphs.attention_kernels import (
+    SPLIT,
+    attention_shape,
+    kernel_for,
+    kernels_on,
+    measure_kernels,
+    triton_kernels,
+    use_kernel_on,
+)
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload
-from inference.loading.targets import make_runtime
+from inference.loading.targets import make_runtime, prepare
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from inference.shapes.factory import make_structure
+from outrider.errors import UserError
 from outrider.streams import Streams
-from tests.recorded import Recording, record_graphs
+from tests import torch_kernels
+from tests.recorded import Recording, lay_out_as_on_a_gpu, record_graphs
 from tests.tiers import typical_where
 from tests.tiny import (
     LAYERS,
@@ -45,6 +56,7 @@ from tests.tiny import (
     open_stack,
     random_prompt,
     save_target,
+    shake_norms_and_biases,
 )
 
 CPU = torch.device("cpu")
@@ -160,9 +172,8 @@ def test_a_drafters_buffers_are_free_when_the_generation_is_over(target: Path, m
 
 
 def test_a_longer_text_gets_larger_buffers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     _, stack = open_stack(target)
-    runtime = Graphed()
+    runtime = Graphed(16)
     lengths = []
     for length in (5, 100, 20):
         prompt = random_prompt(length)
@@ -197,7 +208,6 @@ def test_passes_wider_than_any_bucket_run_as_they_are(target: Path) -> None:
 
 
 def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
     _, stack = open_stack(target)
     seen = []
     run = stack.run
@@ -208,7 +218,7 @@ def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.
         )[1],
     )  # fmt: skip
     stack.windows = [None] * LAYERS
-    session = Graphed().session(stack, 0, 200, 120)
+    session = Graphed(16).session(stack, 0, 200, 120)
     assert isinstance(session, TargetSession)
     session.feed(torch.tensor(random_prompt(10)), chain_parents(0, 10))
     session.finish(last_only=True)
@@ -227,7 +237,6 @@ def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are graphs. Texts cross the cache's buckets."""
     record_graphs(monkeypatch)
-    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
 
 
 def of_some_tokens(path: Path) -> LayerStack:
@@ -262,7 +271,7 @@ def test_graphs_replay_to_the_same_tokens(
     for module in (stack, small, drafter):
         fuse_layers(module)
     method = method_of(STRUCTURES[structure], 3)
-    runtime = Graphed()
+    runtime = Graphed(16)
     chosen = [] if kernel is None else [KernelChoice(*attention_shape(stack), 1, 16, kernel)]
     runtime.prepare(50, chosen or runtime.choose_kernels([stack, small], 50))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
@@ -279,7 +288,7 @@ def test_graphs_replay_to_the_same_tokens(
 def test_graphs_keep_the_rotary_tables_they_read(target: Path) -> None:
     """A longer text in another arena has them made anew, twice; the graphs of the first arena read the older ones."""
     _, stack = open_stack(target)
-    source, runtime = EarlyExitSource(make_drafter(target, LAYERS - 1, noise=0.3)), Graphed()
+    source, runtime = EarlyExitSource(make_drafter(target, LAYERS - 1, noise=0.3)), Graphed(16)
     method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
 
     def plain() -> list[int]:
@@ -304,7 +313,7 @@ def test_no_graph_goes_before_its_arena(target: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(GraphPool, "_capture", capture)
     _, stack = open_stack(target)
-    runtime = Graphed()
+    runtime = Graphed(16)
     runtime.prepare(20, runtime.choose_kernels([stack], 20))
     assert len(made) >= len(KERNELS)
     assert all(graph() is None for graph in made)
@@ -338,3 +347,138 @@ def test_a_recording_is_as_strict_as_a_graph() -> None:
     lent.clear()
     with pytest.raises(AssertionError, match="freed"):
         graph.replay()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"), [("llama", {"attention_bias": True}), ("mistral", {}), ("qwen3", {})]
+)
+def test_it_decodes_to_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, changes: dict[str, bool]
+) -> None:
+    """Every layer of every fixed pass goes by them: of target and early exit, plainly and under a tree."""
+    path = save_target(tmp_path, architecture, kv_heads=2, peak=6.0, **changes)
+    shake_norms_and_biases(path)
+    plain, (_, stack) = open_stack(path)[1], open_stack(path)
+    drafter = make_drafter(path, LAYERS - 1, noise=0.3)
+    prompt, count = random_prompt(20), 30
+    expected = [t for r in autoregressive(plain, prompt, max_new_tokens=count) for t in r.tokens]
+    lay_out_as_on_a_gpu(monkeypatch)
+    prepare(stack, {"early_exit": Calibrated(drafter)})
+    record_graphs(monkeypatch)
+    torch_kernels.stand_in(monkeypatch)
+    placed, otherwise = watch(monkeypatch, torch_kernels, "place", 0), watch(monkeypatch, FusedLayer, "_rotate", 1)
+    runtime = Graphed(16)
+    runtime.prepare(70, [KernelChoice(*attention_shape(stack), 1, 16, SPLIT)])
+    options = {"max_new_tokens": count, "runtime": runtime}
+    source = EarlyExitSource(drafter)
+    tree = ModelDrafter(source, make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
+    for rounds in (autoregressive(stack, prompt, **options), speculative(stack, tree, prompt, **options)):
+        assert [t for r in rounds for t in r.tokens] == expected
+    assert {1, 4} <= placed  # rows of plain decoding and of a tree
+    assert otherwise == {len(prompt)}
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, place: int) -> set[int]:
+    """How many rows `name` is called with, in the argument at `place`; filled as it is called."""
+    rows: set[int] = set()
+    whole = getattr(owner, name)
+
+    def watched(*given: Any) -> Any:
+        rows.add(given[place].shape[1])
+        return whole(*given)
+
+    monkeypatch.setattr(owner, name, watched)
+    return rows
+
+
+def test_there_are_none_without_a_gpu() -> None:
+    """And a run that began with them says so, and what to do."""
+    assert triton_kernels(CPU) is None
+    assert kernels_on(CPU) == KERNELS
+    with pytest.raises(UserError, match="needs Triton"):
+        use_kernel_on(CPU, SPLIT)
+
+
+@pytest.fixture
+def as_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_graphs(monkeypatch)
+
+
+@pytest.mark.usefixtures("as_graphs")
+def test_what_was_faster_is_chosen_for_every_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that likes one kernel for narrow passes and the other for wide ones."""
+    wide = save_target(tmp_path / "wide", kv_heads=2)
+    stacks = [open_stack(wide)[1], open_stack(wide)[1], open_stack(save_target(tmp_path / "small", "qwen3"))[1]]
+    seconds = iter([1.0, 2.0, 1.0, 2.0, 2.0, 1.0, 2.0, 1.0] * 6)  # fused, products at each of the four widths
+    monkeypatch.setattr(attention_kernels, "_seconds", lambda graph: next(seconds))
+    found = measure_kernels(stacks, 600)
+    assert {(c.heads, c.key_heads, c.head_dim) for c in found} == {attention_shape(stack) for stack in stacks}
+    assert {choice.keys for choice in found} == {128, 512, 600}
+    assert len(found) == 2 * 3 * len(attention_kernels.WIDTHS)
+    for choice in found:
+        assert choice.kernel == ("fused" if choice.width < 16 else "products")
+
+
+def test_what_was_not_measured_takes_the_nearest_choice(tmp_path: Path) -> None:
+    """A function of the record alone: whoever asks, whenever, has the same answer."""
+    stack = open_stack(save_target(tmp_path))[1]
+    shape = attention_shape(stack)
+    choices = [KernelChoice(*shape, 1, 128, "fused"), KernelChoice(*shape, 64, 2048, "products")]
+    asked = {(width, keys): kernel_for(choices, stack, width, keys) for width in (1, 2, 32, 64) for keys in (128, 4096)}
+    assert asked[1, 128] == asked[2, 128] == "fused"
+    assert asked[64, 4096] == asked[32, 4096] == "products"
+    assert asked == {key: kernel_for(choices, stack, *key) for key in reversed(asked)}
+    other = [replace(choice, heads=99, kernel="products") for choice in choices]
+    assert kernel_for(other, stack, 1, 128) == kernel_for([], stack, 1, 128) == KERNELS[0]
+
+
+@pytest.mark.usefixtures("as_graphs")
+@pytest.mark.slow
+def test_a_longer_prompt_captures_nothing_where_the_longest_is_known(tmp_path: Path) -> None:
+    """Only shapes that no text before has met become graphs; and the caches are as large as that text, not twice."""
+    _, stack = open_stack(save_target(tmp_path, max_position_embeddings=512))
+    runtime = Graphed()
+    runtime.prepare(230, ())
+
+    def captured(length: int, count: int) -> int:
+        before = runtime.captures
+        list(autoregressive(stack, random_prompt(length), max_new_tokens=count, runtime=runtime))
+        return runtime.captures - before
+
+    assert captured(20, 150) > 0
+    assert [captured(100, 20), captured(140, 8), captured(20, 150)] == [0, 0, 0]
+    captured(200, 30)
+    assert captured(20, 150) == 0  # the longest text has not made the others' graphs anew
+    (arena,) = runtime._arenas.values()
+    assert 230 <= arena.capacity <= 230 + 64 * 3
+
+
+@pytest.mark.usefixtures("as_graphs")
+def test_a_token_of_plain_decoding_is_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embedding, layers, head and argmax are one graph, and where it stands it knows by itself."""
+    _, stack = open_stack(save_target(tmp_path, peak=3.0))
+    runtime, counts = Graphed(), {"replays": 0, "uploads": 0}
+    runtime.prepare(128, ())
+    prompt = random_prompt(20)
+    expected = [token for r in autoregressive(stack, prompt, max_new_tokens=40) for token in r.tokens]
+
+    def counted(kind: Any, method: str, name: str) -> None:
+        run = getattr(kind, method)
+
+        def count(*args: Any) -> Any:
+            counts[name] += 1
+            return run(*args)
+
+        monkeypatch.setattr(kind, method, count)
+
+    counted(Recording, "replay", "replays")
+    counted(Upload, "send", "uploads")
+    for _ in range(2):
+        counts.update(replays=0, uploads=0)
+        embedded: list[int] = []
+        handle = stack.embed_tokens.register_forward_hook(lambda *_, seen=embedded: seen.append(1))
+        rounds = autoregressive(stack, prompt, max_new_tokens=40, runtime=runtime)
+        assert [token for r in rounds for token in r.tokens] == expected
+        handle.remove()
+    assert counts == {"replays": 39, "uploads": 1}
+    assert len(embedded) == 1  # the prompt's: outside of a graph nothing is embedded token by token
