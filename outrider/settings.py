@@ -245,8 +245,8 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
         return validate(data)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    if found[0]["type"] == "json_invalid":  # what Python itself writes is read, but for halves of characters
-        raise UserError(f"{path or 'a text'}: cannot be read ({found[0]['msg']})")
+    if found[0]["type"] == "json_invalid":  # pydantic reads all that Python writes but this
+        raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
     places = [_place(one["loc"][1:], value, path) for one in found]
     inside = (places[0][0], f"{places[0][0]}.", f"{places[0][0]}[")
     at = [

@@ -45,7 +45,7 @@ class EvaluateConfig(RehearsedConfig):
     small_lm: Model | None = opt(None, "causal LM, as `target`, for methods with source=small_lm")
     eagle3: Head | None = opt(None, "EAGLE-3 head, a directory or Hub name, for methods with source=eagle3")
     table: TableFolder | None = None
-    """n-gram table directory (data_prep/build_trigrams.py), for methods with source=ngrams"""
+    """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
     target: Annotated[str, Place(MODEL, hub=True, besides=("replay",))] | None = None
     """model directory, GGUF file or Hub name; null: the one `checkpoint` was trained for; or replay"""
     transcripts: Annotated[str, Place("a file of recorded answers")] | None = free(None)

@@ -53,8 +53,8 @@ class StopConfig(Settings):
     """The stop rule of a chain or a tree (see inference/stopping/)."""
 
     rule: Rule = "fixed"
-    """a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head of
-    train/calibrate.py"""
+    """a rule of inference/stopping/; calibrated, posterior_mean and rejection_risk need the head that
+    `outrider calibrate` trains"""
     max_draft: Size | None = None
     """tokens of a chain, levels of a tree, a round at most; a chain with rule=fixed drafts so many; auto: what pays;
     null: 8 tokens, 15 of rule=survival, as many levels as the structure has by itself"""
@@ -78,7 +78,7 @@ class StopConfig(Settings):
     mean: Annotated[Literal["sample", "printed"], only(rule=_THOMPSON, evidence=("both", "sample"))] = "sample"
     """θ̂ is the share of tested tokens that were right; printed: the paper's formula"""
     score: Annotated[Literal["draft", "head"], only(rule="survival")] = "draft"
-    """what a token's probability to be right is computed from: that of the draft, or the head of train/calibrate.py"""
+    """what a token's probability to be right is computed from: that of the draft, or `outrider calibrate`'s head"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

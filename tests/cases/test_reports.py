@@ -183,7 +183,7 @@ def test_so_do_two_evaluations_side_by_side(tmp_path: Path, monkeypatch: pytest.
         "inference.report.side_by_side.read_evaluation",
         lambda name: _evaluation(name, runs[name]),
     )
-    found = compare_reports(CompareConfig(compare=("a", "b"), out_dir=str(tmp_path / "out")))
+    found = compare_reports(CompareConfig(compare=["a", "b"], out_dir=str(tmp_path / "out")))
     (row,) = found["methods"]
     assert row["verdict"] == "undecided"
     assert (row["gain"]["prompts"], row["gain_without_loops"]["prompts"]) == (8, 5)
