@@ -1,7 +1,8 @@
 """Progress of a command: a bar on a terminal, elsewhere a line after `INTERVAL` seconds without output.
 
-A separate thread prints it, since loading and compiling are single calls that cannot print. It goes to stderr, in the
-main process only. A command that runs another one shows the other's progress as a part of its own (see `relayed`).
+The thread of tqdm's monitor shows it, since loading and compiling are single calls that cannot print. It goes to
+stderr, in the main process only. A command that runs another one shows the other's progress as a part of its own (see
+`relayed`).
 """
 
 import math
@@ -9,21 +10,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import parent_process
-from threading import Event, Lock, Thread
-from types import TracebackType
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from outrider.words import in_words
 
 Item = TypeVar("Item")
 INTERVAL = 10.0  # seconds without output before a line is printed; a call that holds the GIL delays it
-REDRAW = 1.0  # seconds between redraws of the bar
 RELAY = "OUTRIDER_RELAY"  # the environment of a command whose starter hands every line of output to `relayed`
 _MARK = "\x1eprogress\t"  # what such a command's progress begins with
+_SHAPE = "{desc} |{bar:20}| {elapsed}"
 _RISE = 1.2  # an estimate of the time left that is so much above an earlier one is not told
 
 
@@ -79,11 +79,6 @@ class Stage(AbstractContextManager["Stage"]):
         self._told = min(self._told, left)
         return self._told
 
-    @property
-    def share(self) -> float | None:
-        """The finished share; None if unknown."""
-        return self.done / self.total if self.total else None
-
     def __str__(self) -> str:
         words = self.what
         if self.total is not None or self.done:
@@ -91,14 +86,21 @@ class Stage(AbstractContextManager["Stage"]):
         return words.strip()
 
     def __enter__(self) -> "Stage":
+        global _bar
         self.began = time.monotonic()
-        _enter(self)
+        with tqdm.get_lock():
+            _stages.append(self)
+            if _bar is None and speaks():
+                _bar = _Bar(sys.stderr)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _leave(self)
+    def __exit__(self, *error: object) -> None:
+        global _bar
+        with tqdm.get_lock():
+            _stages.remove(self)
+            if not _stages and _bar is not None:
+                _bar.close()
+                _bar = None
 
 
 def counted(
@@ -117,13 +119,8 @@ def command(name: str) -> Iterator[None]:
     """The outermost stage of a command. Its output restarts the interval of silence, and is printed above the bar."""
     global _relays
     _relays = os.environ.pop(RELAY, None) is not None  # not for the processes that this one starts
-    with Stage(name):
-        before = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (_Heard(stream) for stream in before)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before
+    with Stage(name), redirect_stdout(_Above(sys.stdout)), redirect_stderr(_Above(sys.stderr)):
+        yield
 
 
 def relayed(line: str) -> bool:
@@ -138,6 +135,11 @@ def relayed(line: str) -> bool:
     return True
 
 
+def speaks() -> bool:
+    """Whether this is the process that says for all of them what is going on."""
+    return os.environ.get("RANK", "0") == "0" and parent_process() is None
+
+
 def _say_all(stages: Sequence[Stage]) -> str:
     """All active stages in words, and the time left once: that of the outermost one that knows it."""
     words, _, left_below = _below.partition("\t")
@@ -146,92 +148,51 @@ def _say_all(stages: Sequence[Stage]) -> str:
     return f"{said}{mark}{left}" if left else said
 
 
-class _Heard:
-    """A stream that notifies the `_Speaker` of its output."""
+class _Bar(tqdm):
+    """The bar of all stages, which tqdm's monitor refreshes; where no terminal shows it, lines in its place."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    monitor_interval = 1.0  # seconds
 
-    def write(self, text: str) -> int:
-        if _speaker is not None:
-            _speaker.hear(text)
-        return self._stream.write(text)
+    def __init__(self, out: TextIO):
+        self._heard, self._relayed, self._is_drawn = time.monotonic(), "", _has_room(out) and not _relays
+        super().__init__(total=1.0, leave=False, file=out, dynamic_ncols=True, bar_format=_SHAPE, delay=1)
+        self.miniters, self.maxinterval = 2, 0  # only such bars are refreshed by the monitor, and these every time
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
+    def clear(self, nolock: bool = False) -> None:
+        """Make room for output of others; tqdm calls it before that."""
+        self._heard = time.monotonic()
+        if self._is_drawn:
+            super().clear(nolock)
 
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Say what is going on, if it is time to; tqdm calls it. Returns whether there is a bar now."""
+        self.miniters, stages = 2, [*_stages]
+        with suppress(OSError, ValueError):  # the stream is closed
+            if self._is_drawn:
+                self.desc, self.last_print_t = _say_all(stages), self._time()
+                self.n = next((stage.done / stage.total for stage in stages if stage.total and stage.done), 0.0)
+                return bool(super().display(msg, pos))
+            elif _relays:
+                words = _say_all(stages[1:])  # the starter's own stage says which command this is
+                if words not in ("", self._relayed):
+                    self._write(f"{_MARK}{words}")
+                self._relayed = words
+            elif stages and time.monotonic() >= self._heard + INTERVAL:
+                self._write(f"progress: {_say_all(stages)}; {in_words(stages[0].spent)} so far")
+        return False
 
-class _Speaker:
-    """The thread that prints progress while there are stages."""
-
-    def __init__(self) -> None:
-        self._out = sys.stderr
-        self._heard, self._within_line = time.monotonic(), False
-        self._bar: Any = None
-        self._relayed = ""
-        self._drawn = False  # whether the bar is on the current line
-        self._over = Event()
-        self._thread = Thread(target=self._go_on, name="progress", daemon=True)
-        self._thread.start()
-
-    def hear(self, text: str) -> None:
-        """Note that other code is about to write `text`, and clear the bar for it."""
-        self._heard, self._within_line = time.monotonic(), not text.endswith(("\n", "\r"))
-        if self._drawn:
-            self._bar.clear()
-            self._drawn = False
-
-    def stop(self) -> None:
-        self._over.set()
-        self._thread.join()
-        if self._bar is not None:
-            self._bar.close()
-
-    def _go_on(self) -> None:
-        try:
-            if _relays:
-                while not self._over.wait(REDRAW):
-                    self._relay()
-            elif _has_room(self._out):
-                while not self._over.wait(REDRAW):
-                    self._draw()
-            else:
-                while not self._over.wait(max(0.0, self._heard + INTERVAL - time.monotonic())):
-                    self._say()
-        except (OSError, ValueError):  # the stream is closed
-            pass
-
-    def _say(self) -> None:
-        if time.monotonic() < self._heard + INTERVAL:
-            return
-        self._heard, stages = time.monotonic(), [*_stages]
-        if stages:
-            self._out.write(f"progress: {_say_all(stages)}; {in_words(stages[0].spent)} so far\n")
-            self._out.flush()
-
-    def _relay(self) -> None:
-        words = _say_all([*_stages][1:])  # the starter's own stage says which command this is
-        if words and not self._within_line and words != self._relayed:
-            self._relayed = words
-            self._out.write(f"{_MARK}{words}\n")
-            self._out.flush()
-
-    def _draw(self) -> None:
-        stages = [*_stages]
-        if not stages or self._within_line:
-            return
-        words = _say_all(stages)
-        if self._bar is None:
-            shape = "{desc} |{bar:20}| {elapsed}"
-            self._bar = tqdm(total=1.0, desc=words, leave=False, file=self._out, bar_format=shape, dynamic_ncols=True)
-        self._bar.n = next(filter(None, (stage.share for stage in stages)), 0.0)
-        self._bar.set_description_str(words)
-        self._drawn = True
+    def _write(self, line: str) -> None:
+        self._heard = time.monotonic()
+        self.fp.write(f"{line}\n")
+        self.fp.flush()
 
 
-def speaks() -> bool:
-    """Whether this is the process that says for all of them what is going on."""
-    return os.environ.get("RANK", "0") == "0" and parent_process() is None
+class _Above(DummyTqdmFile):
+    """A stream whose whole lines go above the bar, which is on another one."""
+
+    def write(self, text: str, nolock: bool = False) -> None:
+        with tqdm.external_write_mode(file=None if _bar is None else _bar.fp):
+            super().write(text, nolock=True)
 
 
 def _has_room(stream: TextIO) -> bool:
@@ -245,26 +206,6 @@ def _has_room(stream: TextIO) -> bool:
 
 
 _stages: list[Stage] = []  # the active ones, in the order in which they began
-_speaker: _Speaker | None = None
+_bar: _Bar | None = None
 _relays = False  # whether this process' progress is shown by the one that started it
 _below = ""  # the progress of a command that this one runs: its stages, and after a tab the time left
-_lock = Lock()  # guards `_stages` and `_speaker`
-
-
-def _enter(stage: Stage) -> None:
-    global _speaker
-    with _lock:
-        _stages.append(stage)
-        if _speaker is None and speaks():
-            _speaker = _Speaker()
-
-
-def _leave(stage: Stage) -> None:
-    global _speaker
-    with _lock:
-        _stages.remove(stage)
-        over = None
-        if not _stages:
-            over, _speaker = _speaker, None
-    if over is not None:
-        over.stop()

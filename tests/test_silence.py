@@ -79,8 +79,11 @@ def ears(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "INTERVAL", INTERVAL)
+    monkeypatch.setattr(progress._Bar, "monitor_interval", INTERVAL)
+    monkeypatch.setattr(progress._Bar, "monitor", None)
     yield Ears()
     assert not progress._stages
+    progress._Bar.monitor.exit()
 
 
 def run(monkeypatch: pytest.MonkeyPatch, ears: Ears, command: str, *options: str) -> None:
@@ -201,7 +204,7 @@ def test_what_is_slow_is_spoken_of(ears: Ears, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_silence_would_be_noticed(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command without a stage, a loop that nobody counts, and a speaker that has died."""
+    """A command without a stage, a loop that nobody counts, and a stage that cannot be told."""
     hashing, reading = COMMANDS["convert_target"][1]
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.formats.convert.counted", lambda items, *_: items)
@@ -212,7 +215,7 @@ def test_a_silence_would_be_noticed(ears: Ears, monkeypatch: pytest.MonkeyPatch)
         assert unspoken(ears, patch, "convert_target").keys() == {hashing, reading}
     shutil.rmtree("out")
     with monkeypatch.context() as patch:
-        patch.setattr(progress._Speaker, "_say", Mock(side_effect=ValueError))
+        patch.setattr(progress, "_say_all", Mock(side_effect=ValueError))
         assert unspoken(ears, patch, "convert_target", patience=4 * INTERVAL).keys() == {hashing, reading}
 
 

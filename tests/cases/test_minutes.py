@@ -168,7 +168,7 @@ with progress.command("evaluate"), Stage("measuring", 12, "prompts") as stage, S
     assert "{RELAY}" not in os.environ
     for done in (0, 0, 3):
         stage.done = done
-        progress._speaker._relay()
+        progress._bar.refresh()
     print("a word")
 """
 

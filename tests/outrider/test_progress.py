@@ -14,8 +14,6 @@ import pytest
 from outrider import progress
 from outrider.progress import Stage, command, counted
 
-SHORT, NEVER = 0.02, 1e6  # seconds
-
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -31,22 +29,17 @@ def until(stream: io.StringIO, said: str) -> bool:
     return False
 
 
-def speakers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "progress"]
-
-
-def overdue() -> None:
-    """The speaker has its turn, as if nothing had been said for long."""
-    assert progress._speaker is not None
-    progress._speaker._heard -= 2 * progress.INTERVAL
-    progress._speaker._say()
+def refresh() -> None:
+    """tqdm's monitor has its turn."""
+    assert progress._bar is not None
+    progress._bar.refresh()
 
 
 def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stage, "spent", 60.0)
     plain, counting, unknown = Stage("a"), Stage("b", 10, "steps", first=4), Stage("c", unit="records")
     assert (str(plain), str(counting), str(unknown)) == ("a", "b 4/10 steps", "c")
-    assert (plain.left, counting.left, counting.share, plain.share) == (None, None, 0.4, None)
+    assert (plain.left, counting.left) == (None, None)
     counting.advance(2)
     unknown.advance(1_234_567)
     assert counting.left == 120.0  # 2 steps took a minute, 4 are left
@@ -59,32 +52,33 @@ def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Stage("f", 10, left=lambda: None).left is None
 
 
-def test_all_stages_are_named_and_the_thread_ends_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", SHORT)
+def test_all_stages_are_named_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     err = io.StringIO()
     with redirect_stderr(err), Stage("outer"):
         for item in counted("xyz", "inner", "letters"):
             if item == "y":
-                assert until(err, "progress: outer > inner 1/3 letters; 0 s so far\n")
-                assert len(speakers()) == 1
+                assert until(err, "progress: outer > inner 1/3 letters; ")
                 break
-        assert until(err, "progress: outer; 0 s so far\n")
-    assert speakers() == []
+        assert until(err, "progress: outer; ")
 
 
-def test_a_word_of_the_commands_own_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", NEVER)
+def test_lines_are_said_after_silence_only_and_not_among_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         with command("some"):
-            overdue()
-            assert err.getvalue() == "progress: some; 0 s so far\n"
-            assert progress._speaker is not None
-            progress._speaker._heard -= 2 * NEVER
+            now = time.monotonic()
+            monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+            refresh()
+            assert err.getvalue() == ""
+            now += progress.INTERVAL
+            refresh()
+            assert err.getvalue() == "progress: some; 10 s so far\n"
+            now += progress.INTERVAL
             print("a word")
-            progress._speaker._say()
+            refresh()
         assert (sys.stdout, sys.stderr) == (out, err)
-    assert (out.getvalue(), err.getvalue()) == ("a word\n", "progress: some; 0 s so far\n")  # nothing of it in the data
+    assert (out.getvalue(), err.getvalue()) == ("a word\n", "progress: some; 10 s so far\n")
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -98,26 +92,25 @@ def test_whatever_ends_a_command_ends_what_is_said_of_it(error: type[BaseExcepti
     with pytest.raises(error), command("some"):
         fail()
     assert (sys.stdout, sys.stderr) == before
-    assert (progress._stages, progress._speaker, speakers()) == ([], None, [])
+    assert (progress._stages, progress._bar) == ([], None)
 
 
 def test_only_the_main_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with Stage("some"):
-        assert (progress._speaker, speakers()) == (None, [])
+        assert progress._bar is None
 
 
 def test_a_reader_that_has_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", SHORT)
-    err = io.StringIO()
-    with redirect_stderr(err), Stage("some"):
-        err.close()
-        while speakers():
-            time.sleep(SHORT)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    for err in (io.StringIO(), Terminal()):
+        with redirect_stderr(err), Stage("some"):
+            err.close()
+            refresh()
 
 
 def test_threads_of_a_server_load_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", SHORT)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     err, begun = io.StringIO(), threading.Barrier(3)
 
     def load(name: str) -> None:
@@ -132,11 +125,10 @@ def test_threads_of_a_server_load_at_the_same_time(monkeypatch: pytest.MonkeyPat
         begun.wait()
         for thread in threads:
             thread.join()
-    assert (progress._stages, speakers()) == ([], [])
+    assert (progress._stages, progress._bar) == ([], None)
 
 
-def test_on_a_terminal_there_is_a_bar_under_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "REDRAW", SHORT)
+def test_on_a_terminal_there_is_a_bar_under_what_is_printed() -> None:
     screen = Terminal()
     with redirect_stdout(screen), redirect_stderr(screen), command("some"), Stage("inner", 4, "items") as stage:
         stage.advance()
@@ -144,9 +136,10 @@ def test_on_a_terminal_there_is_a_bar_under_what_is_printed(monkeypatch: pytest.
         print("a word")
         assert "\ra word\n" in screen.getvalue()  # the bar was wiped away before
         print("half a line", end="")
-        time.sleep(5 * SHORT)
-        assert screen.getvalue().endswith("half a line")  # and does not go on in it
+        refresh()
+        assert "half" not in screen.getvalue()  # no bar goes on in it
         print()
+        assert "\rhalf a line\n" in screen.getvalue()
         stage.advance()
         assert until(screen, "inner 2/4 items")
     assert screen.getvalue().endswith("\r")  # nothing is left of it
@@ -155,10 +148,11 @@ def test_on_a_terminal_there_is_a_bar_under_what_is_printed(monkeypatch: pytest.
 
 def test_on_a_terminal_without_a_size_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `script` and some containers make them: nothing that is drawn there would be seen."""
-    monkeypatch.setattr(progress, "INTERVAL", SHORT)
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w") as screen, redirect_stderr(screen), Stage("some"):
         assert screen.isatty()
+        refresh()
         assert os.read(ours, 1000).startswith(b"progress: some; 0 s so far")
     os.close(ours)
 
