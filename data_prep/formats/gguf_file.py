@@ -6,7 +6,7 @@ It is parsed here because the reader of the `gguf` package follows a damaged len
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar, overload
@@ -20,8 +20,6 @@ VERSIONS = (2, 3)
 _DAMAGED = "fetch it again"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_MOST = 2**32  # limit of any count or length: a larger number means damage
-_DEEPEST = 4  # maximum depth of nested arrays
 _PLAIN = (0, 1, 28, 30)  # ggml's type numbers of float32, float16, float64 and bfloat16
 _SHORTEST = 24  # minimum bytes of a file: magic, version and two counts
 _MISSING = object()
@@ -122,62 +120,58 @@ class _Parser:
             raise UserError(
                 f"{self.path}: GGUF version {version}, supported: {VERSIONS} in little-endian; convert the model again"
             )
-        count, keys = self.count(), self.count()
+        tensors, keys = self.integer("Q"), self.integer("Q")
         metadata: dict[str, Value] = {}
         for _ in range(keys):
-            self.what = "metadata"
-            self.what = key = self.text()
-            if key in metadata:
-                raise self.damaged("it twice")
+            key = self.name("metadata", metadata)
             metadata[key] = self.value(self.integer("I"))
-        return GgufFile(self.path, metadata, self.tensors(count, metadata))
-
-    def tensors(self, count: int, metadata: Mapping[str, Value]) -> dict[str, TensorPlace]:
-        found: dict[str, TensorPlace] = {}
-        for _ in range(count):
-            self.what = "list of tensors"
-            self.what = name = self.text()
-            if name in found:
-                raise self.damaged("it twice")
+        places: dict[str, TensorPlace] = {}
+        for _ in range(tensors):
+            name = self.name("list of tensors", places)
             dimensions = self.integer("I")
             if not 1 <= dimensions <= 4:
                 raise self.damaged(f"{dimensions} dimensions")
-            shape = tuple(self.count() for _ in range(dimensions))[::-1]
-            found[name] = TensorPlace(name, shape, self.integer("I"), self.integer("Q"))
-        step = metadata.get("general.alignment", 32)
+            shape = tuple(self.integer("Q") for _ in range(dimensions))[::-1]
+            places[name] = TensorPlace(name, shape, self.integer("I"), self.integer("Q"))
+        self.what, step = "general.alignment", metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1:
-            raise UserError(f"{self.path}: general.alignment={step!r}: expected a positive integer; {_DAMAGED}")
+            raise self.damaged(repr(step))
         start = -(-self.at // step) * step
-        return {name: replace(one, begin=start + one.begin) for name, one in found.items()}
+        placed = {name: replace(one, begin=start + one.begin) for name, one in places.items()}
+        return GgufFile(self.path, metadata, placed)
 
-    def value(self, kind: int, depth: int = 0) -> Value:
+    def name(self, part: str, known: Collection[str]) -> str:
+        """The name of the next key or tensor, which is none of the `known` ones."""
+        self.what = part
+        self.what = name = self.text()
+        if name in known:
+            raise self.damaged("it twice")
+        return name
+
+    def value(self, kind: int) -> Value:
+        if kind in _SCALARS:
+            return self.numbers(_SCALARS[kind], 1)[0]
         if kind == _STRING:
             return self.text()
-        if kind == _ARRAY and depth < _DEEPEST:
-            inner, count = self.integer("I"), self.count()
-            if inner in _SCALARS:
-                return self.numbers(f"<{count}{_SCALARS[inner]}")
-            return [self.value(inner, depth + 1) for _ in range(count)]
-        if kind not in _SCALARS:
+        if kind != _ARRAY:
             raise self.damaged(f"a value of type {kind}")
-        return self.numbers(f"<{_SCALARS[kind]}")[0]
+        inner, count = self.integer("I"), self.integer("Q")
+        if inner in _SCALARS:
+            return self.numbers(_SCALARS[inner], count)
+        return [self.value(inner) for _ in range(count)]
 
     def text(self) -> str:
-        return self.take(self.count()).decode("utf-8", errors="replace")
-
-    def count(self) -> int:
-        found = self.integer("Q")
-        if found >= _MOST:
-            raise self.damaged(f"a length of {found}")
-        return found
+        return self.take(self.integer("Q")).decode("utf-8", errors="replace")
 
     def integer(self, letter: str) -> int:
-        return int.from_bytes(self.take(struct.calcsize("<" + letter)), "little")
+        return int.from_bytes(self.take(struct.calcsize(f"<{letter}")), "little")
 
-    def numbers(self, form: str) -> list[Value]:
-        return [*struct.unpack(form, self.take(struct.calcsize(form)))]
+    def numbers(self, letter: str, count: int) -> list[Value]:
+        content = self.take(count * struct.calcsize(f"<{letter}"))
+        return [*struct.unpack(f"<{count}{letter}", content)]
 
     def take(self, size: int) -> bytes:
+        """The next `size` bytes. A damaged length, whatever it counts, reaches beyond the end of the file here."""
         if self.at + size > len(self.content):
             raise UserError(f"{self.path}: ends within {self.what}; {_DAMAGED}")
         self.at += size
