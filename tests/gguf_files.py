@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,6 @@ from draft_models.targets.open_target import open_target
 from tests.tiny import save_target
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
@@ -79,12 +73,14 @@ def permuted(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     return np.stack(rows)
 
 
-def ggml_name(name: str) -> str:
-    stem, _, last = name.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{NAMES[stem]}.{last}"
-    _, _, index, inner = stem.split(".", 3)
-    return f"blk.{index}.{NAMES[inner]}.{last}"
+def ggml_names(family: str, layers: int, names: Iterable[str]) -> dict[str, str]:
+    """ggml's names of Hugging Face's tensors, by the gguf package's own map."""
+    architecture = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    known, found = gguf.get_tensor_name_map(architecture, layers), {}
+    for name in names:
+        stem, _, last = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
+        found[name] = f"{known.get_name(stem)}.{last}"
+    return found
 
 
 def write_gguf(
@@ -114,6 +110,7 @@ def write_gguf(
         writer.add(f"{family}.{key.replace('__', '.')}", value)
     add_bpe(writer, target.tokenizer, template, pre)
     weights = target.files.read(target.files.file_of)
+    names = ggml_names(family, config.num_hidden_layers, weights)
     for name, tensor in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -121,7 +118,7 @@ def write_gguf(
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if family == "llama" and heads and permute:
             array = permuted(array, heads)
-        writer.tensor(ggml_name(name), array, kind if array.ndim > 1 else "F32")
+        writer.tensor(names[name], array, kind if array.ndim > 1 else "F32")
     rope = config.rope_parameters
     if rope["rope_type"] == "llama3":
         writer.tensor("rope_freqs.weight", np.array(llama3_factors(rope, config.head_dim), np.float32), "F32")
@@ -245,13 +242,7 @@ def dequantised(source: Path, folder: Path, kind: str) -> Path:
 
 def unpermuted(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     """The rows that `permuted` was given."""
-    size = len(weight) // heads
-    found = np.empty_like(weight)
-    for head in range(heads):
-        for index in range(size // 2):
-            found[head * size + index] = weight[head * size + 2 * index]
-            found[head * size + index + size // 2] = weight[head * size + 2 * index + 1]
-    return found
+    return weight[np.argsort(permuted(np.arange(len(weight)), heads))]
 
 
 def rewritten(path: Path, tensors: bool = True, **values: Any) -> Path:

@@ -5,23 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 import outrider
-from data_prep.responses.directory import answered
-from data_prep.responses.generate import generate_responses
-from data_prep.responses.settings import GenerateConfig
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import read_meta
-from draft_models.targets.open_target import open_target
-from inference.evaluate.compare import evaluate as plan_evaluation
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
 from tests.data_prep.formats.test_bin_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
-from tests.tiny import reference_generate
 from tests.train.jobs import distilling, finetuning, write_corpus
 from train.recipes.early_exit import train_early_exit
 from train.recipes.small_lm import finetune_drafter
@@ -67,41 +60,7 @@ def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], 
     evaluate(replace(config, resume=True), QUESTIONS[:2])
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_plan_converts_nothing(
-    tmp_path: Path, targets: dict[str, Path], corpus: DataConfig, form: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    train_early_exit(distilling(targets[form], corpus, tmp_path / "eesd", plan=True))
-    methods = {"lookup": MethodConfig(source="prompt_lookup")}
-    plan_evaluation(EvaluateConfig(target=str(targets[form]), methods=methods, plan=True))
-    assert capsys.readouterr().out.count("plan ") == 2
-    assert not list(tmp_path.rglob("*.safetensors"))
-
-
 def test_a_drafter_is_for_one_quantisation(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig) -> None:
     train_early_exit(distilling(targets["gguf"], corpus, tmp_path / "eesd"))
     with pytest.raises(UserError, match=r"was trained for another target .* the weights differ in"):
         outrider.load(tmp_path / "eesd", target=str(targets["gguf Q4_0"]), device="cpu")
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_it_answers_prompts_and_decodes_from_python(tmp_path: Path, targets: dict[str, Path], form: str) -> None:
-    target = open_target(str(targets[form]))
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i} lines of many"}) + "\n" for i in range(4))
-    )
-    data = DataConfig(source="local", path=str(tmp_path / "prompts.jsonl"), layout="text", heldout_fraction=0.0)
-    generate_responses(
-        GenerateConfig(
-            target=target.source, data=data, max_new_tokens=8, prefix_tokens=4, out_dir=str(tmp_path / "out")
-        )
-    )
-    assert len(answered(tmp_path / "out")) == 4
-    model = outrider.load(target.source, device="cpu")
-    plain, prompt = target.layers(dtype=torch.float32), "import json"
-    ids = list(target.tokenizer(prompt)["input_ids"])
-    expected = reference_generate(plain, ids, 16, [target.tokenizer.eos_token_id])
-    said = model.generate(prompt, max_new_tokens=16)
-    assert said == target.tokenizer.decode(expected, skip_special_tokens=True)

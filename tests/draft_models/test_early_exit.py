@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
-from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
 from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import layer_stack, number_layer
@@ -21,7 +21,6 @@ from outrider.errors import UserError
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
-    VOCABULARY,
     byte_tokenizer,
     make_drafter,
     random_prompt,
@@ -207,77 +206,31 @@ def test_checkpoint_round_trip(tmp_path: Path, architecture: str, own_head: bool
     assert meta["fingerprint"]["layers"] == LAYERS
 
 
-def test_another_target_is_refused_with_the_differences(tmp_path: Path) -> None:
+def test_another_tokenizer_or_template_is_another_target(tmp_path: Path) -> None:
+    """The same target under another name is the same; weights and config: see test_fingerprint.py."""
     path = save_target(tmp_path / "target")
-    drafter = make_drafter(path, 2)
-    save_pretrained(tmp_path / "drafter", drafter, fingerprint(path), {}, torch.float32)
-    others = {
-        "weights: drafter": save_target(tmp_path / "seed", seed=1),
-        r"layers: drafter 4, target 6": save_target(tmp_path / "deep", num_hidden_layers=6),
-        r"hidden_size: drafter 64, target 32": save_target(tmp_path / "thin", hidden_size=32),
-        "architecture: drafter 'llama', target 'qwen2'": save_target(tmp_path / "arch", "qwen2"),
-    }
-    template = save_target(tmp_path / "template")
-    byte_tokenizer(chat_template="{{ messages }}").save_pretrained(template)
-    others["chat_template: drafter None, target '"] = template
-    wider = save_target(tmp_path / "wider", vocab_size=VOCABULARY + 1)
-    others[f"vocab_size: drafter {VOCABULARY}, target {VOCABULARY + 1}"] = wider
-    renamed = save_target(tmp_path / "tokenizer")
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["new"])
-    tokenizer.save_pretrained(renamed)
-    others["tokenizer: drafter '"] = renamed
-    for difference, other in others.items():
-        with pytest.raises(UserError, match=difference):
-            from_pretrained(tmp_path / "drafter", load_config(str(other)), fingerprint(other), dtype=torch.float32)
-    moved = path.rename(tmp_path / "moved")  # the same target under another name is the same target
+    save_pretrained(tmp_path / "drafter", make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    moved, tokenizer = path.rename(tmp_path / "moved"), byte_tokenizer()
     from_pretrained(tmp_path / "drafter", load_config(str(moved)), fingerprint(moved), dtype=torch.float32)
+    tokenizer.add_tokens(["new"])
+    for other, named in ((byte_tokenizer(chat_template="{{ messages }}"), "chat_template"), (tokenizer, "tokenizer")):
+        other.save_pretrained(moved)
+        with pytest.raises(UserError, match=f"{named}: drafter .*, target "):
+            from_pretrained(tmp_path / "drafter", load_config(str(moved)), fingerprint(moved), dtype=torch.float32)
 
 
-def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
-    path = save_target(tmp_path / "target")
-    folder = tmp_path / "drafter"
-
-    def load() -> EarlyExit:
-        return from_pretrained(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
-
-    with pytest.raises(UserError, match=r"no drafter\.json there"):
-        load()
+def test_altered_weights_and_another_kind_are_refused(tmp_path: Path) -> None:
+    path, folder = save_target(tmp_path / "target"), tmp_path / "drafter"
     save_pretrained(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
-    weights, meta = (folder / WEIGHTS_FILE).read_bytes(), (folder / META_FILE).read_text()
-    flipped = bytearray(weights)
-    flipped[-1] ^= 1
-    for bad in (weights[:-10], bytes(flipped), b""):
-        (folder / WEIGHTS_FILE).write_bytes(bad)
-        with pytest.raises(UserError, match="truncated or altered"):
-            load()
-    (folder / WEIGHTS_FILE).unlink()
-    with pytest.raises(UserError, match="missing"):
-        load()
-    (folder / WEIGHTS_FILE).write_bytes(weights)
-    load()
-    for bad, message in (
-        (meta[:-20], "damaged drafter description"),
-        (meta.replace('"format": 1', '"format": 99'), "format 99"),
-        (meta.replace('"kind": "early_exit"', '"kind": "small_lm"'), "a 'small_lm' drafter"),
-        (meta.replace('"exit_layer"', '"exit_layr"'), "damaged drafter description"),
-        (meta.replace('"own_head": true', '"own_head": false'), "tensors do not fit"),
+    weights, meta = bytearray((folder / WEIGHTS_FILE).read_bytes()), (folder / META_FILE).read_text()
+    weights[-1] ^= 1
+    for file, bad, message in (
+        (META_FILE, meta.replace('"format": 1', '"format": 99'), "format 99"),
+        (META_FILE, meta.replace('"kind": "early_exit"', '"kind": "small_lm"'), "a 'small_lm' drafter"),
+        (META_FILE, meta.replace('"own_head": true', '"own_head": false'), "tensors do not fit"),
+        (WEIGHTS_FILE, bytes(weights), "truncated or altered"),
     ):
-        (folder / META_FILE).write_text(bad)
+        (folder / file).write_bytes(bad if isinstance(bad, bytes) else bad.encode())
         with pytest.raises(UserError, match=message):
-            load()
-
-
-def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save_target(tmp_path / "target")
-    folder = tmp_path / "drafter"
-    save_pretrained(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(UserError, match="No space left on device"):
-        save_pretrained(folder, make_drafter(path, 2, noise=1.0), fingerprint(path), {}, torch.float32)
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+            from_pretrained(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
+        (folder / META_FILE).write_text(meta)

@@ -242,12 +242,3 @@ def test_16_bits(trained: tuple) -> None:
     tokens, _, accepted = decode(stack, SmallLMSource(lm), "opt_tree", prompt, 40)
     assert tokens == expected
     assert accepted > 20
-
-
-def test_bad_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"small_lm=.*no such directory"):
-        load_small_lm(str(tmp_path / "nowhere"), byte_tokenizer(), dtype=torch.float32)
-    path = save_plain(tmp_path, GPT2)
-    (path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no model\.safetensors"):
-        load(path)

@@ -112,12 +112,6 @@ def test_only_what_is_looked_at_is_read(tmp_path: Path, legacy: bool) -> None:
     assert read.tolist() == [5.0 if legacy else 7.0] * 9
 
 
-def test_files_of_the_first_torch_versions(tmp_path: Path) -> None:
-    source = save_target(tmp_path / "source")
-    path = as_bin(source, tmp_path / "bin", 3, _use_new_zipfile_serialization=False)
-    assert open_target(str(path)).fingerprint.tensors == open_target(str(source)).fingerprint.tensors
-
-
 @pytest.mark.parametrize(
     "tensor", [torch.arange(12.0).reshape(3, 4).T, torch.arange(12.0)[::2], torch.tensor(3.0), torch.zeros(0, 4)]
 )

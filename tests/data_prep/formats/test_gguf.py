@@ -1,6 +1,5 @@
 """Targets in GGUF files: what is read is the model that was written, whatever the quantisation, or is refused."""
 
-import json
 import shutil
 import struct
 import sys
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from data_prep.formats.gguf_file import open_gguf
@@ -84,7 +82,7 @@ def test_the_model_is_the_one_that_was_written(tmp_path: Path, variant: str) -> 
     layers = target.layers(dtype=torch.float32)
     for name, tensor in reference.state_dict().items():
         assert torch.equal(layers.state_dict()[name], tensor), name
-    assert target.config.model_type == architecture
+    assert (target.config.model_type, target.config.architectures) == (architecture, [type(reference).__name__])
     # Transformers has a tokenizer of its own for some architectures: Qwen2's would be another than this file's.
     assert tokenizer_digest(target.tokenizer) == tokenizer_digest(gguf_tokenizer(open_gguf(path)))
     original = open_target(str(source))
@@ -117,17 +115,6 @@ def test_a_quantised_model_is_that_of_the_dequantised_weights(tmp_path: Path, ar
     halves = open_target(str(path)).layers([0], dtype=torch.bfloat16).state_dict()
     for name, tensor in halves.items():
         assert torch.equal(tensor, reference.state_dict()[name].bfloat16()), name
-
-
-def test_digests_are_those_of_what_is_read(tmp_path: Path) -> None:
-    """Of samples and of whole tensors: a dequantised copy in safetensors is the same target."""
-    source = save_plain_target(tmp_path / "model", vocab_size=1000)
-    path = write_gguf(source, tmp_path / "model.gguf", "Q4_0")
-    files, plain = open_tensors(str(path)), open_tensors(str(dequantised(source, tmp_path / "plain", "Q4_0")))
-    for whole in (False, True):
-        assert files.digests(files.file_of, whole=whole) == plain.digests(plain.file_of, whole=whole)
-    assert files.digest(files.file_of) == plain.digest(plain.file_of)
-    assert files.bytes_read == 0
 
 
 def test_a_directory_may_hold_one(tmp_path: Path, written: Path) -> None:
@@ -189,17 +176,6 @@ def test_one_tensor_in_the_place_of_another_is_refused(tmp_path: Path, written: 
         open_tensors(str(path))
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, written: Path) -> None:
-    content = written.read_bytes()
-    path, one = tmp_path / "model.gguf", b"llama.embedding_length"
-    at = content.index(one) - 8
-    twice = len(one).to_bytes(8, "little") + content[at + 8 : at + 8 + len(one) + 4 + 4]
-    keys = int.from_bytes(content[16:24], "little") + 1
-    path.write_bytes(content[:16] + keys.to_bytes(8, "little") + content[24:at] + twice + content[at:])
-    with pytest.raises(UserError, match=r"llama\.embedding_length .*twice"):
-        open_tensors(str(path))
-
-
 @pytest.mark.slow
 def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) -> None:
     """Anywhere before the weights: no traceback, no endless loop, no list that fills the memory."""
@@ -235,13 +211,8 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        *(
-            ({"general.architecture": name}, f"general.architecture='{name}'; read in GGUF: llama, .*; give .*Hugging")
-            for name in ("bert", "mamba", "t5", "gpt-oss")
-        ),
         ({"llama.embedding_length": None}, "says no llama.embedding_length"),
         ({"llama.block_count": None}, "says no llama.block_count"),
-        ({"llama.attention.layer_norm_rms_epsilon": None}, "says no llama.attention.layer_norm_rms_epsilon"),
         ({"llama.block_count": 2**30}, r"llama.block_count=1073741824: expected 1 to \d\d;"),
         ({"llama.block_count": "four"}, "llama.block_count='four': expected int"),
         ({"llama.attention.head_count": [4, 4, 2, 4]}, "llama.attention.head_count=.*: expected int"),
@@ -255,9 +226,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
         ({"llama.block_count": 5}, r"holds no tensor 'blk\.4\.attn_k\.weight'"),
         ({"llama.block_count": 3}, r"has a tensor that llama models have not: 'blk\.3\.attn_k\.weight'"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; supported: gpt2"),
-        ({"tokenizer.ggml.model": None}, "says no tokenizer.ggml.model"),
         ({"tokenizer.ggml.pre": "mine"}, "tokenizer.ggml.pre='mine': texts are cut in an unknown way"),
-        ({"tokenizer.ggml.pre": None}, "says no tokenizer.ggml.pre"),
         ({"tokenizer.ggml.merges": None}, "says no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.merges": ["nope never"]}, "no usable tokenizer"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "2 values of tokenizer.ggml.token_type for 320 tokens"),
@@ -278,16 +247,6 @@ def test_metadata_that_are_missing_or_not_understood_are_named(
     with pytest.raises(UserError, match=message) as refused:
         read()
     assert "rewritten.gguf" in str(refused.value)
-
-
-def test_tensors_that_are_not_understood_are_named(tmp_path: Path, llama: Path) -> None:
-    path = write_gguf(llama, tmp_path / "short.gguf", without=("blk.2.attn_q.weight",))
-    with pytest.raises(UserError, match=r"holds no tensor 'blk\.2\.attn_q\.weight'"):
-        open_tensors(str(path))
-    content = write_gguf(llama, tmp_path / "more.gguf").read_bytes()
-    (tmp_path / "more.gguf").write_bytes(content.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xy.weight"))
-    with pytest.raises(UserError, match=r"(no tensor 'blk\.1\.ffn_up|have not: 'blk\.1\.ffn_xy)\.weight'"):
-        open_tensors(str(tmp_path / "more.gguf"))
 
 
 def test_a_scaling_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
@@ -329,15 +288,3 @@ def test_without_the_package_the_error_names_the_remedy(
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"needs the gguf package: pip install 'outrider\[gguf\]'"):
         open_tensors(str(path))
-
-
-def test_a_saved_config_says_the_same(tmp_path: Path, llama: Path, written: Path) -> None:
-    """What a serving engine reads, and what the original's says."""
-    config = open_target(str(written)).config
-    config.save_pretrained(tmp_path)
-    saved, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, llama))
-    ignored = {"transformers_version", "dtype", "eos_token_id"}
-    differing = {key for key in original if key not in ignored and saved.get(key) != original[key]}
-    assert differing <= {"head_dim"}
-    assert saved["architectures"] == ["LlamaForCausalLM"]
-    assert load_file(llama / "model.safetensors").keys() == open_tensors(str(written)).file_of.keys()

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -18,7 +17,7 @@ from data_prep.formats.gguf_model import GgufModel
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import load_tokenizer
 from outrider.errors import UserError
-from tests.gguf_files import TEMPLATE, GgufWriter, add_bpe, bpe_tokenizer, permuted
+from tests.gguf_files import TEMPLATE, GgufWriter, add_bpe, bpe_tokenizer, ggml_names, permuted
 from tests.tiers import typical_where
 from tests.tiny import random_prompt, reference_generate
 
@@ -148,19 +147,16 @@ def rotary(config: PreTrainedConfig) -> dict[str, Any]:
 
 def laid_out(model: PreTrainedModel, family: str) -> dict[str, NDArray[Any]]:
     """The tensors of `model` by ggml's names, as llama.cpp's converter lays them out."""
-    architecture = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-    names, found = gguf.get_tensor_name_map(architecture, LAYERS), {}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        array = tensor.numpy()
+    found, state = {}, model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    for name, known in ggml_names(family, LAYERS, state).items():
+        array = state[name].numpy()
         if name.endswith("experts.gate_up_proj"):  # [experts, gates and values, hidden]
             block = name.split(".")[2]
             found[f"blk.{block}.ffn_gate_exps.weight"], found[f"blk.{block}.ffn_up_exps.weight"] = np.split(array, 2, 1)
-            continue
-        stem, _, last = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
-        known = f"{names.get_name(stem)}.{last}"
-        found[known] = as_stored(array, known, family)
+        else:
+            found[known] = as_stored(array, known, family)
     return found
 
 

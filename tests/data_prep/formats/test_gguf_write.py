@@ -18,7 +18,6 @@ from transformers import (
     Qwen2Config,
 )
 
-from data_prep.formats import gguf_write
 from data_prep.formats.gguf_file import GgufFile, open_gguf
 from data_prep.formats.gguf_tokenizer import gguf_tokenizer
 from data_prep.formats.gguf_write import require_gguf, write_gguf
@@ -193,15 +192,3 @@ def test_what_would_be_read_otherwise_is_refused(config: Any, tokenizer: Any, na
     with pytest.raises(UserError, match="GGUF: cannot be written here of ") as raised:
         require_gguf(config, tokenizer)
     assert named in str(raised.value)
-
-
-def test_rows_that_are_left_as_they_are_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = save_plain_target(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(source).eval()
-    monkeypatch.setattr(gguf_write, "_as_pairs", lambda tensor, heads: tensor)
-    write_gguf(model, None, tmp_path / "model.gguf")
-    theirs = as_converted(source, tmp_path / "theirs.gguf")
-    one, other = ({t.name: t.data for t in GGUFReader(path).tensors} for path in (tmp_path / "model.gguf", theirs))
-    assert [name for name in one if not np.array_equal(one[name], other[name])] == [
-        f"blk.{layer}.attn_{part}.weight" for layer in range(model.config.num_hidden_layers) for part in "qk"
-    ]

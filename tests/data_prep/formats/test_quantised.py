@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from data_prep.targets.settings import ConvertConfig
-from data_prep.targets.target_copy import convert_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from data_prep.formats.torch_files import unscaled
+from data_prep.settings import ConvertConfig
+from data_prep.targets import convert_target
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import open_target
 from draft_models.targets.tensor_files import open_tensors
