@@ -41,7 +41,7 @@ from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
 from tests.tiers import quick_where
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 from tests.train.jobs import finetuning
-from train.parts.small_lm import start_lm
+from train.recipes.small_lm import start_lm
 from train.settings.drafters import DrafterConfig
 
 CPU, FLOAT = torch.device("cpu"), torch.float32

@@ -34,8 +34,7 @@ from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, re
 from tests.train.jobs import FIT, finetuning, log, same, weights
 from train.core.driver import BEST_FOLDER, Best
 from train.parts.heldout import Decoding
-from train.parts.small_lm import drafter_config, start_lm
-from train.recipes.small_lm import finetune_drafter
+from train.recipes.small_lm import drafter_config, finetune_drafter, start_lm
 from train.settings.drafters import DrafterConfig
 from train.settings.fit import FitConfig
 

@@ -16,7 +16,8 @@ from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, random_prompt
 from train.parts.heldout import supervised_hidden, target_choices
-from train.parts.small_lm import OnPolicy, SmallLMStudent, _row_generator, choose_prefix, continue_prefixes
+from train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, row_generator
+from train.recipes.small_lm import SmallLMStudent
 
 SATURATED = {"final_logit_softcapping": 0.01}  # most logits are the cap, and the first of them is the choice
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,7 +92,7 @@ def test_a_small_lm_learns_from_its_own_samples(target: OpenTarget) -> None:
     lm = target.layers([0, LAYERS - 1], dtype=torch.float32).requires_grad_(True)
     one = SmallLMStudent(lm, "reverse_kl", layer_stack(target.layers(dtype=torch.float32)), policy)
     one.begin_step(3)
-    generator = _row_generator(5, 3, rows["input_ids"][0])
+    generator = row_generator(5, 3, rows["input_ids"][0])
     prefix = choose_prefix(*(rows[name][0] for name in ("input_ids", "labels", "positions")), 6, generator)
     text, _ = continue_prefixes(lm.eval(), [prefix], torch.from_numpy(generator.random((1, 6))), VOCABULARY)
     places = slice(len(prefix) - 1, len(prefix) + 5)

@@ -16,14 +16,8 @@ from draft_models.targets.model_files import load_layers
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import VOCABULARY, open_stack, random_prompt, save_target
-from train.parts.small_lm import (
-    OnPolicy,
-    SmallLMStudent,
-    _row_generator,
-    choose_prefix,
-    continue_prefixes,
-    own_labels,
-)
+from train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator
+from train.recipes.small_lm import SmallLMStudent
 
 
 def student(target: Path, objective: str = "forward_kl", on_policy: OnPolicy | None = None) -> SmallLMStudent:
@@ -82,7 +76,7 @@ def test_a_step_is_on_policy_as_often_as_asked() -> None:
     assert due == [share.due(step) for step in range(2000)]
     assert due != [OnPolicy(0.3, 8, 1, None).due(step) for step in range(2000)]
     assert all(OnPolicy(1.0, 8, 0, None).due(step) for step in range(50))
-    seeds = [_row_generator(0, step, row).random() for step in (1, 2) for row in batch()["input_ids"]]
+    seeds = [row_generator(0, step, row).random() for step in (1, 2) for row in batch()["input_ids"]]
     assert len(set(seeds)) == len(seeds) == 6  # no two rows and no two steps draw the same numbers
 
 
@@ -95,7 +89,7 @@ def test_on_policy_is_the_divergence_on_own_samples(target: Path) -> None:
     whole, _ = open_stack(target)
     expected = torch.zeros(())
     for ids, labels, positions in zip(rows["input_ids"], rows["labels"], rows["positions"], strict=True):
-        generator = _row_generator(5, 3, ids)
+        generator = row_generator(5, 3, ids)
         prefix = choose_prefix(ids, labels, positions, 6, generator)
         text, _ = continue_prefixes(one.lm, [prefix], torch.from_numpy(generator.random((1, 6))), VOCABULARY)
         places = slice(len(prefix) - 1, len(prefix) + 5)

@@ -28,8 +28,8 @@ from outrider.errors import UserError
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import VOCABULARY, save_target
 from tests.train.jobs import FIT, finetuning, save_responses, write_corpus
-from train.parts.small_lm import OnPolicy, SmallLMStudent, continue_prefixes
-from train.recipes.small_lm import finetune_drafter
+from train.parts.on_policy import OnPolicy, continue_prefixes
+from train.recipes.small_lm import SmallLMStudent, finetune_drafter
 from train.settings.drafters import DrafterConfig
 
 TOKENS = torch.tensor([3, 7, 40, 41, 99, 100, 256])

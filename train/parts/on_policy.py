@@ -1,0 +1,94 @@
+"""On-policy distillation of a small LM: texts that it continues itself, a pure function of seed, step and row."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+)
+
+from draft_models.losses import IGNORE
+from draft_models.targets.narrowed import draft_vocabulary_of
+from inference.core.sampling import invert
+from outrider.streams import Streams
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """On-policy distillation: in a share of the steps the loss is on the drafter's own continuations."""
+
+    share: float
+    tokens: int  # sampled per row
+    seed: int
+    eos: int | None  # a continuation ends with it
+
+    def due(self, step: int) -> bool:
+        """Whether optimizer step `step` is one of them: a pure function of seed and step."""
+        return Streams(self.seed).of("on_policy", step).random() < self.share
+
+
+def choose_prefix(
+    input_ids: Tensor, labels: Tensor, positions: Tensor, room: int, generator: np.random.Generator
+) -> Tensor:
+    """The prefix of a row's continuation: its document up to a supervised position drawn with `generator`.
+
+    All [T]. It has at most T − room tokens, cut from the left, so that `room` new ones fit within T.
+    """
+    supervised = (labels != IGNORE).nonzero()[:, 0]
+    if not len(supervised):
+        return input_ids[:1]
+    place = int(supervised[int(generator.integers(len(supervised)))])
+    start = max(place - int(positions[place]), place + 1 - (len(input_ids) - room))
+    return input_ids[start : place + 1]
+
+
+@torch.no_grad()
+def continue_prefixes(
+    lm: PreTrainedModel, prefixes: list[Tensor], numbers: Tensor, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """Continue each prefix [n_b] by samples from `lm`, at temperature 1, over its first `vocabulary` tokens.
+
+    numbers [B, count]: uniform in [0, 1); token i of row b is the one at which the cumulative probability passes
+    numbers[b, i], so a row does not depend on the other rows. All ids are the target's; an `lm` with a draft vocabulary
+    samples from it. Returns (ids [B, longest + count], padded with 0, the new tokens [B, count]).
+    """
+    count, own = numbers.shape[1], draft_vocabulary_of(lm)
+    vocabulary = vocabulary if own is None else len(own.tokens)
+    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=numbers.device)
+    ids = numbers.new_zeros((len(prefixes), int(lengths.max()) + count), dtype=torch.long)
+    for row, prefix in zip(ids, prefixes, strict=True):
+        row[: len(prefix)] = prefix
+    # Float32 whatever the loop's precision; also, autocast might cache copies of the weights without gradients.
+    with torch.autocast(ids.device.type, enabled=False):
+        cache = DynamicCache(config=lm.config)
+        feed = ids[:, : int(lengths.min())]
+        for place in range(feed.shape[1], ids.shape[1]):
+            feed = feed if own is None else own.inward(feed)
+            logits = lm(feed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1, :vocabulary]
+            turn = place - lengths
+            drawn = invert(logits.softmax(-1), numbers.gather(1, turn.clamp(0, count - 1)[:, None]))[:, 0]
+            drawn = drawn if own is None else own.tokens[drawn]
+            ids[:, place] = torch.where((turn >= 0) & (turn < count), drawn, ids[:, place])
+            feed = ids[:, place : place + 1]
+    offsets = torch.arange(count, device=ids.device)
+    return ids, ids.gather(1, lengths[:, None] + offsets)
+
+
+def own_labels(ids: Tensor, lengths: list[int], sampled: Tensor, eos: int | None) -> Tensor:
+    """Labels [B, T] that supervise the sampled tokens, up to and including the first `eos`; shifted as in rows."""
+    labels = torch.full_like(ids, IGNORE)
+    ends = (sampled == (IGNORE if eos is None else eos)).long()
+    wanted = sampled.masked_fill(ends.cumsum(1) > ends, IGNORE)
+    for row, start, tokens in zip(labels, lengths, wanted, strict=True):
+        row[start - 1 : start - 1 + len(tokens)] = tokens
+    return labels
+
+
+def row_generator(seed: int, step: int, row: Tensor) -> np.random.Generator:
+    """A stream that depends on the row's content, not on its place in the global batch or on its process."""
+    content = hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()
+    return Streams(seed).arrays("on_policy", step, content)
