@@ -20,10 +20,10 @@ from types import BuiltinFunctionType, ClassMethodDescriptorType, FunctionType, 
 from typing import Any, NamedTuple
 
 from data_prep.settings import PromptsConfig
-from data_prep.text.benchmarks import prompt_file
 from data_prep.text.prompt_records import Prompt, as_record
 from data_prep.text.prompts import read_prompts
 from data_prep.text.records import turn_key
+from data_prep.text.settings import prompt_file
 from data_prep.text.sources import Split, is_heldout
 from outrider.errors import UserError
 from outrider.files import require_writable, write_atomically, write_json

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from data_prep.text.benchmarks import PromptFile
+from data_prep.text.settings import PromptFile
 from draft_models.targets.settings import Dtype, FloatDtype, Model
 from outrider.errors import require
 from outrider.settings import Count, Place, RunConfig, free, opt, require_default

@@ -9,8 +9,7 @@ from typing import Protocol, Self, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.text.chat import spoken
-from data_prep.text.streamed import StreamedText
+from data_prep.text.chat import StreamedText, spoken
 from inference.core.rounds import Clock, Round
 from inference.settings.method import MethodConfig
 from inference.settings.tools import ChatConfig

@@ -13,8 +13,8 @@ from data_prep.python_docs import own_split
 from data_prep.responses.directory import SUMMARY_FILE, seconds_spent
 from data_prep.settings import FetchConfig
 from data_prep.targets import fetch_target
-from data_prep.text.benchmarks import prompt_file
 from data_prep.text.chat import render_prompt
+from data_prep.text.settings import prompt_file
 from draft_models.card import CARD_FILE
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
-from data_prep.text.pieces import PIECE, batches, spans
+from data_prep.text.documents import PIECE, batches, spans
 from data_prep.text.records import Record, warn_of_text
 from draft_models.ngrams.kernels import token_type
 from draft_models.targets.encoder import Encoder, open_encoder
@@ -223,14 +223,14 @@ def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Enc
 
 
 def _pieces(documents: Iterable[Passage], encoder: Encoder) -> Iterator[Passage]:
-    """The documents, with long ones split (see `data_prep.text.pieces`)."""
+    """The documents, with long ones split (see `data_prep.text.documents`)."""
 
     def encode(texts: list[str]) -> list[np.ndarray]:
         return [np.array(ids, np.int64).reshape(-1, 1) for ids in encoder.encode(texts)]
 
     for document in documents:
         text = document.text
-        for start, stop in spans(text, encode):
+        for start, stop in spans(text, encode, PIECE):
             last = stop == len(text)
             yield document if start == 0 and last else Passage(text[start:stop], document.ends and last, start > 0)
 

@@ -28,7 +28,7 @@ from safetensors.torch import save
 from transformers import PreTrainedTokenizerBase
 
 from data_prep.responses.tasks import TopK, prompt_id
-from data_prep.text.chat import Document, encode, written_by
+from data_prep.text.documents import Document, encode, written_by
 from data_prep.text.records import Counts, find_layout, to_record
 from data_prep.text.sources import RESPONSES, RUN_FILE, read_file
 from outrider.errors import UserError

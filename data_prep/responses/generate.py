@@ -37,7 +37,8 @@ from data_prep.responses.tasks import (
     render,
     uniforms,
 )
-from data_prep.text.chat import parting, spoken, warn_of_template, written_by
+from data_prep.text.chat import parting, spoken, warn_of_template
+from data_prep.text.documents import written_by
 from data_prep.text.records import HELDOUT_BY, Written, text_digest
 from data_prep.text.rehearsal import rehearsable
 from draft_models.targets.fingerprint import deciding_config, model_identity, tokenizer_digest

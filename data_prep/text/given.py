@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from data_prep.text.chat import encode, render_prompt
+from data_prep.text.chat import render_prompt
+from data_prep.text.documents import encode
 from data_prep.text.prompts import read_prompts
 from data_prep.text.records import Counts
 from data_prep.text.settings import DataConfig

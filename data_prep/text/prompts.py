@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from data_prep.text.benchmarks import BENCHMARKS, prompt_file
 from data_prep.text.prompt_records import Prompt, prompt_text, to_prompt
-from data_prep.text.settings import DataConfig
+from data_prep.text.settings import BENCHMARKS, DataConfig, prompt_file
 from data_prep.text.sources import read_file, read_records
 from outrider.errors import UserError, require
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.text.chat import Document, encode, warn_of_template
-from data_prep.text.pieces import batches
+from data_prep.text.chat import warn_of_template
+from data_prep.text.documents import Document, batches, encode
 from data_prep.text.records import Counts, Record, warn_of_unused
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split, content_digest, read_records

@@ -1,4 +1,4 @@
-"""Settings of text sources and their reading; light, so that a config error is reported at once."""
+"""Settings of text sources and of prompts; light, so that a config error is reported at once."""
 
 import glob
 import os
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, Lt
 
 from outrider.caches import user_cache
-from outrider.errors import UserError, require
-from outrider.settings import Count, Named, Settings, free, opt
+from outrider.errors import UserError, reason, require
+from outrider.settings import Count, Named, Place, Settings, free, opt
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # How a conversation becomes text: by the tokenizer's own template, as Vicuna's, or as its bare texts, for base models.
@@ -19,6 +19,21 @@ ChatTemplate = Literal["tokenizer", "vicuna", "none"]
 PromptTemplate = Literal["auto", ChatTemplate]  # how a prompt does (see `render_prompt`)
 REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
 Order = Annotated[int, Ge(2), Le(4)]  # n of an n-gram
+
+# Benchmarks, one file of a dataset on the Hub each: the name, and of the file the dataset, the commit, the path.
+_TABLE = """
+mt_bench HuggingFaceH4/mt_bench_prompts b60d01a44377daa2d9434e50a91a9e4169a090d5 raw/question.jsonl
+gsm8k openai/gsm8k e53f048856ff4f594e959d75785d2c2d37b678ee main/test-00000-of-00001.parquet
+humaneval openai/openai_humaneval 7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544 openai_humaneval/test-00000-of-00001.parquet
+alpaca tatsu-lab/alpaca dce01c9b08f87459cf36a430d809084718273017 data/train-00000-of-00001-a09b74b3ef9c3b56.parquet
+cnn_dm abisee/cnn_dailymail 96df5e686bee6baa90b8bee7c28b81fa3fa6223d 3.0.0/test-00000-of-00001.parquet
+xsum EdinburghNLP/xsum 7d4d486c2f8ef850b1a11aead99b894ff3dd7da9 data/test-00000-of-00001.parquet
+wmt wmt/wmt14 b199e406369ec1b7634206d3ded5ba45de2fe696 de-en/test-00000-of-00001.parquet
+"""
+BENCHMARKS = {name: hub_file for name, *hub_file in map(str.split, _TABLE.strip().splitlines())}
+_WHAT = f"a JSONL, JSON or parquet file of prompts, or one of {', '.join(BENCHMARKS)}, which the Hub has"
+PromptFile = Annotated[str, Place(_WHAT, besides=tuple(BENCHMARKS))]
+PromptSource = Annotated[str, Place(f"{_WHAT}, or python_stdlib", besides=("python_stdlib", *BENCHMARKS))]
 
 
 @dataclass(frozen=True)
@@ -142,3 +157,26 @@ def _as_tuple(path: object) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
         raise UserError(f"path={path!r}: expected a string or a list of strings")
     return tuple(items)
+
+
+def prompt_file(name: str, key: str = "prompts") -> Path:
+    """The file of prompts that `name` is the path of, else that of the benchmark `name`, which is fetched once.
+
+    Raises `UserError` naming the option `key` if there is no such file, or if it cannot be fetched.
+    """
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path):
+        return path
+    if name not in BENCHMARKS:
+        raise UserError(f"{key}={name}: no such file; give {_WHAT}")
+    from huggingface_hub import hf_hub_download
+
+    dataset, commit, file = BENCHMARKS[name]
+    try:
+        return Path(hf_hub_download(dataset, file, repo_type="dataset", revision=commit))
+    except Exception as error:  # whatever the Hub client or the network raises
+        raise UserError(
+            f"{key}={name}: cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason(error)}); "
+            f"download https://huggingface.co/datasets/{dataset}/resolve/{commit}/{file} where there is a network, and "
+            f"give that file: {key}=FILE"
+        ) from error

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
-from data_prep.text.chat import encode
+from data_prep.text.documents import encode
 from data_prep.text.records import Counts
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from annotated_types import Ge
 
-from data_prep.text.benchmarks import PromptSource
-from data_prep.text.settings import PromptTemplate
+from data_prep.text.settings import PromptSource, PromptTemplate
 from draft_models.targets.settings import (
     MODEL,
     TARGET,

@@ -5,8 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
 
-from data_prep.text.benchmarks import PromptSource
-from data_prep.text.settings import PromptTemplate
+from data_prep.text.settings import PromptSource, PromptTemplate
 from draft_models.targets.settings import DecodeDtype, DrafterFolder, Dtype, Head, Model, TableFolder
 from inference.settings.evaluate import Runtime
 from inference.settings.method import MethodConfig

@@ -22,11 +22,10 @@ from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, cast, overload
 from transformers import PreTrainedTokenizerBase
 
 from conf.methods import known_as, settings_of
-from data_prep.text.chat import render_prompt
+from data_prep.text.chat import StreamedText, render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.records import Message
 from data_prep.text.settings import PromptTemplate
-from data_prep.text.streamed import StreamedText
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.settings import DecodeDtype
 from inference.core.decode import autoregressive, speculative, until

@@ -24,8 +24,8 @@ from data_prep.responses import generate as responses_module
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.settings import GenerateConfig
 from data_prep.responses.tasks import Answer, Task
-from data_prep.text import chat
-from data_prep.text.chat import encode
+from data_prep.text import documents
+from data_prep.text.documents import encode
 from data_prep.text.records import Read, find_layout, to_record
 from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig
@@ -221,7 +221,7 @@ def test_planted_faults_are_caught(answer: Any, monkeypatch: pytest.MonkeyPatch,
 def test_text_alone_would_not_do(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the script's answers are a test: without their tokens hardly any is learned as it was written."""
     tokenizer, data, script = answer("qwen3", [["one?"], ["two?"], ["cut?"]])
-    monkeypatch.setattr(chat, "_own_documents", lambda *_: [])
+    monkeypatch.setattr(documents, "_own_documents", lambda *_: [])
     assert len({*learned(data, tokenizer)} & {*script.said}) == 1
 
 

@@ -492,7 +492,7 @@ def test_what_is_typed_wrongly_and_what_cannot_be_imported_are_no_verdicts(
 def test_a_long_prompt_is_not_tokenised_whole(target: Path, asked: Callable[..., Any], tmp_path: Path) -> None:
     """By no command that reads prompts."""
     sizes: list[int] = []
-    real = chat._tokenize
+    real = chat.tokenize
 
     def counting(tokenizer: Any, texts: list[str], **options: bool) -> Any:
         sizes.append(sum(map(len, texts)))
@@ -501,7 +501,7 @@ def test_a_long_prompt_is_not_tokenised_whole(target: Path, asked: Callable[...,
     long = "a" * 2_000_000
     file = tmp_path / "prompts.jsonl"
     for record in ({"turns": [long]}, {"prompt": long}):
-        with patch.object(chat, "_tokenize", counting), replying(b"{}") as url:
+        with patch.object(chat, "tokenize", counting), replying(b"{}") as url:
             config = asked("generate", url)
             file.write_text(json.dumps(record) + "\n")
             with patch.object(Server, "_try_out", lambda _: None):

@@ -20,7 +20,8 @@ import pytest
 
 from conf import config_for
 from data_prep.responses.tasks import Todo, read_tasks
-from data_prep.text.chat import encode, render_prompt
+from data_prep.text.chat import render_prompt
+from data_prep.text.documents import encode
 from data_prep.text.given import read_some
 from draft_models.card import write_card
 from draft_models.early_exit.model import USE

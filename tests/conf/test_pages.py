@@ -17,7 +17,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from data_prep.text.chat import encode
+from data_prep.text.documents import encode
 from inference.evaluate_checkpoint import with_methods
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from data_prep.formats import convert
 from data_prep.settings import ConvertConfig, FetchConfig
 from data_prep.targets import FETCHED_FILE, ORIGINS, RECORD_FILE, SOURCE_FOLDER, convert_target, fetch_target
-from data_prep.text.chat import encode, render_prompt
+from data_prep.text.chat import render_prompt
+from data_prep.text.documents import encode
 from draft_models.targets.model_files import load_causal_lm, load_generation_config
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError

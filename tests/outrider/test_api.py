@@ -376,7 +376,7 @@ def test_the_page_runs(tiny_models: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_prompt_that_takes_long_delays_nobody(tiny_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tokenised before its turn; and no more of it than shows that it does not fit."""
     model = outrider.load(str(tiny_models / TARGET), device="cpu")
-    real, waiting, go_on, sizes = chat._tokenize, threading.Event(), threading.Event(), list[int]()
+    real, waiting, go_on, sizes = chat.tokenize, threading.Event(), threading.Event(), list[int]()
 
     def slow(tokenizer: Any, texts: list[str], **options: bool) -> Any:
         sizes.append(len(texts[0]))
@@ -386,7 +386,7 @@ def test_a_prompt_that_takes_long_delays_nobody(tiny_models: Path, monkeypatch: 
         return real(tokenizer, texts, **options)
 
     expected = model.generate("slow", max_new_tokens=4)
-    monkeypatch.setattr(chat, "_tokenize", slow)
+    monkeypatch.setattr(chat, "tokenize", slow)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(model.generate, "slow", max_new_tokens=4)
         assert waiting.wait(60)

@@ -163,8 +163,8 @@ def test_no_body_is_read_or_tokenised_whole_that_cannot_fit(server: dict[str, An
     large = client.post("/v1/chat/completions", content=b" " * (server["LONGEST"] + 1))
     assert large.status_code == 400
     assert str(server["LONGEST"]) in large.json()["error"]["message"]
-    real = chat._tokenize
-    with patch.object(chat, "_tokenize", lambda by, texts, **more: tokenised.append(texts) or real(by, texts, **more)):
+    real = chat.tokenize
+    with patch.object(chat, "tokenize", lambda by, texts, **more: tokenised.append(texts) or real(by, texts, **more)):
         answer = ask(server, messages=[{"role": "user", "content": "a" * 10**7}])
     assert "exceeds the target's context" in answer.json()["error"]["message"]
     assert sum(len(text) for texts in tokenised for text in texts) < 10**6

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data_prep.responses.directory import Response, Shard
 from data_prep.responses.tasks import TopK
-from data_prep.text.chat import encode
+from data_prep.text.documents import encode
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.architectures import load_config

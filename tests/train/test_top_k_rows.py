@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from data_prep.responses.directory import Response, Shard
 from data_prep.responses.tasks import TopK
-from data_prep.text.chat import encode
+from data_prep.text.documents import encode
 from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig
 from draft_models.losses import IGNORE

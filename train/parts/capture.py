@@ -16,8 +16,9 @@ from accelerate.utils import gather_object
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from data_prep.text.chat import answered_by, records_of_runs
 from data_prep.text.settings import DataConfig
-from data_prep.text.sources import RUN_FILE, Split, resolve_paths
+from data_prep.text.sources import Split
 from draft_models.losses import IGNORE
 from draft_models.targets.fingerprint import changed_parts, config_differences
 from draft_models.targets.open_target import OpenTarget
@@ -28,7 +29,7 @@ from inference.measure.time_limit import TimeLimit, spread_order
 from inference.shapes.factory import Chain
 from inference.stopping.interface import Step
 from outrider.errors import UserError
-from outrider.files import read_mapping, require_writable, write_atomically
+from outrider.files import require_writable, write_atomically
 from outrider.processes import from_main
 from outrider.progress import counted
 from train.core import run_dir
@@ -189,22 +190,22 @@ def digest_of(value: object) -> str:
 def require_answers_of(target: OpenTarget, data: DataConfig) -> None:
     """Raise `UserError` where the responses that `data` names are not greedy or are of another target or template, as
     far as the runs that made them have recorded it."""
-    for file in sorted({path.parent / RUN_FILE for path in resolve_paths(data.path)}):
-        run: dict[str, Any] = read_mapping(file, "record of a run", _REMEDY) if file.is_file() else {}
+    for folder, record in records_of_runs(data).items():
+        run: dict[str, Any] = record
         mine, model = target.fingerprint, run.get("model", {})
         greedy = run.get("temperature", 0) == 0 or run.get("greedy_tokens", 0) >= run.get("max_new_tokens", 0)
         other = bool(config_differences(model.get("config", mine.config), mine.config))
         other |= bool(changed_parts(model.get("tensors", {}), mine.tensors or {}))
         other |= run.get("tokenizer", mine.tokenizer) != mine.tokenizer
-        rendered = target.tokenizer.chat_template if data.template == "tokenizer" else data.template
+        right = {data.template} if target.tokenizer.chat_template else {data.template, "absent"}
         wrong = {
             "sampled, but for the first tokens": not greedy,
             f"of another target than {target.source}": other,
-            f"of another template than {data.template}": any(one != rendered for one in run.get("template", ())),
+            f"of another template than {data.template}": bool(answered_by(run, target.tokenizer) - right),
         }
         found = " and ".join(what for what, is_so in wrong.items() if is_so)
         if found:
-            raise UserError(f"data.path={file.parent}: these answers are {found}; {_REMEDY}")
+            raise UserError(f"data.path={folder}: these answers are {found}; {_REMEDY}")
 
 
 def recorded_text(row: Batch) -> Text | None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_prep.responses.directory import Response, read_shard, top_k_documents
 from data_prep.responses.tasks import TopK
-from data_prep.text.chat import Document
+from data_prep.text.documents import Document
 from data_prep.text.records import Counts, Record, SkipRecordError, find_layout, split_key, to_record, warn_of_unused
 from data_prep.text.rows import PackedRows, load_rows, pack
 from data_prep.text.settings import DataConfig

@@ -6,8 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge
 
-from data_prep.text.benchmarks import PromptFile
-from data_prep.text.settings import PromptTemplate
+from data_prep.text.settings import PromptFile, PromptTemplate
 from draft_models.targets.settings import MODEL
 from outrider.errors import require
 from outrider.settings import Place, RunConfig, free

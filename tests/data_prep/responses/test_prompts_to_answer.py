@@ -10,7 +10,8 @@ import torch
 from data_prep.responses import directory, tasks
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.tasks import Todo, read_tasks
-from data_prep.text.chat import encode, render_prompt
+from data_prep.text.chat import render_prompt
+from data_prep.text.documents import encode
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from outrider.errors import UserError

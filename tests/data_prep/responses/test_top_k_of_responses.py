@@ -13,7 +13,7 @@ import torch
 from data_prep.responses.directory import Response, top_k_documents
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.tasks import Answer, Task, TopK
-from data_prep.text.chat import encode
+from data_prep.text.documents import encode
 from data_prep.text.records import Read
 from outrider.errors import UserError
 from tests.data_prep.responding import TALKS, letter_tokenizer, read_responses, talk

@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.text import chat as rendering
-from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, encode, ids_within, render_prompt, warn_of_template, written_by
+from data_prep.text.chat import VICUNA_SYSTEM, adds_bos, ids_within, render_prompt, warn_of_template
+from data_prep.text.documents import encode, written_by
 from data_prep.text.records import Counts, FileLayout, Read, SkipRecordError, Written, find_layout, to_record
 from data_prep.text.settings import DataConfig, MixPart
 from draft_models.targets.vocabulary import for_rows
@@ -421,13 +422,13 @@ def test_a_text_is_tokenised_as_far_as_shows_that_it_does_not_fit(normalizer: An
 
 
 def test_the_work_for_a_long_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, sizes = rendering._tokenize, []
+    real, sizes = rendering.tokenize, []
 
     def counting(tokenizer: Any, texts: list[str], **options: bool) -> Any:
         sizes.append(sum(map(len, texts)))
         return real(tokenizer, texts, **options)
 
-    monkeypatch.setattr(rendering, "_tokenize", counting)
+    monkeypatch.setattr(rendering, "tokenize", counting)
     assert len(ids_within("ab" * 5_000_000, _wide_tokenizer(), 256)) > 256
     assert sum(sizes) < 10_000
 

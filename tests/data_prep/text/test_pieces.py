@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.ngrams import token_shards
 from data_prep.ngrams.building import build_table
 from data_prep.ngrams.settings import TrigramConfig
-from data_prep.text import chat, pieces
-from data_prep.text.chat import encode
-from data_prep.text.pieces import batches, encode_all, spans
+from data_prep.text import documents
+from data_prep.text.documents import batches, encode, encode_all, spans
 from data_prep.text.settings import DataConfig
-from draft_models.ngrams.table_files import TABLE_FILE
+from draft_models.ngrams.table import TrigramTable
+from tests.data_prep.ngrams.corpora import require_same_counts
 from tests.forked import Fork
 from tests.tiny import byte_tokenizer
 
@@ -91,55 +92,39 @@ def tokenizers(tokenizer: PreTrainedTokenizerFast) -> dict[str, PreTrainedTokeni
 
 @pytest.mark.slow
 def test_pieces_have_the_tokens_of_the_whole_at_its_places(
-    tokenizers: dict[str, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+    tokenizers: dict[str, PreTrainedTokenizerFast],
 ) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 240)
     texts = [text_of(400, seed) for seed in range(8)] + ["", "short"]
     for tokenizer in tokenizers.values():
         rows = rows_of(tokenizer)
-        cut = [spans(text, rows) for text in texts]
+        cut = [spans(text, rows, 240) for text in texts]
         assert all(len(found) > 8 for found in cut[:8])
         assert all(stop - start <= 240 for found in cut for start, stop in found)
-        for pieced, whole in zip(encode_all(texts, rows), rows(texts), strict=True):
+        for pieced, whole in zip(encode_all(texts, rows, 240), rows(texts), strict=True):
             np.testing.assert_array_equal(pieced, whole)
 
 
 def test_a_place_that_would_change_the_tokens_is_passed_over(
-    tokenizers: dict[str, PreTrainedTokenizerFast], monkeypatch: pytest.MonkeyPatch
+    tokenizers: dict[str, PreTrainedTokenizerFast],
 ) -> None:
     """A piece of a Llama tokenizer begins like a word: after a line end that would be another token."""
-    monkeypatch.setattr(pieces, "PIECE", 240)
     text = "\n".join(["how add"] * 100)
     for name, before, left_out in (("byte-level", "\n", ""), ("llama-like", "w", " ")):
-        cuts = pairwise(spans(text, rows_of(tokenizers[name])))
+        cuts = pairwise(spans(text, rows_of(tokenizers[name]), 240))
         assert {(text[stop - 1], text[stop:start]) for (_, stop), (start, _) in cuts} == {(before, left_out)}
 
 
-def test_a_text_without_a_place_is_cut_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "PIECE", 100)
+def test_a_text_without_a_place_is_cut_at_the_limit() -> None:
     tokenizer = byte_tokenizer()
-    (ids,) = encode_all(["x" * 1050], rows_of(tokenizer))
+    (ids,) = encode_all(["x" * 1050], rows_of(tokenizer), 100)
     assert ids[:, 0].tolist() == tokenizer("x" * 1050)["input_ids"]
-    assert spans("x" * 250, rows_of(tokenizer)) == [(0, 100), (100, 200), (200, 250)]
+    assert spans("x" * 250, rows_of(tokenizer), 100) == [(0, 100), (100, 200), (200, 250)]
 
 
 def test_batches_end_where_they_are_full() -> None:
     assert list(batches([3, 1, 5, 1, 1, 1, 9], lambda size: size, 4)) == [[3, 1], [5], [1, 1, 1], [9]]
     assert list(batches([3, 1, 5], lambda size: size, 100, 2)) == [[3, 1], [5]]
     assert list(batches([], lambda size: size, 1)) == []
-
-
-def spy(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Characters handed to a tokenizer at once, call by call."""
-    seen: list[int] = []
-    real = chat._tokenize
-
-    def tokenize(given: object, texts: list[str], **options: bool) -> object:
-        seen.append(sum(map(len, texts)))
-        return real(tokenizer, texts, **options)
-
-    monkeypatch.setattr(chat, "_tokenize", tokenize)
-    return seen
 
 
 def test_training_text_is_the_same_in_pieces(
@@ -152,20 +137,14 @@ def test_training_text_is_the_same_in_pieces(
     ):
         whole = encode(records, tokenizer, "tokenizer")
         with monkeypatch.context() as patch:
-            patch.setattr(pieces, "PIECE", 300)
-            seen = spy(patch, tokenizer)
+            patch.setattr(documents, "encode_all", partial(encode_all, most=300))
             pieced = encode(records, tokenizer, "tokenizer")
-        assert max(seen) <= max(300, 4 * pieces._AROUND)
         for one, other in zip(pieced, whole, strict=True):
             np.testing.assert_array_equal(one.ids, other.ids)
             np.testing.assert_array_equal(one.supervised, other.supervised)
 
 
 # ------------------------------------------------------------------------------------------------- n-gram tables
-
-
-def arrays(out_dir: str) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in Path(out_dir).iterdir() if file.name != TABLE_FILE}
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte-level", "bytes", "llama-like"])
@@ -193,14 +172,13 @@ def test_a_table_of_long_texts_is_the_table_of_the_whole(
         min_count=1, workers=1, out_dir=str(tmp_path / "whole"),
     )  # fmt: skip
     build_table(config)
-    monkeypatch.setattr(pieces, "PIECE", 240)
     monkeypatch.setattr(token_shards, "PIECE", 240)
     for shard, block in ((10**6, 10**6), (500, 10**6), (500, 100)):
         monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", shard)
         monkeypatch.setattr("data_prep.ngrams.counting._LARGEST_BLOCK", block)
         cut = replace(config, out_dir=str(tmp_path / f"cut-{shard}-{block}"))
         build_table(cut)
-        assert arrays(cut.out_dir) == arrays(config.out_dir)
+        require_same_counts(TrigramTable.open(cut.out_dir), TrigramTable.open(config.out_dir))
 
 
 @pytest.mark.slow

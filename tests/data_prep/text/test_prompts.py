@@ -10,9 +10,8 @@ import pytest
 
 from data_prep.python_docs import write_prompts
 from data_prep.settings import PromptsConfig
-from data_prep.text.benchmarks import BENCHMARKS
 from data_prep.text.prompts import Prompt, read_prompts
-from data_prep.text.settings import DataConfig
+from data_prep.text.settings import BENCHMARKS, DataConfig
 from data_prep.text.sources import is_heldout, python_stdlib_files
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.text import rows as rows_module
-from data_prep.text.chat import Document
+from data_prep.text.documents import Document
 from data_prep.text.rows import COUNTS, load_rows, pack
 from data_prep.text.settings import DataConfig
 from draft_models.losses import IGNORE

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.text.streamed import StreamedText
+from data_prep.text.chat import StreamedText
 from tests.cases.chat_families import FAMILIES, byte_fallback, cleaning, tokenizer_of
 from tests.tiers import as_many
 

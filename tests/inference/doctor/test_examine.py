@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.text.chat import encode
+from data_prep.text.documents import encode
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import DataConfig, MixPart
 from data_prep.text.sources import read_records
