@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from conf import entry, value_of
 from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import presets_of
+from inference.settings.kinds import PROMPT_LOOKUP, presets_of
 
 
 def with_methods(options: Sequence[str]) -> list[str]:
@@ -21,7 +21,7 @@ def with_methods(options: Sequence[str]) -> list[str]:
     presets = presets_of({key: os.path.expanduser(value) for key, value in given.items() if isinstance(value, str)})
     if not presets and "drafters" in asked:
         return [*options]
-    presets = presets or ["prompt_lookup"]
+    presets = presets or [PROMPT_LOOKUP.name]
     end = places[-1] + 1 if places else 0  # Hydra takes no option after a flag and its value
     return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
 

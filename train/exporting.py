@@ -13,10 +13,10 @@ from data_prep.formats.torch_files import CONFIG_FILE
 from draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
 from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of
-from draft_models.early_exit.checkpoint import WHAT as EARLY_EXIT
+from draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
 from draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained, open_target_of
 from draft_models.ngrams.table import TrigramTable
-from draft_models.small_lm.model import WHAT as SMALL_LM
+from draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
 from draft_models.small_lm.model import load_whole_lm
 from draft_models.targets.architectures import read_config
 from draft_models.targets.open_target import load_tokenizer, open_target, stored_dtype
@@ -25,7 +25,7 @@ from draft_models.targets.vocabulary import for_rows
 from inference.drafters.ngram.ngrams import open_table
 from inference.serving.engine_worker import ir_command
 from inference.serving.proposer import serving_page
-from inference.settings.kinds import kind_in
+from inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
 from inference.settings.serving import python_in
 from outrider.errors import UserError, require
 from outrider.files import require_writable, write_atomically
@@ -52,7 +52,7 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
     another = out_dir.resolve() != Path(config.checkpoint).resolve()
     require(another, "out_dir", config.out_dir, f"another place than checkpoint={config.checkpoint}")
     kind = kind_in(config.checkpoint)
-    name = "eagle3" if kind is None else kind.name
+    name = EAGLE3.name if kind is None else kind.name
     if not config.resume and any((out_dir / file).exists() for file in (CARD_FILE, CONFIG_FILE, GGUF_FILE)):
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     if name not in _KINDS:
@@ -69,7 +69,7 @@ def _export(config: ExportConfig, out_dir: Path) -> None:
 def _require_read(config: ExportConfig, kind: str, options: tuple[str, ...]) -> None:
     """Raise `UserError` for an option that another kind of drafter reads, and this one does not."""
     plain, unread = ExportConfig(checkpoint=config.checkpoint), {"reading", "dtype"} - {*options}
-    if kind == "ngrams" and config.target is None:
+    if kind == NGRAMS.name and config.target is None:
         unread.add("revision")  # of no target
     for option in sorted(unread):
         given = getattr(config, option)
@@ -121,14 +121,14 @@ def _export_early_exit(config: ExportConfig, out_dir: Path) -> str:
     said = _write_lm(config, model, target.tokenizer, out_dir)
     layers = model.config.num_hidden_layers
     facts = {"early exit": config.checkpoint, "layers": f"{layers} of {target.config.num_hidden_layers}"}
-    write_card(out_dir, f"{EARLY_EXIT}\n\n{serving(3, config.engine)}", target.source, facts)
+    write_card(out_dir, f"{WHAT_AN_EXIT_IS}\n\n{serving(3, config.engine)}", target.source, facts)
     return f"kind=early_exit layers={layers} {said}"
 
 
 def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     """One over some of the tokens is written over all of them, one of another size than its target in that; others as
     they are, for engines with own formats."""
-    shape = read_config(config.checkpoint, role="small_lm")
+    shape = read_config(config.checkpoint, role=SMALL_LM.name)
     own = read_draft_vocabulary(config.checkpoint, None, shape)
     rows = None
     if config.target is not None:
@@ -140,12 +140,12 @@ def _export_small_lm(config: ExportConfig, out_dir: Path) -> str:
     count = shape.vocab_size if own is None else len(own.tokens)
     whole = rows or (count if own is None else own.vocabulary)
     shape.update({"vocab_size": whole})
-    tokenizer = for_rows(load_tokenizer(config.checkpoint, None, role="small_lm"), whole)
+    tokenizer = for_rows(load_tokenizer(config.checkpoint, None, role=SMALL_LM.name), whole)
     _require_writable(config, shape, tokenizer)
     model = load_whole_lm(config.checkpoint, tokenizer, _dtype(config, stored_dtype(shape)), rows)
     said = _write_lm(config, model, tokenizer, out_dir)
     facts = {"small LM": config.checkpoint, "drafts": f"{min(count, whole)} of {whole} tokens"}
-    write_card(out_dir, f"{SMALL_LM}\n\n{serving(5, config.engine)}", config.target or "MODEL", facts)
+    write_card(out_dir, f"{WHAT_A_SMALL_LM_IS}\n\n{serving(5, config.engine)}", config.target or "MODEL", facts)
     return f"kind=small_lm tokens={count} {said}"
 
 
@@ -186,8 +186,8 @@ def _export_head(config: ExportConfig, out_dir: Path) -> str:
 # What writes a drafter of each kind, the options that it reads of those that not all kinds read, and its engines.
 _OF_LM: tuple[Engine, ...] = ("transformers", "vllm", "sglang", "llama_cpp", "openvino")
 _KINDS: dict[str, tuple[Callable[[ExportConfig, Path], str], tuple[str, ...], Sequence[Engine]]] = {
-    "early_exit": (_export_early_exit, ("dtype",), _OF_LM),
-    "eagle3": (_export_head, ("dtype", "reading"), [*_DIALECTS]),
-    "ngrams": (_export_table, (), ("vllm",)),
-    "small_lm": (_export_small_lm, ("dtype",), _OF_LM),
+    EARLY_EXIT.name: (_export_early_exit, ("dtype",), _OF_LM),
+    EAGLE3.name: (_export_head, ("dtype", "reading"), [*_DIALECTS]),
+    NGRAMS.name: (_export_table, (), ("vllm",)),
+    SMALL_LM.name: (_export_small_lm, ("dtype",), _OF_LM),
 }

@@ -38,7 +38,7 @@ from inference.drafters.eagle3 import Eagle3Plugin
 from inference.drafters.shaped import Calibrated, bare
 from inference.drafters.small_lm import Model, small_lm_of
 from inference.loading.templates import templates_of
-from inference.settings.kinds import DrafterPlugin, read_record
+from inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, DrafterPlugin, read_record
 from outrider.errors import UserError
 from outrider.settings import construct
 
@@ -249,7 +249,7 @@ def examine_lm(plugin: DrafterPlugin[Model], model: Model, where: str, target: O
     """A small LM for `target`."""
     lm = small_lm_of(model)
     record = read_record(where, LM_TRAINING_FILE)
-    stored = read_config(where, role="small_lm").dtype  # that of a model that is loaded says what it runs in
+    stored = read_config(where, role=SMALL_LM.name).dtype  # that of a model that is loaded says what it runs in
     return Examinee(
         Variant(DECLARED, partial(draft_by_lm, lm)),
         known_tokens=plugin.known_tokens(where),
@@ -364,7 +364,7 @@ def _ropes(target: OpenTarget) -> Iterator[Neighbour]:
 
 # By kind, what makes its `Examinee` of (the plugin, the `prepare`d model, the model's path, target, stack).
 EXAMINERS: dict[str, Callable[..., Examinee]] = {
-    "early_exit": examine_exit,
-    "small_lm": examine_lm,
-    "eagle3": examine_head,
+    EARLY_EXIT.name: examine_exit,
+    SMALL_LM.name: examine_lm,
+    EAGLE3.name: examine_head,
 }

@@ -30,7 +30,7 @@ from inference.core.session import Session, View
 from inference.core.tree import chain_parents
 from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, bare, head_asked, head_identity
 from inference.engines.packing import lay_out
-from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds
+from inference.settings.kinds import Placed, Trained, read_record
 from inference.settings.method import MethodConfig
 
 
@@ -141,7 +141,7 @@ class Eagle3Plugin(ModelDrafterPlugin[Model]):
         return not open_head(where, target.config, changes=self.changes).made_here
 
     def lies_in(self, folder: str) -> bool:
-        return holds_head(folder)
+        return holds_head(folder)  # its config may name a causal LM
 
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))
@@ -166,11 +166,8 @@ class Eagle3Plugin(ModelDrafterPlugin[Model]):
             drafter.use_head(stack.head.weight)
         lay_out(drafter, target.device)
 
-    def trained_seconds(self, where: str) -> float | None:
-        return recorded_seconds(read_record(where, TRAINING_FILE))
-
-    def data_of(self, where: str) -> dict[str, object] | None:
-        return recorded_data(read_record(where, TRAINING_FILE).get("settings"))
+    def trained(self, where: str) -> Trained:
+        return Trained.of(read_record(where, TRAINING_FILE))
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         return stored_tokens(where, changes=self.changes)

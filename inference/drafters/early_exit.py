@@ -22,7 +22,7 @@ from inference.core.drafter import DraftModel
 from inference.core.session import Session, View
 from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
 from inference.engines.packing import lay_out
-from inference.settings.kinds import Placed, recorded_data, recorded_seconds
+from inference.settings.kinds import Placed, Trained
 from inference.settings.method import MethodConfig
 from outrider.saving import save_parts
 
@@ -108,11 +108,8 @@ class EarlyExitPlugin(ModelDrafterPlugin[Calibrated[EarlyExit]]):
             early_exit, head_asked("early_exit", self, where, target, methods, placed["device"], hidden_size=width)
         )
 
-    def trained_seconds(self, where: str) -> float | None:
-        return recorded_seconds(read_meta(where).training)
-
-    def data_of(self, where: str) -> dict[str, object] | None:
-        return recorded_data(read_meta(where).training)
+    def trained(self, where: str) -> Trained:
+        return Trained.of(read_meta(where).training)
 
     def prepare(self, model: Calibrated[EarlyExit], target: Target) -> None:
         drafter = model.drafter

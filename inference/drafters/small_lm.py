@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig
 
 from draft_models.calibration import drafter_digest
 from draft_models.draft_vocabulary import read_draft_vocabulary
-from draft_models.eagle3.checkpoint import holds_head
 from draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm
 from draft_models.targets.architectures import position_limit, read_config
 from draft_models.targets.empty_models import empty_model
@@ -24,7 +23,7 @@ from inference.core.session import Session
 from inference.core.tree import chain_parents
 from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
 from inference.engines.packing import lay_out
-from inference.settings.kinds import Placed, read_record, recorded_data, recorded_seconds
+from inference.settings.kinds import Placed, Trained, read_record
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError
 from outrider.saving import save_parts
@@ -113,9 +112,6 @@ def small_lm_of(model: Model) -> SmallLM:
 class SmallLMPlugin(ModelDrafterPlugin[Model]):
     """The model is a `SmallLM`, or a `Calibrated` one if a method uses its calibration head."""
 
-    def lies_in(self, folder: str) -> bool:
-        return not holds_head(folder)  # an EAGLE-3 head's config may name a causal LM
-
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))
         return {"small_lm": weights, "small_lm_calibration": head_identity("small_lm", where)}
@@ -130,17 +126,11 @@ class SmallLMPlugin(ModelDrafterPlugin[Model]):
         small = load_small_lm(where, target.tokenizer, **placed)
         return small if head is None else Calibrated(small, head)
 
-    def trained_seconds(self, where: str) -> float | None:
-        return recorded_seconds(read_record(where, TRAINING_FILE))
-
-    def data_of(self, where: str) -> dict[str, object] | None:
-        return recorded_data(read_record(where, TRAINING_FILE).get("settings"))
+    def trained(self, where: str) -> Trained:
+        return Trained.of(read_record(where, TRAINING_FILE))
 
     def prepare(self, model: Model, target: Target) -> None:
         lay_out(small_lm_of(model), target.device)
-
-    def context(self, model: Model) -> int | None:
-        return position_limit(small_lm_of(model).config)
 
     def own_models(self, model: Model) -> list[Target]:
         return [small_lm_of(model)]

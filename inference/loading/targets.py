@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
 from draft_models.early_exit.checkpoint import open_target_of, read_meta
-from draft_models.targets.architectures import why_not_by_layers
+from draft_models.targets.architectures import position_limit, why_not_by_layers
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.int8 import quantise
@@ -185,8 +185,13 @@ def end_tokens(target: OpenTarget) -> frozenset[int]:
 
 def context_length(setup: TargetSetup, drafters: Drafters) -> int:
     """The context length that the target and all its draft models support."""
-    limits = [KINDS[name].load_plugin().context(model) for name, model in drafters.items()]
-    return min([context_limit(setup.config), *(limit for limit in limits if limit)])
+    return min([context_limit(setup.config), *position_limits(drafters)])
+
+
+def position_limits(drafters: Drafters) -> list[int]:
+    """The maximum contexts, in positions, of the models of their own that `drafters` run, where they have one."""
+    models = [one for name, model in drafters.items() for one in KINDS[name].load_plugin().own_models(model)]
+    return [limit for one in models if (limit := position_limit(one.config)) is not None]
 
 
 def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[Prompt]) -> dict[str, object]:

@@ -19,7 +19,8 @@ def trained_templates(config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
     Kinds without such a record are left out. Raises `UserError` for an unreadable record.
     """
     places = {kind.name: where for kind in KINDS.values() if (where := config.where(kind)) is not None}
-    found = {name: templates_of(config.plugin(KINDS[name]).data_of(where), tokenizer) for name, where in places.items()}
+    records = {name: config.plugin(KINDS[name]).trained(where).data for name, where in places.items()}
+    found = {name: templates_of(data, tokenizer) for name, data in records.items()}
     return {name: templates for name, templates in found.items() if templates}
 
 

@@ -20,7 +20,7 @@ from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.shaped import ModelDrafter
 from inference.loading.generation_config import generate_settings, make_sampler
-from inference.loading.targets import Drafters, new_drafter
+from inference.loading.targets import Drafters, new_drafter, position_limits
 from inference.settings.kinds import KINDS
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
@@ -113,8 +113,8 @@ def measure(
     The rounds of a generation cycle through `probes`, so that drift of the machine affects all sizes alike. Takes
     `SECONDS` seconds, or `CYCLES[0]` cycles if these take longer. A prompt too long to continue is cut at the front.
     """
-    drafter_limit = KINDS[method.source].load_plugin().context(drafters.get(method.source))
-    limits = [context_limit(stack.config), *([drafter_limit] if drafter_limit else [])]
+    own = {name: model for name, model in drafters.items() if name == method.source}
+    limits = [context_limit(stack.config), *position_limits(own)]
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
     settings = generate_settings(generation, sampling, max_new_tokens=new_tokens, eos=eos)

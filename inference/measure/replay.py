@@ -49,7 +49,7 @@ from inference.measure.statistics import (
 )
 from inference.measure.threads import use_threads
 from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
+from inference.settings.kinds import NGRAMS
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError, require
 from outrider.files import is_text, require_writable, write_atomically, write_json
@@ -274,7 +274,7 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[d
         facts = {
             "target": "replay",
             **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed")},
-            "table": config.where(KINDS["ngrams"]),
+            "table": config.where(NGRAMS),
             "machine": describe_machine("cpu"),
             "made_with": provenance(),
         }

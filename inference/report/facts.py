@@ -41,7 +41,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
     """Seconds of training by kind of drafter, where recorded."""
-    found = {name: KINDS[name].load_plugin().trained_seconds(where) for name, where in drafter_folders(config).items()}
+    found = {name: KINDS[name].load_plugin().trained(where).seconds for name, where in drafter_folders(config).items()}
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
@@ -89,7 +89,7 @@ def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dic
     found: dict[str, dict[str, Any]] = {}
     read: dict[str, dict[str, Any]] = {}
     for name, where in drafter_folders(config).items():
-        data = config.plugin(KINDS[name]).data_of(where)
+        data = config.plugin(KINDS[name]).trained(where).data
         key = json.dumps(data, sort_keys=True)  # drafters of the same target often share their training text
         read[key] = read.get(key) or overlap(data, prompts)
         found[name] = read[key]

@@ -14,7 +14,7 @@ from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.measure.speed import speedup, without_loops
 from inference.measure.statistics import MIN_PROMPTS, decode_statistics, share_of_loops, verdict
 from inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
-from inference.settings.kinds import KINDS
+from inference.settings.kinds import EAGLE3, KINDS
 from outrider.streams import Streams
 from outrider.tables import Table
 
@@ -234,7 +234,7 @@ def schedule_lines(served: Sequence[Report]) -> list[str]:
                   f"everywhere this gains {', '.join(gains)}, on these prompts.", "", *_expected(rows)]  # fmt: skip
         option: Row = {"num_speculative_tokens": max(k for *_, k in steps),
                        "num_speculative_tokens_per_batch_size": steps}  # fmt: skip
-        if source == "eagle3" and rows[0]["engine"].startswith("sglang"):  # --speculative-adaptive-config
+        if source == EAGLE3.name and rows[0]["engine"].startswith("sglang"):  # --speculative-adaptive-config
             option = {str(first): {"candidate_steps": [k]} for first, _, k in steps}
         elif not rows[0]["engine"].startswith("vllm"):
             continue

@@ -43,7 +43,7 @@ class DrafterPlugin(ABC, Generic[Model]):
     """A kind's functions. `model` is the object that its `load` returned; the defaults suit a kind without a model."""
 
     def lies_in(self, folder: str) -> bool:
-        """Whether `folder`, which has `Kind.file`, holds a model of this kind; called if several kinds have that file.
+        """Whether `folder`, which has `Kind.file`, holds this kind; asked before an earlier kind that has such a file.
 
         Raises `UserError` if it cannot be read.
         """
@@ -74,10 +74,6 @@ class DrafterPlugin(ABC, Generic[Model]):
         """Make the model ready to decode beside `target`."""
         return
 
-    def context(self, model: Model) -> int | None:
-        """The model's maximum context in positions; None: no limit."""
-        return None
-
     def own_models(self, model: Model) -> "list[Target]":
         """The causal LMs that it runs in sessions of their own."""
         return []
@@ -86,13 +82,9 @@ class DrafterPlugin(ABC, Generic[Model]):
         """The draft vocabulary of the model in `where`; None: all tokens."""
         return None
 
-    def trained_seconds(self, where: str) -> float | None:
-        """Seconds of training of the model in `where`; None if not recorded."""
-        return None
-
-    def data_of(self, where: str) -> dict[str, object] | None:
-        """The settings (see `DataConfig`) of the training data of the model in `where`; None if not recorded."""
-        return None
+    def trained(self, where: str) -> "Trained":
+        """What is recorded of the training of the model in `where`."""
+        return Trained()
 
     def empty(self, where: str, target: "PreTrainedConfig") -> "nn.Module | None":
         """The model in `where`, for a target of this config, without weights; None: it takes next to no memory."""
@@ -123,6 +115,22 @@ class DrafterPlugin(ABC, Generic[Model]):
         """A new drafter for one generation (see `new_drafter`)."""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """Of a training: its seconds, and the settings of its data (see `DataConfig`); None where it is not recorded."""
+
+    seconds: float | None = None
+    data: dict[str, object] | None = None
+
+    @classmethod
+    def of(cls, record: Mapping[str, object]) -> "Trained":
+        """What a JSON record says: of the data at its top, or in its `settings`."""
+        seconds, settings = record.get("training_seconds"), record.get("settings", record)
+        data = settings.get("data") if isinstance(settings, Mapping) else None
+        known = float(seconds) if isinstance(seconds, int | float) else None
+        return cls(known, data if isinstance(data, dict) else None)
+
+
 def read_record(where: str, file: str) -> dict[str, object]:
     """The training record in `file` of the model in `where`; empty if there is none: it was trained elsewhere.
 
@@ -130,18 +138,6 @@ def read_record(where: str, file: str) -> dict[str, object]:
     """
     path = Path(where) / file
     return read_mapping(path, "record of a training", "remove it, or restore it") if path.is_file() else {}
-
-
-def recorded_seconds(facts: object) -> float | None:
-    """The `training_seconds` in the JSON record of a training; None if absent."""
-    seconds = facts.get("training_seconds") if isinstance(facts, dict) else None
-    return float(seconds) if isinstance(seconds, int | float) else None
-
-
-def recorded_data(settings: object) -> dict[str, object] | None:
-    """The `data` in the settings of a training record; None if absent."""
-    data = settings.get("data") if isinstance(settings, dict) else None
-    return data if isinstance(data, dict) else None
 
 
 @dataclass(frozen=True)
@@ -204,7 +200,7 @@ def kind_in(folder: str) -> Kind | None:
     Raises `UserError` where it cannot be read.
     """
     kinds = [kind for kind in KINDS.values() if kind.file is not None and os.path.isfile(Path(folder, kind.file))]
-    return next((kind for kind in kinds if len(kinds) == 1 or kind.load_plugin().lies_in(folder)), None)
+    return next((kind for kind in reversed(kinds) if kind is kinds[0] or kind.load_plugin().lies_in(folder)), None)
 
 
 def presets_of(given: Mapping[str, str | None]) -> list[str]:
@@ -226,7 +222,7 @@ def register(kind: Kind) -> Kind:
     return kind
 
 
-register(
+EARLY_EXIT = register(
     Kind(
         "early_exit",
         "inference.drafters.early_exit:PLUGIN",
@@ -242,7 +238,7 @@ register(
         own_sessions=True,
     )
 )
-register(
+SMALL_LM = register(
     Kind(
         "small_lm",
         "inference.drafters.small_lm:PLUGIN",
@@ -256,7 +252,7 @@ register(
         tiny="small_lm",
     )
 )
-register(
+EAGLE3 = register(
     Kind(
         "eagle3",
         "inference.drafters.eagle3:PLUGIN",
@@ -272,7 +268,7 @@ register(
     )
 )
 register(Kind("skip_layers", "inference.drafters.skip_layers:PLUGIN", own=("skip",), layers=True))
-register(
+PROMPT_LOOKUP = register(
     Kind(
         "prompt_lookup",
         "inference.drafters.ngram.lookup:PLUGIN",
@@ -281,7 +277,7 @@ register(
         served="ngram",
     )
 )
-register(
+NGRAMS = register(
     Kind(
         "ngrams",
         "inference.drafters.ngram.ngrams:PLUGIN",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from inference.settings.kinds import KINDS, Kind
+from inference.settings.kinds import EARLY_EXIT, KINDS, Kind
 from inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.errors import require, require_choice
 from outrider.settings import Count, Positive, Settings, Share, only, opt, require_default
@@ -208,7 +208,7 @@ class NgramConfig(Settings):
 class MethodConfig(Settings):
     """One decoding method: its drafter, draft shape and stop rule."""
 
-    source: str = "early_exit"
+    source: str = EARLY_EXIT.name
     """early_exit | small_lm | eagle3 | skip_layers | prompt_lookup, ngrams (their own structures)"""
     structure: StructureConfig = field(default_factory=StructureConfig)
     stop: StopConfig = field(default_factory=StopConfig)

@@ -6,24 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from inference.settings.kinds import KINDS
+from inference.settings.kinds import KINDS, NGRAMS
 from inference.settings.method import AUTO, MethodConfig, NgramConfig
 
 Engine = Literal["vllm", "openvino", "transformers"]
 MODULES: Mapping[str, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
-# How each engine can draft, in vLLM's words for its methods (see `Kind.served`).
-DRAFTS: Mapping[str, Collection[str]] = {
-    "vllm": ("draft_model", "eagle3", "ngram", "custom_class"),
-    "openvino": ("draft_model", "ngram"),
-    "transformers": ("draft_model", "ngram"),
-}
+# How an engine that does not draft in all ways of vLLM can, in vLLM's words for its methods (see `Kind.served`).
+DRAFTS: Mapping[str, Collection[str]] = dict.fromkeys(("openvino", "transformers"), ("draft_model", "ngram"))
 _SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
 
 
 def why_not(engine: str, method: MethodConfig) -> str | None:
     """Why `engine` cannot run `method`; None if it can. A server by its URL may be any engine."""
     kind = KINDS[method.source]
-    if kind.served not in DRAFTS.get(engine, DRAFTS["vllm"]):
+    if kind.served is None or kind.served not in DRAFTS.get(engine, (kind.served,)):
         return f"it does not draft by {method.source}"
     if method.verify != "exact":
         return "it verifies exactly"
@@ -31,7 +27,7 @@ def why_not(engine: str, method: MethodConfig) -> str | None:
         return "it drafts chains of fixed length"
     if method.stop.max_draft == AUTO:
         return "the length of drafts is auto; draft_tokens says it"
-    if method.source == "ngrams" and replace(method.ngrams, depth=1, nodes=1) != _SERVED_NGRAMS:
+    if method.source == NGRAMS.name and replace(method.ngrams, depth=1, nodes=1) != _SERVED_NGRAMS:
         return "n-grams are served with ngrams.evidence=mixed and no other option of them but depth"
     return None
 

@@ -37,7 +37,7 @@ from inference.loading.targets import find_setup, load_drafters, load_stack, mak
 from inference.measure.probe import tune
 from inference.measure.results import AUTOREGRESSIVE
 from inference.settings.evaluate import EvaluateConfig, Runtime
-from inference.settings.kinds import KINDS, kind_in, presets_of
+from inference.settings.kinds import KINDS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.sizing.policy import Tuning
@@ -384,11 +384,11 @@ def load(
     """
     held = kind_in(str(source))
     require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
-    is_drafter = held is not None and (target is not None or held.name != "small_lm")  # a causal LM alone is a target
+    is_drafter = held is not None and (target is not None or held != SMALL_LM)  # a causal LM alone is a target
     if method is None:
         given = {"small_lm": small_lm, "eagle3": eagle3, "table": table}
         own = held.preset if held is not None and is_drafter else None
-        method = own or [*presets_of(given), "prompt_lookup"][0]
+        method = own or [*presets_of(given), PROMPT_LOOKUP.name][0]
     name = construct(str, name or (known_as(method) if isinstance(method, str) else "method"), "name")
     config = EvaluateConfig(
         checkpoint=str(source) if is_drafter else None,

@@ -53,7 +53,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert 1 < evaluated[0]["eval_tau_analytic"] < evaluated[-1]["eval_tau_analytic"] <= 5
     record = json.loads((tmp_path / "out" / TRAINING_FILE).read_text())
     assert record["metrics"]["tau"] == max(line["eval_tau"] for line in evaluated)
-    assert PLUGIN.trained_seconds(str(tmp_path / "out")) == record["training_seconds"] > 0
+    assert PLUGIN.trained(str(tmp_path / "out")).seconds == record["training_seconds"] > 0
     card = (tmp_path / "out" / CARD_FILE).read_text()
     assert f"evaluate-checkpoint target={sure} eagle3={tmp_path / 'out'} " in card
     assert f"- tau: {round(record['metrics']['tau'], 3)}\n" in card

@@ -3,7 +3,7 @@
 The examples are captured first (train/parts/capture.py). The training step is `CalibrationModel.forward`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -36,12 +36,12 @@ from inference.loading.memory_plan import (
     planned_device,
     target_memory,
 )
-from inference.loading.targets import end_tokens, load_stack
+from inference.loading.targets import end_tokens, load_stack, position_limits
 from inference.loading.targets import prepare as prepare_drafters
 from inference.loading.templates import templates_of
 from inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from inference.measure.time_limit import TimeLimit
-from inference.settings.kinds import KINDS, Kind, kind_in
+from inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, kind_in
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError, warn
 from outrider.files import require_writable, write_atomically, write_json
@@ -104,7 +104,7 @@ def prepare(config: CalibrateConfig, kind: Kind, digest: str, state: PartialStat
         require_answers_of(target, config.data)
     plugin = kind.load_plugin().reading(config.reading)
     assert isinstance(plugin, ModelDrafterPlugin)  # each kind that has a head
-    warn_of_template(config, plugin.data_of(config.checkpoint), target)
+    warn_of_template(config, plugin.trained(config.checkpoint).data, target)
     fingerprint = from_main(state, lambda: target.fingerprint)
     known = {"config": fingerprint.config, "tensors": fingerprint.tensors}
     dtype, ends = pick_dtype(config.dtype, target.config, state.device), end_tokens(target)
@@ -117,7 +117,7 @@ def prepare(config: CalibrateConfig, kind: Kind, digest: str, state: PartialStat
 
     settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
     settings |= {"drafter": digest, "target": digest_of(known), "dtype": str(dtype), "ends": sorted(ends)}
-    texts = texts_of(config, target, longest_prompt(config, target, plugin.context(model)))
+    texts = texts_of(config, target, longest_prompt(config, target, position_limits({kind.name: model})))
     captured = capture_splits(Path(config.out_dir), settings, texts, load, TimeLimit(config.minutes), state)
     learned, heldout = captured["train"], only_tested(captured["heldout"])
     heldout = {name: value.to(state.device) for name, value in heldout.items()}
@@ -224,11 +224,11 @@ def kind_to_calibrate(config: CalibrateConfig) -> Kind:
             f"checkpoint={config.checkpoint}: {found}; expected the directory of one of {known}. Fetch one that is on "
             "the Hub: hf download NAME --local-dir FOLDER"
         )
-    if kind != KINDS["eagle3"] and config.reading.stated():
+    if kind != EAGLE3 and config.reading.stated():
         raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
-    if kind == KINDS["eagle3"] and config.answers == "recorded":
+    if kind == EAGLE3 and config.answers == "recorded":
         raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")
-    if kind != KINDS["early_exit"] and config.target is None:
+    if kind != EARLY_EXIT and config.target is None:
         raise UserError(
             f"target=null: expected the model that the {kind.name} in checkpoint={config.checkpoint} is for"
         )
@@ -240,7 +240,7 @@ def with_its_heldout(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
 
     Another share than the default was given on purpose; it is kept, with a warning.
     """
-    data = kind.load_plugin().reading(config.reading).data_of(config.checkpoint) or {}
+    data = kind.load_plugin().reading(config.reading).trained(config.checkpoint).data or {}
     recorded, given = data.get("heldout_fraction"), config.data.heldout_fraction
     if not isinstance(recorded, float) or not 0 < recorded < 1 or recorded == given:
         return config
@@ -254,12 +254,12 @@ def layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
     """How many of the target's first layers are read; None: the whole target."""
     if config.answers == "target":
         return None
-    return read_meta(config.checkpoint).exit_layer if kind == KINDS["early_exit"] else 0
+    return read_meta(config.checkpoint).exit_layer if kind == EARLY_EXIT else 0
 
 
 def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
     """The target of `config`; the checkpoint of an early exit names its target. Raises `UserError`."""
-    if kind == KINDS["early_exit"]:
+    if kind == EARLY_EXIT:
         return open_target_of(config.checkpoint, config.target, config.revision)
     assert config.target is not None
     return open_target(config.target, config.revision, by_layers=kind.layers)
@@ -273,9 +273,9 @@ def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] |
         warn(f"data.template={' and '.join(sorted(other))}: the drafter in {config.checkpoint} learned by {told}")
 
 
-def longest_prompt(config: CalibrateConfig, target: OpenTarget, drafter_context: int | None) -> int:
-    """The longest prompt that can be continued, in tokens. Raises `UserError` if that is less than one."""
-    context = min(filter(None, (context_limit(target.config), drafter_context)))
+def longest_prompt(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]) -> int:
+    """The longest prompt that can be continued, in tokens; limits: of the drafter. Raises `UserError` below one."""
+    context = min([context_limit(target.config), *limits])
     longest = min(config.seq_len, context - config.new_tokens)
     if longest < 1:
         raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")

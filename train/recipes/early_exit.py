@@ -30,6 +30,7 @@ from inference.drafters.shaped import Calibrated
 from inference.loading.memory_plan import GB, Held, Place, cache_bytes, explained, planned_device, weight_bytes
 from inference.loading.memory_plan import describe as describe_memory
 from inference.loading.targets import prepare as prepare_drafters
+from inference.settings.kinds import EARLY_EXIT
 from outrider.processes import from_main, say
 from train.core.driver import run_training
 from train.core.training import Batch, Metrics, Trained, Training, TrainRows
@@ -214,7 +215,7 @@ def decode_student(student: EarlyExitStudent, stack: LayerStack, decoding: Decod
     """Metrics of real decoding by the whole target with the student's drafter."""
     shared = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
     drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
-    prepare_drafters(stack, {"early_exit": Calibrated(drafter)})
+    prepare_drafters(stack, {EARLY_EXIT.name: Calibrated(drafter)})
     return decoding(stack, EarlyExitSource(drafter))
 
 

@@ -19,7 +19,7 @@ from draft_models.targets.settings import (
     RunDtype,
     TargetConfig,
 )
-from inference.settings.kinds import KINDS, kind_in
+from inference.settings.kinds import EARLY_EXIT, kind_in
 from outrider.errors import require
 from outrider.settings import Count, Place, Positive, Settings, Share, free, opt, require_default
 from train.settings.fit import FitConfig
@@ -116,7 +116,7 @@ class EesdConfig(TargetConfig):
             seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
             draft_vocabulary=REHEARSED_VOCABULARY,
         )  # fmt: skip
-        begun = None if self.start is None else str(models / str(KINDS["early_exit"].tiny))
+        begun = None if self.start is None else str(models / str(EARLY_EXIT.tiny))
         return replace(
             cut,
             target=str(models / TARGET),
@@ -172,7 +172,7 @@ class CalibrateConfig(RehearsedConfig):
 
     def small(self, models: Path) -> Self:
         """Two steps for a tiny drafter."""
-        kind = kind_in(self.checkpoint) or KINDS["early_exit"]
+        kind = kind_in(self.checkpoint) or EARLY_EXIT
         return replace(
             self.cut(prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4),
             checkpoint=str(models / str(kind.tiny)),

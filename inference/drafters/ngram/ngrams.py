@@ -23,7 +23,7 @@ from inference.core.token_selector import TokenSelector
 from inference.core.tree import DraftTree
 from inference.drafters.ngram.mixture import Mixture
 from inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
-from inference.settings.kinds import DrafterPlugin, Placed, recorded_data
+from inference.settings.kinds import NGRAMS, DrafterPlugin, Placed, Trained
 from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
 from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
 from inference.sizing.policy import Tuning
@@ -229,14 +229,14 @@ class NgramPlugin(DrafterPlugin[TrigramTable | None]):
     def identity(self, where: str | None) -> dict[str, object]:
         return {"table": None if where is None else table_digest(Path(where))[:16]}
 
-    def data_of(self, where: str) -> dict[str, object] | None:
-        corpus = recorded_data({"data": read_header(Path(where)).facts.get("corpus")})
-        return corpus and {key: value for key, value in corpus.items() if key not in ("text", "digest")}
+    def trained(self, where: str) -> Trained:
+        corpus = Trained.of({"data": read_header(Path(where)).facts.get("corpus")}).data or {}
+        return Trained(data={key: value for key, value in corpus.items() if key not in ("text", "digest")} or None)
 
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **_: Unpack[Placed]
     ) -> TrigramTable | None:
-        if not any(method.source == "ngrams" for method in methods.values()):
+        if not any(method.source == NGRAMS.name for method in methods.values()):
             return None
         return open_table(where, target.vocabulary_digest, target.vocabulary_size)
 

@@ -59,7 +59,7 @@ def test_a_head_there_decodes(tiny_models: Path, tmp_path: Path, capsys: pytest.
     assert report["doctor"] == {}  # it was written here
     capsys.readouterr()
     evaluate(replace(config, plan=True))
-    assert "EAGLE-3 head's weights: " in capsys.readouterr().out
+    assert "eagle3's weights: " in capsys.readouterr().out
 
 
 def test_what_is_no_drafter_is_refused(
@@ -71,7 +71,9 @@ def test_what_is_no_drafter_is_refused(
     target = str(models / "target")
     for name, found in (("empty", "found nothing"), ("other", r"found weights\.pt"), ("none", "no such directory")):
         made = config("out", checkpoint=str(tmp_path / name), target=target, methods=LOOKUP)
-        expected = rf"{name}: {found}.* drafter\.json \(early_exit\), config\.json \(small_lm or eagle3\), table\.json"
+        expected = (
+            rf"{name}: {found}.* drafter\.json \(early_exit\), config\.json \(small_lm or eagle3\), table\.safetensors"
+        )
         for plan in (False, True):
             with pytest.raises(UserError, match=expected):
                 evaluate(replace(made, plan=plan))

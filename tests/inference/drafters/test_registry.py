@@ -18,7 +18,10 @@ from inference.settings.method import MethodConfig, StopConfig
 from inference.sizing.policy import Tuning
 from outrider.errors import UserError
 from outrider.streams import Streams
+from outrider.versions import PACKAGES
 from tests.inference.evaluate.evaluating import evaluate
+
+ROOT = Path(__file__).parents[3]
 
 
 class Cycle(Drafter):
@@ -105,3 +108,15 @@ def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(KINDS, "cycle")
     with pytest.raises(UserError, match="source='cycle': expected one of"):
         MethodConfig(source="cycle")
+
+
+NAMED = {"early_exit": 6, "small_lm": 9, "eagle3": 11, "ngrams": 4, "skip_layers": 1, "prompt_lookup": 3}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_few_files_name_a_kind(name: str) -> None:
+    """Outside its own folder and of what drafts: commands and options of that name among them. It may only fall."""
+    own = (f"draft_models/{name}/", "inference/drafters/")
+    files = [file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    naming = [file for file in files if not file.startswith(own) and f'"{name}"' in (ROOT / file).read_text("utf-8")]
+    assert len(naming) == NAMED[name], naming
