@@ -1,6 +1,6 @@
 """Targets that are sure of their next tokens, with drafters of every kind that are often right for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -111,5 +111,5 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Target]:
     return cache(lambda *given, **changes: Target(tmp_path_factory.mktemp("target"), *given, **changes))
 
 
-def tokens_of(rounds: Sequence[Round]) -> list[int]:
+def tokens_of(rounds: Iterable[Round]) -> list[int]:
     return [token for r in rounds for token in r.tokens]

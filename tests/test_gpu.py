@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative
+from inference.core.drafter import Drafter
 from inference.core.rounds import synchronized_clock
 from inference.core.rows import RoundRows
 from inference.core.target_session import KernelChoice
@@ -40,6 +42,7 @@ from inference.stopping.plain import FixedLength
 from outrider.streams import Streams
 from outrider.wandb_config import WandbConfig
 from tests.eagle3_runs import require_same_texts
+from tests.known_targets import tokens_of
 from tests.tiny import (
     ARCHITECTURES,
     LAYERS,
@@ -66,6 +69,18 @@ def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack,
     return stack, drafter
 
 
+def plain(stack: LayerStack, length: int, count: int, **options: Any) -> list[int]:
+    return tokens_of(autoregressive(stack, random_prompt(length), max_new_tokens=count, **options))
+
+
+def drafted(stack: LayerStack, drafter: Drafter, length: int, count: int, **options: Any) -> list[int]:
+    return tokens_of(speculative(stack, drafter, random_prompt(length), max_new_tokens=count, **options))
+
+
+def chain_of(drafter: EarlyExit) -> Drafter:
+    return ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4)))
+
+
 @pytest.mark.parametrize("exit_layer", [1, LAYERS - 1])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -74,13 +89,8 @@ def test_greedy_equals_generate(tmp_path: Path, architecture: str, kv_heads: int
     path = save_target(tmp_path, architecture, kv_heads=kv_heads)
     model = AutoModelForCausalLM.from_pretrained(path).to(CUDA)
     stack, drafter = on_gpu(path, exit_layer, torch.float32)
-    prompt = random_prompt(20)
-    expected = reference_generate(model, prompt, 48)
-    rounds = list(
-        speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=48)
-    )
-    assert [t for r in rounds for t in r.tokens] == expected
-    assert [t for r in autoregressive(stack, prompt, max_new_tokens=48) for t in r.tokens] == expected
+    expected = reference_generate(model, random_prompt(20), 48)
+    assert drafted(stack, chain_of(drafter), 20, 48) == plain(stack, 20, 48) == expected
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, SPLIT, None])
@@ -101,17 +111,10 @@ def test_graphs_decode_to_the_same_tokens_and_are_used_again(
     runtime.prepare(70, chosen or runtime.choose_kernels([stack, small], 70))
     for source in (EarlyExitSource(drafter), SmallLMSource(small)):
         for turn, (length, count) in enumerate(((20, 48), (20, 48), (9, 30))):
-            options = {"max_new_tokens": count, "runtime": runtime}
-            expected = [t for r in autoregressive(stack, random_prompt(length), max_new_tokens=count) for t in r.tokens]
-            before = runtime.captures
-            rounds = list(
-                speculative(
-                    stack, ModelDrafter(source, make_structure(method, Streams(0))), random_prompt(length), **options
-                )
-            )
-            assert [t for r in rounds for t in r.tokens] == expected
-            plain = autoregressive(stack, random_prompt(length), **options)
-            assert [t for r in plain for t in r.tokens] == expected
+            expected, before = plain(stack, length, count), runtime.captures
+            drafter = ModelDrafter(source, make_structure(method, Streams(0)))
+            assert drafted(stack, drafter, length, count, runtime=runtime) == expected
+            assert plain(stack, length, count, runtime=runtime) == expected
             assert (runtime.captures == before) == (turn == 1)
 
 
@@ -129,20 +132,16 @@ def test_graphs_outlive_those_of_other_arenas(tmp_path: Path) -> None:
     method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
     runtime = cuda_graphs.Graphed()
 
-    def plain() -> list[int]:
-        rounds = autoregressive(stack, random_prompt(5), max_new_tokens=40, runtime=runtime)
-        return [t for r in rounds for t in r.tokens]
-
     def draft(length: int, count: int) -> None:
-        structure, options = make_structure(method, Streams(0)), {"max_new_tokens": count, "runtime": runtime}
-        list(speculative(stack, ModelDrafter(EarlyExitSource(drafter), structure), random_prompt(length), **options))
+        own = ModelDrafter(EarlyExitSource(drafter), make_structure(method, Streams(0)))
+        drafted(stack, own, length, count, runtime=runtime)
 
     draft(20, 8)
-    expected = plain()
+    expected = plain(stack, 5, 40, runtime=runtime)
     draft(100, 100)
     torch.cuda.empty_cache()
     before = runtime.captures
-    assert plain() == expected
+    assert plain(stack, 5, 40, runtime=runtime) == expected
     assert runtime.captures == before
 
 
@@ -210,9 +209,4 @@ def test_eesd_trains_and_its_drafter_is_lossless(tmp_path: Path, objective: str)
     fingerprint = fingerprint_target(open_tensors(str(path)), target, load_tokenizer(str(path)))
     stack, _ = on_gpu(path, 2, torch.float32)
     drafter = from_pretrained(tmp_path / "e", target, fingerprint, dtype=torch.float32, device=CUDA)
-    prompt = random_prompt(20)
-    plain = [t for r in autoregressive(stack, prompt, max_new_tokens=40) for t in r.tokens]
-    rounds = speculative(
-        stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=40
-    )
-    assert [t for r in rounds for t in r.tokens] == plain
+    assert drafted(stack, chain_of(drafter), 20, 40) == plain(stack, 20, 40)

@@ -17,7 +17,7 @@ from tokenizers import decoders
 import outrider
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
-from inference.conversation import DRAFTED, Chat, Reply, Screen, Terminal, harmless, open_screen
+from inference.conversation import DRAFTED, Chat, Screen, Terminal, harmless, open_screen
 from inference.core.rounds import Round
 from inference.settings.tools import ChatConfig
 from outrider.errors import UserError
@@ -116,18 +116,6 @@ class Stopped:
         if self.asked == 2:
             raise UserError("too long")
         yield Round((k,), 0, 0, 0, 0.0)
-
-
-def test_a_character_is_shown_once_all_its_bytes_are_there() -> None:
-    """One token a byte; the bytes of a character that never ends are shown at the end of the answer."""
-    tokenizer = byte_tokenizer()
-    ids = tokenizer("aé€.")["input_ids"]
-    assert len(ids) == 1 + 2 + 3 + 1
-    for end, text, rest in ((7, "aé€.", ""), (5, "aé", "\ufffd")):
-        answer = Reply(tokenizer, time.perf_counter)
-        shown = [part for token in ids[:end] for part, _ in answer.take(Round((token,), 0, 0, 0, 0.0))]
-        assert "".join(shown) == text
-        assert answer.rest() == rest
 
 
 def test_ctrl_c_and_errors_stop_an_answer_and_not_the_chat() -> None:

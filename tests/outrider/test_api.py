@@ -25,7 +25,6 @@ from data_prep.text import chat
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.open_target import open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from inference.core.rounds import Round
 from inference.core.target_session import TargetSession
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.api.model import Model, Turn
@@ -138,18 +137,6 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(model: Any) -
     assert texts[0] == texts[1] != texts[2]
     likeliest = model.generate(PROMPT, max_new_tokens=24, do_sample=True, top_k=1)
     assert likeliest == model.generate(PROMPT, max_new_tokens=24)
-
-
-def test_characters_come_whole(tiny_models: Path) -> None:
-    """A token is a byte, and a character may be several: no piece ends within one."""
-    model = outrider.load(str(tiny_models / TARGET), device="cpu")
-    ids = model.tokenizer("a½€😀 ")["input_ids"]
-    assert len(ids) == 1 + 2 + 3 + 4 + 1
-    rounds = (Round(tuple(ids[start : start + 2]), 0, 0, 0, 0.0) for start in range(0, len(ids), 2))
-    pieces = list(model._pieces(rounds, 1))
-    assert "".join(pieces) == "a½€😀 "
-    assert len(pieces) > 2
-    assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:

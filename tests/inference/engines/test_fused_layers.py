@@ -22,13 +22,8 @@ from inference.engines import packing
 from inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from inference.engines.packing import PackedLinear, can_pack
 from inference.loading.targets import prepare
-from inference.measure.arms import make_arms, measure, measure_deviations
-from inference.measure.lossless import judge
-from inference.measure.results import Arm, Choosing
-from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import Chain
 from inference.stopping.plain import FixedLength
-from outrider.streams import Streams
 from tests.families import save_family
 from tests.pairwise import all_pairs
 from tests.tiers import quick_where
@@ -45,7 +40,6 @@ from tests.tiny import (
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
-needs_bf16 = pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="needs oneDNN and AVX512-BF16")
 
 
 # --- joined and fused --------------------------------------------------------------------------------------------
@@ -174,26 +168,3 @@ def test_packed_decoding_equals_generate(tmp_path: Path, architecture: str, tied
     check_decoding(stack, path, prompt, reference_generate(model, prompt, 40), own_head=own_head)
     assert any(isinstance(m, PackedLinear) for m in stack.modules())
     assert not any(isinstance(m, nn.Linear) for m in stack.modules())
-
-
-@needs_bf16
-@pytest.mark.parametrize("architecture", quick_where(lambda name: name == "llama", ARCHITECTURES))
-def test_bf16_mismatches_are_ties(tmp_path: Path, architecture: str) -> None:
-    path = save_target(tmp_path, architecture, kv_heads=2)
-    model, _ = open_stack(path, torch.bfloat16)
-    _, stack = open_stack(path, torch.bfloat16)
-    drafters = {"early_exit": Calibrated(make_drafter(path, LAYERS - 1, noise=0.1, dtype=torch.bfloat16))}
-    prepare(stack, drafters)
-    assert not any(isinstance(m, nn.Linear) for m in stack.modules())
-    method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
-    arms = make_arms(stack, drafters, method, model, max_new_tokens=48, eos=())
-
-    def make(choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(stack, drafters, method, None, max_new_tokens=48, eos=(), choosing=choosing)
-
-    for seed in range(2):
-        prompt = random_prompt(16, seed)
-        result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed)
-        found = measure_deviations(model, result, make, Streams(0, result.prompt_id))
-        assert {name: judge([deviation]).faults for name, deviation in found.items()} == {"autoregressive": (), "m": ()}
-        assert all(max(generation.tokens) < VOCABULARY for generation in result.generations.values())

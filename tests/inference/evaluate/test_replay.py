@@ -246,20 +246,3 @@ def test_a_live_target_refuses_another_tokenizers_table(
     with pytest.raises(SystemExit):
         main()
     assert "built with another tokenizer" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_table_for_a_live_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """evaluate-checkpoint decodes with a live target and says that nothing was lost."""
-    target = save_target(tmp_path / "target")
-    digest = vocabulary_digest(load_tokenizer(str(target)).get_vocab())
-    documents = [random_prompt(80, seed) for seed in range(3)]
-    TrigramTable.from_documents(documents, [2, 3, 4], 256, digest).save(tmp_path / "table")
-    argv = [f"target={target}", f"table={tmp_path / 'table'}", "method=[aded,ngrams]", f"out_dir={tmp_path / 'out'}",
-            "num_prompts=1", "max_new_tokens=24", "prompt_chars=100", "ignore_eos=true"]  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", *argv])
-    torch.manual_seed(0)
-    main()
-    reports = json.loads((tmp_path / "out" / "report.json").read_text())["reports"]
-    assert [r["method"] for r in reports] == ["aded", "ngrams"]
-    assert all(r["lossless"]["identical"] == r["lossless"]["checked"] == 1 for r in reports)

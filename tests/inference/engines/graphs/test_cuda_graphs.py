@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from draft_models.draft_vocabulary import narrow
-from draft_models.targets.attention import KERNELS, grouped_attention, use_kernel
+from draft_models.targets.attention import KERNELS
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.narrowed import DraftVocabulary
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
-from inference.core.rounds import Round
 from inference.core.rows import RoundRows
-from inference.core.target_session import KernelChoice, Runtime, TargetSession
+from inference.core.target_session import KernelChoice, Runtime
 from inference.core.tree import chain_parents
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated, ModelDrafter
@@ -45,6 +44,7 @@ from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests import torch_kernels
+from tests.known_targets import tokens_of
 from tests.recorded import Recording, lay_out_as_on_a_gpu, record_graphs
 from tests.tiers import typical_where
 from tests.tiny import (
@@ -62,25 +62,14 @@ from tests.tiny import (
 CPU = torch.device("cpu")
 
 
-def tokens_of(rounds: Any) -> list[int]:
-    return [token for r in rounds for token in r.tokens]
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp("target"), "mistral", kv_heads=2, peak=6.0)
 
 
 def decode(stack: LayerStack, source: Any, method: MethodConfig, runtime: Any, prompt: list[int], count: int) -> list:
-    rounds: list[Round] = list(
-        speculative(
-            stack,
-            ModelDrafter(source, make_structure(method, Streams(0))),
-            prompt,
-            max_new_tokens=count,
-            runtime=runtime,
-        )
-    )
+    drafter = ModelDrafter(source, make_structure(method, Streams(0)))
+    rounds = list(speculative(stack, drafter, prompt, max_new_tokens=count, runtime=runtime))
     assert any(r.drafted for r in rounds)
     return tokens_of(rounds)
 
@@ -122,22 +111,6 @@ def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pyt
             assert bool((mask[0, 0] == 0).any(-1).all())  # no row sees nothing
 
 
-@pytest.mark.parametrize("queries", [1, 7])
-@pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_attention_kernels_agree(queries: int, key_heads: int) -> None:
-    torch.manual_seed(0)
-    query = torch.randn(1, 4, queries, 8, dtype=torch.float64)
-    key, value = torch.randn(2, 1, key_heads, 40, 8, dtype=torch.float64)
-    mask = torch.zeros(1, 1, queries, 40, dtype=torch.float64).masked_fill(torch.rand(queries, 40) < 0.5, -1e300)
-    masks = [mask, None] if queries == 1 else [mask]
-    for given in masks:
-        outputs = []
-        for kernel in KERNELS:
-            with use_kernel(kernel):
-                outputs.append(grouped_attention(torch.nn.Module(), query, key, value, given, scaling=0.3)[0])
-        torch.testing.assert_close(outputs[0], outputs[1])
-
-
 def test_a_second_generation_uses_the_buffers_of_the_first(target: Path) -> None:
     _, stack = open_stack(target)
     runtime = Graphed()
@@ -171,18 +144,6 @@ def test_a_drafters_buffers_are_free_when_the_generation_is_over(target: Path, m
     assert [arena.layers for arena in made] == [stack, small]
 
 
-def test_a_longer_text_gets_larger_buffers(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, stack = open_stack(target)
-    runtime = Graphed(16)
-    lengths = []
-    for length in (5, 100, 20):
-        prompt = random_prompt(length)
-        found = tokens_of(autoregressive(stack, prompt, max_new_tokens=40, runtime=runtime))
-        assert found == tokens_of(autoregressive(stack, prompt, max_new_tokens=40))
-        lengths.append(next(iter(runtime._arenas.values())).capacity)
-    assert lengths[0] < lengths[1] == lengths[2]
-
-
 @pytest.mark.parametrize("architecture", ["llama", "opt"])
 def test_a_text_may_fill_the_context_to_the_end(tmp_path: Path, architecture: str) -> None:
     """Padding stands after the last position, where learned positions have no row and rotary tables may end."""
@@ -205,29 +166,6 @@ def test_passes_wider_than_any_bucket_run_as_they_are(target: Path) -> None:
     runtime, chain = Graphed(), MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
     decode(stack, EarlyExitSource(drafter), chain, runtime, random_prompt(180), 24)  # leaves buffers of too few rows
     assert decode(stack, EarlyExitSource(drafter), method, runtime, prompt, 24) == expected
-
-
-def test_passes_have_fixed_widths_and_buckets(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, stack = open_stack(target)
-    seen = []
-    run = stack.run
-    monkeypatch.setattr(
-        stack, "run", lambda hidden, start, stop, rotary, masks, cache: (
-            seen.append((hidden.shape[1], masks[None].shape[-1] if masks.get(None) is not None else None)),
-            run(hidden, start, stop, rotary, masks, cache),
-        )[1],
-    )  # fmt: skip
-    stack.windows = [None] * LAYERS
-    session = Graphed(16).session(stack, 0, 200, 120)
-    assert isinstance(session, TargetSession)
-    session.feed(torch.tensor(random_prompt(10)), chain_parents(0, 10))
-    session.finish(last_only=True)
-    session.commit(range(10))
-    for count in (1, 4, 5, 12):
-        session.feed(torch.tensor(random_prompt(count)), chain_parents(0, count))
-        assert session.finish().shape[0] == count
-        session.commit(range(count))
-    assert seen[1:] == [(1, 16), (4, 16), (8, 32), (16, 32)]
 
 
 # --- as graphs (see tests/recorded.py) -------------------------------------------------------------------------------
@@ -281,24 +219,6 @@ def test_graphs_replay_to_the_same_tokens(
             assert decode(stack, source, method, runtime, prompt, count) == expected
             assert tokens_of(autoregressive(stack, prompt, max_new_tokens=count, runtime=runtime)) == expected
             assert (runtime.captures == before) == (turn == 1)
-
-
-@pytest.mark.usefixtures("recorded")
-@pytest.mark.slow
-def test_graphs_keep_the_rotary_tables_they_read(target: Path) -> None:
-    """A longer text in another arena has them made anew, twice; the graphs of the first arena read the older ones."""
-    _, stack = open_stack(target)
-    source, runtime = EarlyExitSource(make_drafter(target, LAYERS - 1, noise=0.3)), Graphed(16)
-    method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
-
-    def plain() -> list[int]:
-        return tokens_of(autoregressive(stack, random_prompt(5), max_new_tokens=10, runtime=runtime))
-
-    list(autoregressive(stack, random_prompt(60), max_new_tokens=4, runtime=runtime))
-    decode(stack, source, method, runtime, random_prompt(60), 8)
-    expected = plain()
-    decode(stack, source, method, runtime, random_prompt(100), 60)
-    assert plain() == expected
 
 
 @pytest.mark.usefixtures("recorded")
@@ -361,7 +281,7 @@ def test_it_decodes_to_the_same_tokens(
     plain, (_, stack) = open_stack(path)[1], open_stack(path)
     drafter = make_drafter(path, LAYERS - 1, noise=0.3)
     prompt, count = random_prompt(20), 30
-    expected = [t for r in autoregressive(plain, prompt, max_new_tokens=count) for t in r.tokens]
+    expected = tokens_of(autoregressive(plain, prompt, max_new_tokens=count))
     lay_out_as_on_a_gpu(monkeypatch)
     prepare(stack, {"early_exit": Calibrated(drafter)})
     record_graphs(monkeypatch)
@@ -373,7 +293,7 @@ def test_it_decodes_to_the_same_tokens(
     source = EarlyExitSource(drafter)
     tree = ModelDrafter(source, make_structure(method_of(STRUCTURES["opt_tree"], 3), Streams(0)))
     for rounds in (autoregressive(stack, prompt, **options), speculative(stack, tree, prompt, **options)):
-        assert [t for r in rounds for t in r.tokens] == expected
+        assert tokens_of(rounds) == expected
     assert {1, 4} <= placed  # rows of plain decoding and of a tree
     assert otherwise == {len(prompt)}
 
@@ -460,7 +380,7 @@ def test_a_token_of_plain_decoding_is_one_launch(tmp_path: Path, monkeypatch: py
     runtime, counts = Graphed(), {"replays": 0, "uploads": 0}
     runtime.prepare(128, ())
     prompt = random_prompt(20)
-    expected = [token for r in autoregressive(stack, prompt, max_new_tokens=40) for token in r.tokens]
+    expected = tokens_of(autoregressive(stack, prompt, max_new_tokens=40))
 
     def counted(kind: Any, method: str, name: str) -> None:
         run = getattr(kind, method)
@@ -478,7 +398,7 @@ def test_a_token_of_plain_decoding_is_one_launch(tmp_path: Path, monkeypatch: py
         embedded: list[int] = []
         handle = stack.embed_tokens.register_forward_hook(lambda *_, seen=embedded: seen.append(1))
         rounds = autoregressive(stack, prompt, max_new_tokens=40, runtime=runtime)
-        assert [token for r in rounds for token in r.tokens] == expected
+        assert tokens_of(rounds) == expected
         handle.remove()
     assert counts == {"replays": 39, "uploads": 1}
     assert len(embedded) == 1  # the prompt's: outside of a graph nothing is embedded token by token
