@@ -37,8 +37,7 @@ from draft_models.targets.open_target import load_tokenizer
 from draft_models.targets.settings import HEAD_FOLDER
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
-from outrider.files import is_local, read_json, read_mapping, require_writable, write_json
-from outrider.saving import save_parts
+from outrider.files import is_local, read_json, read_mapping, require_writable, save_parts, write_json
 
 TOKENIZER_FILE = "tokenizer.json"
 AGAIN = "train the drafter again"

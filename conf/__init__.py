@@ -34,8 +34,7 @@ from outrider.errors import UserError
 from outrider.progress import command
 from outrider.run_dirs import made_for_something
 from outrider.settings import Named, Settings, construct
-from outrider.shown import clean, shown
-from outrider.words import did_you_mean, in_shell, listed, option
+from outrider.words import clean, did_you_mean, in_shell, listed, option, shown
 
 Config = TypeVar("Config")
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130

@@ -11,9 +11,8 @@ from importlib import import_module
 from pathlib import Path
 
 from outrider.errors import UserError
-from outrider.shown import clean
-from outrider.versions import package_version
-from outrider.words import did_you_mean
+from outrider.files import package_version
+from outrider.words import clean, did_you_mean
 
 USER_ERROR_STATUS, CRASH_STATUS = 2, 3  # 1 is the verdict of a command that judges
 

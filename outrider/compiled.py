@@ -13,9 +13,8 @@ import numba
 from numba.core import event
 from numba.core.ccallback import CFunc
 
-from outrider.caches import user_cache
+from outrider.files import package_version, user_cache
 from outrider.progress import speaks
-from outrider.versions import package_version
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _settings = vars(numba.config)

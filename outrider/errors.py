@@ -11,7 +11,7 @@ class UserError(Exception):
     line on stderr and exit with status 2; anything else is a bug and keeps its traceback."""
 
     def __init__(self, message: str):
-        super().__init__(import_module("outrider.shown").shown(message))  # nothing that decodes needs it sooner
+        super().__init__(import_module("outrider.words").shown(message))  # nothing that decodes needs it sooner
 
 
 def warn(message: str) -> None:

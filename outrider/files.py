@@ -1,15 +1,21 @@
-"""Atomic writing of files, and reading of JSON with errors that name the file and the damage."""
+"""Files: atomic writing, JSON with errors that name the file and the damage, caches, and the version of the sources."""
 
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outrider.errors import UserError
+from outrider.errors import UserError, reason
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+PACKAGES = ("conf", "data_prep", "draft_models", "inference", "outrider", "train")
 MOST_BYTES = 2**28  # of a JSON file or reply that is read as a whole; data is read line by line
-_DEEPEST = 64  # maximum nesting of containers: deeper ones would overflow the stack of recursive functions
 _SEAL = "sha256"
 
 
@@ -43,12 +49,9 @@ def read_json(path: Path | str, what: str, remedy: str) -> object:
     if len(content) > MOST_BYTES:
         raise UserError(f"{path}: damaged {what} (more than {MOST_BYTES} bytes); {remedy}")
     try:
-        value = parse_json(content)
-        if not is_text(json.dumps(value, ensure_ascii=False)):
-            raise UserError("a lone surrogate in a text")
+        return parse_json(content)
     except UserError as error:
         raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
-    return value
 
 
 def read_mapping(path: Path | str, what: str, remedy: str) -> dict[str, object]:
@@ -65,23 +68,11 @@ def parse_json(content: bytes | str) -> object:
     NaN and Infinity are accepted, as Python writes them; `outrider.settings.construct` refuses them for numbers.
     """
     try:
-        value = json.loads(content)
+        return json.loads(content)
     except RecursionError:
-        raise UserError(f"not valid JSON (nested deeper than {_DEEPEST})") from None
+        raise UserError("not valid JSON (nested too deeply)") from None
     except ValueError as error:  # also bytes that are not UTF-8, and integers of thousands of digits
         raise UserError(f"not valid JSON ({error})") from error
-    _require_shallow(value)
-    return value
-
-
-def _require_shallow(value: object) -> None:
-    level, depth = [value], 0
-    while level:
-        if depth > _DEEPEST:
-            raise UserError(f"not valid JSON (nested deeper than {_DEEPEST})")
-        containers = [one for one in level if isinstance(one, dict | list)]
-        level = [inner for one in containers for inner in (one.values() if isinstance(one, dict) else one)]
-        depth += 1
 
 
 def sealed(value: Mapping[str, object]) -> dict[str, object]:
@@ -137,3 +128,46 @@ def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
             f"{option}={directory}: cannot be written ({error.strerror}); free space or choose another"
         ) from None
     return path
+
+
+def save_parts(
+    folder: Path,
+    *parts: "PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig | GenerationConfig",
+    remedy: str = "free space or choose another place",
+) -> None:
+    """Save a model, tokenizer or config of transformers to `folder`; its files then have the usual mode, which those of
+    safetensors have not. Raises `UserError` if they cannot be written."""
+    try:
+        for part in parts:
+            part.save_pretrained(folder)
+    except Exception as error:  # what is written in Rust has classes of its own for this, or a bare Exception
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        raise UserError(f"{folder}: cannot be written ({reason(error)}); {remedy}") from None
+    os.umask(umask := os.umask(0o077))  # there is no other way to ask for it
+    for file in folder.iterdir():
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
+
+
+def user_cache() -> Path:
+    """Where this user's caches are: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "outrider"
+
+
+def package_version() -> str:
+    """The installed version of this project."""
+    try:
+        return version("outrider")
+    except PackageNotFoundError:
+        return "source tree"
+
+
+@functools.cache
+def code_version() -> str:
+    """The package's version and a digest of every Python source of `PACKAGES`, as this process found them."""
+    root = Path(__file__).resolve().parents[1]
+    packages = ["outrider"] if (root / "outrider" / "train").is_dir() else PACKAGES  # a wheel has all under outrider
+    digest = hashlib.sha256()
+    for path in sorted(path for package in packages for path in (root / package).rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
+    return f"{package_version()}+{digest.hexdigest()[:12]}"

@@ -16,8 +16,7 @@ from filelock import FileLock, Timeout
 from outrider.errors import UserError
 from outrider.files import read_mapping, write_json
 from outrider.settings import ABSENT, Settings, default_at, differences
-from outrider.shown import shown
-from outrider.words import listed
+from outrider.words import listed, shown
 
 LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
 _NAMED = 12  # differences that an error shows

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from outrider.errors import UserError
 from outrider.settings import Named, Settings, opt
-from outrider.shown import secret
+from outrider.words import secret
 
 WandbMode = Literal["auto", "online", "offline", "disabled"]
 ID_FILE = "wandb_run_id"

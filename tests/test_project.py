@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cli import COMMANDS
-from outrider.versions import PACKAGES
+from outrider.files import PACKAGES
 
 UNTYPED = "# mypy: allow-untyped-defs"
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.versions import PACKAGES
+from outrider.files import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 BARS = ROOT / "tests" / "shape.json"  # at most; lower one whenever it is beaten

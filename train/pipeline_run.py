@@ -26,9 +26,7 @@ from outrider.files import read_json, require_writable, write_json
 from outrider.progress import RELAY, Stage, relayed
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.settings import read_as
-from outrider.shown import clean
-from outrider.tables import Table
-from outrider.words import in_words, option
+from outrider.words import Table, clean, in_words, option
 from train.pipeline_settings import HERE, ROOT, STEPS, TIME, PipelineConfig, key_of
 
 IMPORTED = Path(outrider.__file__).parents[1]  # where steps import this project from

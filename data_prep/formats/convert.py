@@ -24,9 +24,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from data_prep.formats.torch_files import CONFIG_FILE, Original, Stored
-from outrider.caches import user_cache
 from outrider.errors import UserError, warn
-from outrider.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.files import read_mapping, require_writable, user_cache, write_atomically, write_json
 from outrider.progress import Stage, counted
 from outrider.run_dirs import system_lock
 

@@ -21,7 +21,7 @@ from data_prep.formats.gguf_file import GgufFile, TensorPlace, open_gguf
 from data_prep.formats.gguf_tokenizer import gguf_tokenizer
 from data_prep.formats.torch_files import HEAD, Stored
 from outrider.errors import UserError, reason
-from outrider.saving import save_parts
+from outrider.files import save_parts
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

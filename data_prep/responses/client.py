@@ -8,7 +8,7 @@ import httpx
 
 from outrider.errors import UserError, reason
 from outrider.files import MOST_BYTES, parse_json
-from outrider.shown import secret
+from outrider.words import secret
 
 UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one

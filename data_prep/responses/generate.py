@@ -52,10 +52,9 @@ from inference.loading.memory_plan import Held, Place, cache_bytes, describe, ex
 from inference.loading.targets import end_tokens
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
-from outrider.files import require_writable, write_json
+from outrider.files import code_version, require_writable, write_json
 from outrider.processes import from_main, join_processes, only_run_of
 from outrider.progress import Stage
-from outrider.versions import code_version
 
 Facts = dict[str, Any]
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
 
-from outrider.caches import user_cache
 from outrider.errors import UserError, reason, require
+from outrider.files import user_cache
 from outrider.settings import Count, Named, Place, Settings, free, opt
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]

@@ -29,8 +29,7 @@ from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.targets.settings import Dialect, ReadingChanges, Written
 from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_floats
 from outrider.errors import UserError, reason
-from outrider.files import read_mapping, require_writable, write_atomically, write_json
-from outrider.versions import package_version
+from outrider.files import package_version, read_mapping, require_writable, write_atomically, write_json
 from outrider.words import listed
 
 D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"

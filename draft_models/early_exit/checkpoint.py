@@ -30,9 +30,8 @@ from draft_models.targets.open_target import OpenTarget, open_target
 from draft_models.targets.proof import SHORT
 from draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 from outrider.errors import UserError, warn
-from outrider.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.files import code_version, package_version, read_mapping, require_writable, write_atomically, write_json
 from outrider.settings import Count, construct
-from outrider.versions import code_version, package_version
 from outrider.words import listed
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"

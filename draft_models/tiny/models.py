@@ -24,7 +24,7 @@ from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.targets.vocabulary import vocabulary_digest
 from outrider.errors import reason
-from outrider.saving import save_parts
+from outrider.files import save_parts
 
 WINDOW = 48  # of sliding attention: shorter than the texts of a rehearsal
 # By the `model_type` of transformers: what its config needs beside the sizes that all have (see `save_tiny_model`).

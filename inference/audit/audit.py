@@ -28,7 +28,7 @@ from outrider.files import require_writable, write_atomically, write_json
 from outrider.progress import counted
 from outrider.run_dirs import only_run
 from outrider.streams import Streams
-from outrider.tables import Table
+from outrider.words import Table
 
 REPORT = "report.json"
 LOGITS = 2**26  # of a text, that are there at once; of a longer one the target reads the beginning again

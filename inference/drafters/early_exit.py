@@ -24,7 +24,7 @@ from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked
 from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, Trained
 from inference.settings.method import MethodConfig
-from outrider.saving import save_parts
+from outrider.files import save_parts
 
 
 class EarlyExitSource:

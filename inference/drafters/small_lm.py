@@ -26,7 +26,7 @@ from inference.engines.packing import lay_out
 from inference.settings.kinds import Placed, Trained, read_record
 from inference.settings.method import MethodConfig
 from outrider.errors import UserError
-from outrider.saving import save_parts
+from outrider.files import save_parts
 
 
 class SmallLMSource:

@@ -32,9 +32,8 @@ from inference.settings.method import MethodConfig
 from inference.settings.sampling import GREEDY, SamplingConfig
 from inference.settings.serving import MODULES, draft_length, python_in, why_not
 from outrider.errors import require
-from outrider.files import write_atomically
+from outrider.files import save_parts, write_atomically
 from outrider.progress import counted
-from outrider.saving import save_parts
 from outrider.streams import Streams
 
 FILE = "served.jsonl"

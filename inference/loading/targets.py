@@ -38,10 +38,10 @@ from inference.settings.method import MethodConfig, number
 from inference.shapes.shapes import find_shape
 from inference.sizing.policy import Tuning
 from outrider.errors import UserError, reason, require, warn
+from outrider.files import code_version
 from outrider.machine import describe_machine
 from outrider.progress import Stage
 from outrider.streams import Streams
-from outrider.versions import code_version
 from outrider.words import listed
 
 Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one

@@ -58,7 +58,7 @@ from outrider.processes import join_processes
 from outrider.progress import counted
 from outrider.run_dirs import only_run
 from outrider.streams import Streams
-from outrider.tables import Table
+from outrider.words import Table
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 from inference.measure.lossless import BULK, GAP, PEAK, Judgement, judge
 from inference.measure.results import AUTOREGRESSIVE, PromptResult
 from inference.report.wording import Report
-from outrider.tables import Table
+from outrider.words import Table
 
 HALF_NAMES = ("bfloat16", "float16")
 

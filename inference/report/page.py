@@ -32,7 +32,7 @@ from inference.report.wording import (
     recommendation,
     whole_table,
 )
-from outrider.tables import Table
+from outrider.words import Table
 
 HERE = Path(__file__).parent
 ASKED = 3000  # number of a prompt's last characters that are shown

@@ -16,7 +16,7 @@ from inference.measure.statistics import MIN_PROMPTS, decode_statistics, share_o
 from inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
 from inference.settings.kinds import EAGLE3, KINDS
 from outrider.streams import Streams
-from outrider.tables import Table
+from outrider.words import Table
 
 LARGEST_DIFFERENCE = 0.02  # of the acceptance at a depth, that is not spoken of
 _DRAWS = 2000

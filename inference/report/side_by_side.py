@@ -17,8 +17,7 @@ from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_atomically, write_json
 from outrider.run_dirs import only_run
 from outrider.streams import Streams
-from outrider.tables import Table
-from outrider.words import listed
+from outrider.words import Table, listed
 
 COMPARISON = "compare.json"
 Value = Callable[[PromptResult, str], float]  # a figure of a method on a prompt

@@ -9,8 +9,7 @@ from typing import Any
 from inference.measure.results import TRANSFORMERS
 from inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text, tau_text
 from inference.settings.sampling import SamplingConfig
-from outrider.tables import Table
-from outrider.words import in_shell, option
+from outrider.words import Table, in_shell, option
 
 Report = Mapping[str, Any]
 _LOOPS = ", where drafts are nearly always right; verdicts and the recommendation come from the others"

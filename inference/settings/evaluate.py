@@ -26,8 +26,8 @@ from inference.settings.sampling import SamplingConfig
 from inference.settings.serving import MODULES, Engine, why_not, with_lengths
 from outrider.errors import require
 from outrider.settings import Count, Named, Place, Positive, Url, free, only, opt, require_default
-from outrider.shown import SECRET_NAME
 from outrider.wandb_config import WandbConfig
+from outrider.words import SECRET_NAME
 
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)

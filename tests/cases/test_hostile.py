@@ -38,9 +38,9 @@ from outrider.api.model import preset
 from outrider.errors import UserError, require, warn
 from outrider.files import parse_json
 from outrider.run_dirs import HOLDER_FILE, only_run
-from outrider.shown import clean
 from outrider.streams import Streams
 from outrider.wandb_config import WandbConfig
+from outrider.words import clean
 from tests.data_prep.responding import ENDS, letter_tokenizer, responses, skipped
 from tests.data_prep.responses.serving import MODELS, Engine, replying, serving
 from tests.test_shape import sources

@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from data_prep.text.settings import DataConfig, MixPart
-from outrider.caches import user_cache
 from outrider.errors import UserError
+from outrider.files import user_cache
 
 GROUP = Path(__file__).parents[2] / "conf" / "data"
 

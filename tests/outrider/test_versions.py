@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import setuptools
 
-from outrider.versions import PACKAGES, code_version
+from outrider.files import PACKAGES, code_version
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def test_an_edit_is_another_version_and_a_document_is_none(tmp_path: Path) -> No
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
 
     def version_now() -> str:
-        code = "from outrider.versions import code_version; print(code_version())"
+        code = "from outrider.files import code_version; print(code_version())"
         return subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout

@@ -15,7 +15,7 @@ import pytest
 import setuptools
 from omegaconf import OmegaConf
 
-from outrider.versions import PACKAGES
+from outrider.files import PACKAGES
 from tests.forked import Fork
 from tests.tiny import save_target
 

@@ -20,7 +20,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.small_lm import SmallLMSource
 from inference.settings.kinds import KINDS
 from outrider.errors import UserError
-from outrider.versions import code_version
+from outrider.files import code_version
 from tests.tiny import save_target
 from tests.train.jobs import FIT, distilling, finetuning, heading, interrupted_at, log, same
 from train.core import run_dir

@@ -22,10 +22,9 @@ from draft_models.targets.open_target import fast_dtype
 from inference.core.rounds import Clock
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError, require
-from outrider.files import write_json
+from outrider.files import code_version, write_json
 from outrider.processes import from_main, join_processes
 from outrider.settings import Settings, read_as
-from outrider.versions import code_version
 from train.core import run_dir, sharding
 from train.core.engine import Engine
 from train.core.loop import train

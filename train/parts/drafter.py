@@ -18,8 +18,7 @@ from draft_models.targets.open_target import OpenTarget, fast_dtype
 from inference.loading.memory_plan import Held, training_memory
 from inference.loading.targets import end_tokens
 from outrider.errors import UserError
-from outrider.files import write_json
-from outrider.saving import save_parts
+from outrider.files import save_parts, write_json
 from train.core import run_dir
 from train.core.optimizers import layer_matrices
 from train.core.training import Trained, TrainRows

@@ -17,7 +17,7 @@ from data_prep.responses.generate import generate_responses, run_identity
 from data_prep.responses.tasks import TopK
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
-from outrider.versions import code_version
+from outrider.files import code_version
 from tests.data_prep.responding import TALKS, letter_tokenizer, responses, summary, talk
 from tests.tiny import save_target
 

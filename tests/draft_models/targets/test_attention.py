@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from draft_models.targets.attention import KERNELS, grouped_attention, packed_mask, use_kernel
 from draft_models.targets.open_target import open_target
-from outrider.versions import PACKAGES
+from outrider.files import PACKAGES
 from tests.forked import Fork
 from tests.tiny import save_target
 

@@ -17,8 +17,8 @@ from inference.settings.kinds import KINDS, DrafterPlugin, Kind, register
 from inference.settings.method import MethodConfig, StopConfig
 from inference.sizing.policy import Tuning
 from outrider.errors import UserError
+from outrider.files import PACKAGES
 from outrider.streams import Streams
-from outrider.versions import PACKAGES
 from tests.inference.evaluate.evaluating import evaluate
 
 ROOT = Path(__file__).parents[3]
