@@ -6,7 +6,7 @@ A key that neither knows is refused: it may change what the model computes.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +78,6 @@ _REAL = ("_epsilon", "_softcapping")  # ends of keys whose values are no counts
 _WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}  # the 27B models: their attention is scaled by hidden / heads
 # A file stores Llama 3's scaling as one factor per frequency; these bounds are the same in every model so far.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-Number = TypeVar("Number", int, float)
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
@@ -175,20 +174,16 @@ def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
     """A positive integer of the architecture. Raises `UserError` if it is missing and there is no default."""
-    return _positive(file, key, int, default)
+    return int(_number(file, key, default, int))
 
 
-def _number(file: GgufFile, key: str, default: float | None = None) -> float:
+def _number(file: GgufFile, key: str, default: float | None = None, kind: type[int] | type[float] = float) -> float:
     """A positive number of the architecture, stored as float32, as its shortest decimal: 1e-05, not 9.9999997e-06."""
-    return float(str(np.float32(_positive(file, key, float, default))))
-
-
-def _positive(file: GgufFile, key: str, kind: type[Number], default: Number | None) -> Number:
     key = f"{file.metadata['general.architecture']}.{key}"
     value = file.get(key, kind) if default is None else file.get(key, kind, default)
     if not 0 < value < math.inf:
         raise UserError(f"{file.path}: {key}={value}: expected a positive number; fetch it again")
-    return value
+    return value if kind is int else float(str(np.float32(value)))
 
 
 def _vocabulary_size(file: GgufFile) -> int:

@@ -1,6 +1,7 @@
 """EAGLE-3 heads on disk: opened strictly, in any dialect. Missing and unexpected tensors are errors.
 
-A head with tensors filled in or dropped would draft badly without any error.
+A head with tensors filled in or dropped would draft badly without any error. A new one, for training, has random
+weights except for the logits' matrix.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS
@@ -27,6 +28,7 @@ from draft_models.eagle3.dialects import (
 from draft_models.eagle3.model import Eagle3
 from draft_models.eagle3.reading import Reading, changed, require_target
 from draft_models.targets.settings import Dialect, ReadingChanges, Written
+from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_floats
 from outrider.errors import UserError, reason
 from outrider.files import package_version, read_mapping, require_writable, write_atomically, write_json
@@ -237,6 +239,34 @@ def head_shapes(reading: Reading) -> dict[str, tuple[int, ...]]:
     except TypeError as error:  # sizes beyond what a tensor can have
         raise UserError(f"an EAGLE-3 head of impossible sizes ({reason(error)}); correct its {CONFIG_FILE}") from None
     return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+@torch.no_grad()
+def new_head(reading: Reading, stack: LayerStack, tokens: Tensor | None, seed: int) -> Eagle3:
+    """The head before training, in float32 on the target's device: a deterministic function of its arguments.
+
+    tokens [k]: the draft vocabulary; None: all. The logits' matrix and norm are initialised from the target: rows of
+    its head, and the scale of its last norm. Other matrices preserve the magnitude of their input.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, Tensor] = {}
+    for name, shape in head_shapes(reading).items():
+        made = torch.randn(shape, generator=generator) * shape[-1] ** -0.5 if len(shape) == 2 else torch.ones(shape)
+        weights[name] = made.to(stack.device)
+    rows = stack.head.weight[: reading.vocabulary] if tokens is None else stack.head.weight[tokens]
+    weights["lm_head.weight"] = rows.detach().float().clone()  # a copy: the target keeps its own
+    weights["norm.weight"] = _scale_of(stack.norm, reading.hidden, stack)
+    if tokens is not None:
+        weights[DRAFT_TOKENS] = tokens.to(stack.device)
+    return Eagle3.of(reading, weights)
+
+
+def _scale_of(norm: nn.Module, width: int, stack: LayerStack) -> Tensor:
+    """The factor of a norm in each of `width` dimensions, whatever its weight means."""
+    signs = torch.ones(width, dtype=stack.dtype, device=stack.device)
+    signs[::2] = -1  # mean 0 and mean square 1, so that neither kind of norm rescales it
+    found: Tensor = norm(signs) * signs
+    return found.float()
 
 
 def their_name(name: str, dialect: Dialect) -> str:

@@ -1,4 +1,7 @@
-"""The interpretation of an EAGLE-3 head's tensors: sizes, and everything in which trainers of such heads differ."""
+"""The interpretation of an EAGLE-3 head's tensors: sizes, and everything in which trainers of such heads differ.
+
+That of a new head has its sizes from the target.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -7,7 +10,7 @@ from annotated_types import Ge
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from draft_models.targets.model_spec import RESCALING_ROPE
+from draft_models.targets.model_spec import RESCALING_ROPE, context_limit, key_heads
 from draft_models.targets.settings import ReadingChanges
 from outrider.errors import UserError, require
 from outrider.settings import Count, Positive, Settings
@@ -113,3 +116,52 @@ def require_target(reading: Reading, config: PreTrainedConfig, source: str) -> N
             f"eagle3={source}: taps the target at the boundaries {list(reading.taps)}, but expected are 0 to "
             f"{config.num_hidden_layers} (its layers); give the target that it was trained for"
         )
+
+
+def new_reading(
+    target: PreTrainedConfig,
+    *,
+    taps: tuple[int, ...],
+    version: str,
+    draft_vocabulary: int | None,
+    intermediate: int | None,
+) -> Reading:
+    """The reading of a one-layer head with the hidden size of `target`, a config; it shares the target's embedding.
+
+    taps: boundaries, empty for `default_taps`. version: 3, or 3.1, which norms aux hidden states and step outputs.
+    draft_vocabulary: number of tokens it has logits for, None for all. intermediate: width of its MLP, None for the
+    target's. Raises `UserError` for impossible values.
+    """
+    heads, width = target.num_attention_heads, target.hidden_size
+    newer = version == "3.1"
+    return Reading(
+        taps=taps or default_taps(target.num_hidden_layers),
+        target_hidden=width,
+        hidden=width,
+        intermediate=intermediate or getattr(target, "intermediate_size", None) or 4 * width,
+        layers=1,
+        heads=heads,
+        key_heads=key_heads(target),
+        head_dim=getattr(target, "head_dim", None) or width // heads,
+        epsilon=getattr(target, "rms_norm_eps", None) or 1e-5,
+        activation="silu",
+        vocabulary=target.vocab_size,
+        draft_vocabulary=draft_vocabulary or target.vocab_size,
+        rope={"rope_type": "default", "rope_theta": _theta(target)},
+        max_positions=context_limit(target),
+        windows=(None,),
+        tap_norms=newer,
+        norm_output=newer,
+    )
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """A low, a middle and a high boundary: EAGLE's own three, or the nearest ones if the target is too small."""
+    chosen = (2, layers // 2, layers - 3) if layers >= 7 else (1, layers // 2, layers - 1)
+    return tuple(sorted(set(chosen)))
+
+
+def _theta(target: PreTrainedConfig) -> float:
+    """The base of the target's rotary embedding if it has a single one; else the usual base."""
+    theta = (getattr(target, "rope_parameters", None) or {}).get("rope_theta")
+    return float(theta) if isinstance(theta, int | float) else 10000.0

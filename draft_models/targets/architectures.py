@@ -6,17 +6,15 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedConfig
 
 from data_prep.formats.door import as_described
-from data_prep.formats.torch_files import CONFIG_FILE, MOST_LAYERS, SAFETENSORS
+from data_prep.formats.torch_files import CONFIG_FILE, MOST_LAYERS
 from draft_models.targets.empty_models import model_spec
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.narrowed import is_narrowed
 from draft_models.targets.settings import MODEL
-from draft_models.targets.tensor_files import find_file, open_tensors, require_no_adapter
+from draft_models.targets.tensor_files import find_file, require_no_adapter
 from outrider.errors import UserError, reason
 from outrider.files import is_local, read_mapping
 
-# Sizes of a config none of which is more than the longest dimension of the model's tensors.
-_SIZES = ("vocab_size", "hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 SHORTEST_CONTEXT = 8  # positions: the texts that check a target at load have a few tokens
 
 
@@ -26,7 +24,6 @@ def load_config(source: str, revision: str | None = None, *, role: str = "target
     role: the option that names the model, if it is not the target.
     """
     config = read_config(source, revision, role=role)
-    require_stored(config, source, revision, role)
     reason = why_not_by_layers(config)
     if reason is not None:
         raise UserError(f"{role}={source}: {reason}")
@@ -82,29 +79,6 @@ def require_description(source: str, revision: str | None, role: str) -> None:
         raise UserError(
             f"{role}={source}: no usable {CONFIG_FILE} (num_hidden_layers={layers!r}: expected 1 to {MOST_LAYERS})"
         )
-
-
-def require_stored(config: PreTrainedConfig, source: str, revision: str | None, role: str) -> None:
-    """Raise `UserError` where `config` speaks of more layers, or of wider ones, than the weights have.
-
-    Reads headers only, before anything is built by the config. Of weights that are not on this machine yet nothing is
-    known here; what loads them compares every shape.
-    """
-    file = find_file(source, CONFIG_FILE, revision)  # a Hub repository's lies in a directory, too
-    folder = Path(file).parent if file else Path(source)
-    if not any((folder / name).exists() for name in (SAFETENSORS.index, SAFETENSORS.single)):
-        return
-    files = open_tensors(str(folder))
-    here = [name for name, one in files.file_of.items() if (folder / one).exists()]
-    longest = max((size for _, stored in files.stored(here) for size in stored.shape), default=None)
-    limits = {"num_hidden_layers": files.numbered_layers()} | dict.fromkeys(_SIZES, longest)
-    for key, limit in limits.items():
-        said = getattr(config, key, None)
-        if limit is not None and isinstance(said, int) and said > limit:
-            has = f"have {limit} layers" if key == "num_hidden_layers" else f"have no dimension above {limit}"
-            raise UserError(
-                f"{role}={source}: {key}={said} in {CONFIG_FILE}, but the weights {has}; fetch the model again"
-            )
 
 
 def why_not_by_layers(config: PreTrainedConfig) -> str | None:

@@ -93,15 +93,6 @@ class TensorFiles:
         for file, wanted in self._by_file(names).items():
             yield from self._of(file, wanted).items()
 
-    def numbered_layers(self) -> int:
-        """The number of layers in the names: the most distinct numbers after one prefix, as in "model.layers.3."."""
-        found: dict[str, set[str]] = {}
-        for name in self.file_of:
-            prefix, _, number = part_of(name).rpartition(".")
-            if number.isdecimal():
-                found.setdefault(prefix, set()).add(number)
-        return max(map(len, found.values()), default=0)
-
     def digests(self, names: Iterable[str], *, whole: bool = False, fetch: bool = True) -> dict[str, str]:
         """A short hash of each part (`part_of`) of the model: name, type, shape and bytes of its tensors as stored.
 

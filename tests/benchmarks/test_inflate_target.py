@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_models.calibration import drafter_digest, load_calibration
-from draft_models.eagle3.checkpoint import open_head, save_head
-from draft_models.eagle3.new_head import default_taps, new_head, new_reading
+from draft_models.eagle3.checkpoint import new_head, open_head, save_head
+from draft_models.eagle3.reading import default_taps, new_reading
 from draft_models.early_exit.checkpoint import read_meta, save_pretrained
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.open_target import open_target

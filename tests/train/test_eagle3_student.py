@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import train.recipes.eagle3 as module
 from draft_models.acceptance import tau_of_rounds
 from draft_models.eagle3 import model
-from draft_models.eagle3.new_head import new_head, new_reading
+from draft_models.eagle3.checkpoint import new_head
+from draft_models.eagle3.reading import new_reading
 from draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from draft_models.targets.target import Band
 from tests.eagle3_heads import Facts, Row, reference

@@ -26,6 +26,7 @@ from draft_models.eagle3.checkpoint import (
     TRAINING_FILE,
     StoredHead,
     make_head,
+    new_head,
     open_head,
     save_head,
     shapes_of,
@@ -33,8 +34,7 @@ from draft_models.eagle3.checkpoint import (
 )
 from draft_models.eagle3.dialects import require_said
 from draft_models.eagle3.model import Eagle3, Mask, Steps
-from draft_models.eagle3.new_head import new_head, new_reading
-from draft_models.eagle3.reading import Reading, require_target
+from draft_models.eagle3.reading import Reading, new_reading, require_target
 from draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
 from draft_models.targets.attention import packed_mask
 from draft_models.targets.empty_models import empty_model, layer_stack
