@@ -212,7 +212,7 @@ def _count(record: Mapping[str, object], key: str, where: str) -> int:
 
 
 def _top_k_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for record, top in responses:
         if top is not None:
             parts = (top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -155,56 +155,34 @@ def _evaluate(
     waits = known is None and setup.device.type == "cpu" and not state.is_main_process  # for the main one's kernels
     models = load_models(config, setup, drafters, known) if share and not waits else None
     positions = longest_text(turns, new, context)
-    if earlier is None:  # then the main process has a share; it measures once the other processes wait
-        state.wait_for_everyone()
-        begun: Prepared | Exception | None = None
-        if state.is_main_process:
-            assert models is not None
-            try:
-                doctor = see_doctor(config, setup, models, prompts, rendered)
-                begun = replace(prepare_methods(config, setup, models, rendered[0], positions), doctor=doctor)
-            except Exception as error:  # raised in all processes below
-                begun = error
 
-        def begin() -> Any:
-            if not isinstance(begun, Prepared):
-                assert begun is not None
-                raise begun
-            plain = asdict(begun)
-            begin_run(out_dir, settings, plain)
-            return plain
+    def begin() -> Any:
+        assert models is not None  # the main process has a share
+        doctor = see_doctor(config, setup, models, prompts, rendered)
+        begun = asdict(replace(prepare_methods(config, setup, models, rendered[0], positions), doctor=doctor))
+        begin_run(out_dir, settings, begun)
+        return begun
 
+    if earlier is None:
+        state.wait_for_everyone()  # the main process measures once the others wait
         earlier = from_main(state, begin)
     prepared = construct(Prepared, earlier)
-    if share and models is None:
-        models = load_models(config, setup, drafters, prepared.products)
-    if models is not None:
+    if share:
+        models = models or load_models(config, setup, drafters, prepared.products)
         models.runtime.prepare(positions, prepared.kernels)
         bench = make_bench(config, setup, models, prepared, rendered[share[0]], len(prompts))
-        began = spent = limit.spent()
-        for position in counted(share, "measuring", "prompts", most=limit.left(spent)):
-            if position not in todo[:must] and not limit.holds(spent, (spent - began) / max(1, taken)):
-                break
-            if limit.is_over(spent) and state.is_main_process:
-                least = len(done) + must
-                made = f"{min(least, len(done) + taken * state.num_processes)} of at least {least} prompts are done"
-                print(f"{config.minutes:.3g} minutes are over: {made}", flush=True)
+
+        def measure(position: int) -> float:
+            assert models is not None
             asked = prompts[position], rendered[position], position
             results, skipped = measure_prompt(config, *asked, setup, models, bench)
-            spent, taken = limit.spent(), taken + 1
-            peak, got = peak_memory(setup.device), bench.watch.take()
-            measured = Measured(
-                position,
-                state.num_processes,
-                results,
-                skipped,
-                torch.get_num_threads(),
-                spent,
-                peak,
-                got,
-                load_average(),
-            )
-            append_result(out_dir, number + state.process_index, measured)
+            spent = limit.spent()
+            peak, got, threads = peak_memory(setup.device), bench.watch.take(), torch.get_num_threads()
+            made = (results, skipped, threads, spent, peak, got, load_average())
+            append_result(out_dir, number + state.process_index, Measured(position, state.num_processes, *made))
+            return spent
+
+        taken = _in_time(measure, share, limit, todo[:must], len(done), state)
         del bench
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken]))
@@ -218,6 +196,31 @@ def _evaluate(
         served = serve_methods(config, setup, rendered, ours, out_dir)
     with Stage("writing the report"):
         return from_main(state, lambda: report(config, setup, prepared, prompts, settings, expected, out_dir, served))
+
+
+def _in_time(
+    measure: Callable[[int], float],
+    share: Sequence[int],
+    limit: TimeLimit,
+    must: Collection[int],
+    done: int,
+    state: PartialState,
+) -> int:
+    """Measure the positions in `share` while `limit` leaves time, those in `must` in any case; returns how many.
+
+    measure: returns the seconds that are spent after it. done: the number of prompts that earlier runs measured.
+    """
+    began, taken = limit.spent(), 0
+    spent = began
+    for position in counted(share, "measuring", "prompts", most=limit.left(spent)):
+        if position not in must and not limit.holds(spent, (spent - began) / max(1, taken)):
+            break
+        if limit.is_over(spent) and state.is_main_process:
+            least = done + len(must)
+            made = f"{min(least, done + taken * state.num_processes)} of at least {least} prompts are done"
+            print(f"{limit.minutes:.3g} minutes are over: {made}", flush=True)
+        spent, taken = measure(position), taken + 1
+    return taken
 
 
 def require_own_device(device: torch.device, state: PartialState) -> None:
@@ -266,38 +269,9 @@ def report(
     if missing:
         raise UserError(f"out_dir={out_dir}: results of {missing} prompts are not to be seen there; resume=true")
     results = [result for _, measured in sorted(done.items()) for result in measured.turns]
-    facts: dict[str, Any] = {
-        "target": setup.target.source,
-        "drafter": " + ".join(where for where in map(config.where, KINDS.values()) if where) or "none",
-        "dtype": setup.numbers,
-        "computes_in": setup.floats,
-        "device": str(setup.device),
-        "runtime": make_runtime(config.runtime, setup.device).name,
-        "kernels": prepared.chosen(),
-        "processes": max(measured.processes for measured in done.values()),
-        "threads": dict(sorted(Counter(m.threads for m in done.values() if m.threads).items())),
-        "prompts_given": len(prompts),
-        "template": setup.chat_template if any(prompt.chat for prompt in prompts) else None,
-        "peak_memory_bytes": max((measured.peak_bytes for measured in done.values()), default=0),
-        "load": machine_load(
-            (m.cpu_share for m in done.values()), (m.load for m in done.values()), os.cpu_count() or 1
-        ),
-        "minutes": config.minutes,
-        "trained_seconds": trained_seconds(config),
-        "max_new_tokens": config.max_new_tokens,
-        "temperature": config.sampling.temperature,
-        "sampling": asdict(config.sampling),
-        "generation_config": {
-            "from": config.generation_config,
-            "taken_over": dict(setup.inherited.taken),
-            "ignored": dict(setup.inherited.ignored),
-        },
-        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
-        "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
+    facts = _facts(config, setup, prepared, prompts, done) | {
         "digests": digests(settings),
-        "overlap": overlaps(config, prompts),
         "draft_vocabularies": draft_vocabularies(config, results),
-        "doctor": prepared.doctor,
     }
     reports = [
         build_report(name, results, {**facts, "settings": asdict(method)}, config.seed, prepared.tunings.get(name))
@@ -323,3 +297,43 @@ def report(
     print(f"report: {out_dir / 'report.html'}", flush=True)
     wrong = [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]
     return [OWN_RUN] if target_differs(reports[0]) else wrong
+
+
+def _facts(
+    config: EvaluateConfig,
+    setup: TargetSetup,
+    prepared: Prepared,
+    prompts: Sequence[Prompt],
+    done: Mapping[int, Measured],
+) -> dict[str, Any]:
+    """What all methods of the report have in common: settings, models, and the conditions of the measurement."""
+    runs = done.values()
+    return {
+        "target": setup.target.source,
+        "drafter": " + ".join(where for where in map(config.where, KINDS.values()) if where) or "none",
+        "dtype": setup.numbers,
+        "computes_in": setup.floats,
+        "device": str(setup.device),
+        "runtime": make_runtime(config.runtime, setup.device).name,
+        "kernels": prepared.chosen(),
+        "processes": max(measured.processes for measured in runs),
+        "threads": dict(sorted(Counter(m.threads for m in runs if m.threads).items())),
+        "prompts_given": len(prompts),
+        "template": setup.chat_template if any(prompt.chat for prompt in prompts) else None,
+        "peak_memory_bytes": max((measured.peak_bytes for measured in runs), default=0),
+        "load": machine_load((m.cpu_share for m in runs), (m.load for m in runs), os.cpu_count() or 1),
+        "minutes": config.minutes,
+        "trained_seconds": trained_seconds(config),
+        "max_new_tokens": config.max_new_tokens,
+        "temperature": config.sampling.temperature,
+        "sampling": asdict(config.sampling),
+        "generation_config": {
+            "from": config.generation_config,
+            "taken_over": dict(setup.inherited.taken),
+            "ignored": dict(setup.inherited.ignored),
+        },
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled() if setup.device.type == "cuda" else None,
+        "skipped": [asdict(turn) for _, measured in sorted(done.items()) for turn in measured.skipped],
+        "overlap": overlaps(config, prompts),
+        "doctor": prepared.doctor,
+    }

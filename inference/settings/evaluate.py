@@ -1,6 +1,6 @@
 """Settings of the runtime and of evaluate-checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -114,7 +114,22 @@ class EvaluateConfig(RehearsedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.methods), "method", sorted(self.methods), "at least one, e.g. method=eesd_survival")
-        sources = {method.source for method in self.methods.values()}
+        self._check_drafters()
+        for key in ("transcripts", "tokenizer"):
+            expected = "a file for target=replay" if self.replays else "null unless target=replay"
+            require((getattr(self, key) is not None) == self.replays, key, getattr(self, key), expected)
+        for what, holds, names in _UNREAD:
+            for name in names if holds(self) else ():
+                require_default(self, name, f"{what} does not read it")
+        if self.replays:
+            self._check_replay()
+        if self.engine is not None:
+            self._check_engine(self.engine)
+        has_target = self.target is not None or self.early_exit is not None
+        require(has_target, "target", None, f"the model that is to decode{self._instead()}")
+
+    def _check_drafters(self) -> None:
+        """Each kind that a method uses is given once, and no unknown one."""
         for kind in KINDS.values():
             using = ", ".join(name for name, method in self.methods.items() if method.source == kind.name)
             key, where = kind.option, self.where(kind)
@@ -128,66 +143,46 @@ class EvaluateConfig(RehearsedConfig):
         for name, where in self.drafters.items():
             known = ", ".join(others) or "none here: no kind of drafter needs it"
             require(name in others, f"drafters.{name}", where, f"one of {known}")
-        replayed, ignored = self.target == "replay", self.generation_config == "none"
-        recycled = max(method.ngrams.recycle for method in self.methods.values())
-        for key in ("transcripts", "tokenizer"):
-            expected = "a file for target=replay" if replayed else "null unless target=replay"
-            require((getattr(self, key) is not None) == replayed, key, getattr(self, key), expected)
-        blind = all(KINDS[source].sees_tokens_only for source in sources)
-        require(not replayed or blind, "target", self.target, "a model: a recording has no hidden states or logits")
+
+    def _check_replay(self) -> None:
+        """A recording is greedy text: no model runs, so nothing is there of logits and hidden states."""
+        blind = all(KINDS[method.source].sees_tokens_only for method in self.methods.values())
+        require(blind, "target", self.target, "a model: a recording has no hidden states or logits")
         for kind in KINDS.values():
             key, where = (kind.option if self._given(kind) else "checkpoint"), self.where(kind)
-            unread = replayed and not kind.sees_tokens_only and where is not None
+            unread = where is not None and not kind.sees_tokens_only
             require(not unread, str(key), where, "null for target=replay: no model runs")
-        for key, setting, expected in (
-            ("sampling.temperature", self.sampling.temperature, "0 for target=replay: recordings are greedy"),
-            ("sampling.repetition_penalty", self.sampling.repetition_penalty, "null for target=replay: no logits"),
-            ("generation_config", ignored and self.generation_config, "target for target=replay: no model runs"),
-            ("stop_strings", self.stop_strings, "none for target=replay: recordings are replayed whole"),
-            ("ngrams.recycle", recycled, "0 for target=replay: a recording has no logits"),
-            ("card", self.card, "false for target=replay: a table or prompt_lookup has no README.md to put it into"),
-            ("show_prompts", self.show_prompts != 4 and str(self.show_prompts), "4 for target=replay: it has no page"),
-            ("minutes", self.minutes, "null for target=replay: it takes seconds"),
-            ("wandb.mode", self.wandb.mode != "disabled" and self.wandb.mode, "disabled for target=replay: no page"),
-            ("plan", self.plan, "false for target=replay: no model runs"),
-            ("runtime", self.runtime == "graphed", "auto for target=replay: no model runs"),
-            ("doctor", self.doctor, "null for target=replay: no model runs"),
-            ("debug", self.debug, "false for target=replay: no model runs; try it with a small num_prompts"),
-            ("resume", self.resume, "false for target=replay: it takes seconds and starts over"),
+        recycled = max(method.ngrams.recycle for method in self.methods.values())
+        for key, given, expected in (
+            ("sampling.temperature", self.sampling.temperature, 0.0),
+            ("sampling.repetition_penalty", self.sampling.repetition_penalty, None),
+            ("ngrams.recycle", recycled, 0),
+            ("wandb.mode", self.wandb.mode, WandbConfig.mode),
         ):
-            require(not replayed or not setting, key, setting, expected)
-        read = self.where(KINDS["eagle3"]) is not None or not self.reading.stated()
-        require(read, "reading", str(self.reading), "nothing without an EAGLE-3 head, which it is about")
-        self._check_engine(replayed)
-        has_target = self.target is not None or self.early_exit is not None
-        require(has_target, "target", None, f"the model that is to decode{self._instead()}")
+            require(given == expected, key, given, f"{expected!r} for target=replay: recordings are greedy texts")
 
-    def _check_engine(self, replayed: bool) -> None:
-        of_any, of_servers = ("concurrency", "draft_tokens"), ("engine_plain", "server_model")
-        local, many = self.engine in (None, *MODULES), self.engine not in ("openvino", "transformers")
-        for name in (*(of_any if self.engine is None else ()), *(of_servers if local else ())):
-            require_default(self, name, f"engine={self.engine} does not read it")
-        if self.engine is None:
-            return
+    def _check_engine(self, engine: str) -> None:
         own = self.engine_options.get("speculative_config", {})
         chosen = isinstance(own, Mapping) and not own.keys() & {"method", "model", "num_speculative_tokens"}
         plain = not any(map(SECRET_NAME.search, self.engine_options))
         for key, fits, expected in (
-            ("target", not replayed, f"a model with engine={self.engine}"),
-            ("dtype", self.dtype != "int8", f"another one with engine={self.engine}"),
-            ("stop_strings", not self.stop_strings, f"none with engine={self.engine}"),
-            ("concurrency", many or self.concurrency == (1,), f"[1] with engine={self.engine}"),
+            ("dtype", self.dtype != "int8", f"another one with engine={engine}"),
             ("concurrency", len({*self.concurrency}) == len(self.concurrency) > 0, "numbers, each once"),
             ("engine_options", plain, "no key, as reports have them: set HF_TOKEN or the engine's own variable"),
             ("engine_options", chosen, "no drafter and no length: method and draft_tokens say them"),
         ):
             require(fits, key, getattr(self, key), expected)
-        reasons = {name: why_not(self.engine, method) for name, method in self.all_methods.items()}
+        reasons = {name: why_not(engine, method) for name, method in self.all_methods.items()}
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         runs = [reason for reason in reasons.values() if reason is None]
-        require(bool(runs), "engine", self.engine, f"a method that it can run ({told})")
-        one = local or len(runs) == 1
-        require(one, "engine", self.engine, f"one method in one length, as a server has one drafter ({told})")
+        require(bool(runs), "engine", engine, f"a method that it can run ({told})")
+        one = engine in MODULES or len(runs) == 1
+        require(one, "engine", engine, f"one method in one length, as a server has one drafter ({told})")
+
+    @property
+    def replays(self) -> bool:
+        """Whether recorded answers stand in for a target."""
+        return self.target == "replay"
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:
@@ -246,3 +241,30 @@ class EvaluateConfig(RehearsedConfig):
     def plugin(self, kind: Kind) -> DrafterPlugin[Any]:
         """The `DrafterPlugin` of `kind`, which reads models as these options say."""
         return kind.load_plugin().reading(self.reading)
+
+
+# Options by what does not read them: what it is called, whether a run is one, and the options.
+_UNREAD: tuple[tuple[str, Callable[[EvaluateConfig], bool], tuple[str, ...]], ...] = (
+    (
+        "target=replay",
+        lambda run: run.replays,
+        (
+            "generation_config",
+            "stop_strings",
+            "card",
+            "show_prompts",
+            "minutes",
+            "plan",
+            "runtime",
+            "doctor",
+            "debug",
+            "resume",
+            "engine",
+        ),
+    ),
+    ("a run without engine=", lambda run: run.engine is None, ("concurrency", "draft_tokens")),
+    ("a run without engine=URL", lambda run: run.engine in (None, *MODULES), ("engine_plain", "server_model")),
+    ("engine=", lambda run: run.engine is not None, ("stop_strings",)),
+    ("an engine of one request at a time", lambda run: run.engine in ("openvino", "transformers"), ("concurrency",)),
+    ("a run without an EAGLE-3 head", lambda run: run.where(KINDS["eagle3"]) is None, ("reading",)),
+)
