@@ -27,8 +27,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from conf.methods import no_such_method, store_composed
-from conf.options import CONF_DIR, compose_defaults, groups_of, help_text
+from conf.options import CONF_DIR, compose_defaults, groups_of, help_text, no_such_method, store_composed
 from outrider.cli import COMMANDS, crashing, print_anything, say, usage
 from outrider.errors import UserError
 from outrider.progress import command

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, cast, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from conf.methods import known_as, settings_of
+from conf.options import known_as, settings_of
 from data_prep.text.chat import StreamedText, render_prompt
 from data_prep.text.prompts import Prompt
 from data_prep.text.records import Message

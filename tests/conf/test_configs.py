@@ -19,8 +19,7 @@ import pytest
 from hydra.errors import HydraException
 
 from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
-from conf.methods import choices_of, settings_of
-from conf.options import compose_defaults
+from conf.options import choices_of, compose_defaults, settings_of
 from inference.evaluate_checkpoint import with_methods
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS

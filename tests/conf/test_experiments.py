@@ -10,8 +10,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf import CONF_DIR, build, has_gpu
-from conf.methods import known_as
-from conf.options import compose_defaults
+from conf.options import compose_defaults, known_as
 from data_prep.text.rehearsal import MODELS
 from data_prep.text.settings import DataConfig, MixPart
 from draft_models.targets.settings import TARGET, Architecture

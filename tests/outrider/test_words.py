@@ -2,7 +2,7 @@
 
 import pytest
 
-from conf.methods import settings_of
+from conf.options import settings_of
 from outrider.errors import UserError
 from outrider.words import GONE, did_you_mean
 
