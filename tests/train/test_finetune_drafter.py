@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,6 @@ from train.core.driver import BEST_FOLDER, Best
 from train.parts.heldout import Decoding
 from train.recipes.small_lm import drafter_config, finetune_drafter, start_lm
 from train.settings.drafters import DrafterConfig
-from train.settings.fit import FitConfig
 
 # ------------------------------------------------------------------------------------------------ the command
 
@@ -115,30 +115,30 @@ def test_distillation_makes_the_drafter_like_the_target(tmp_path: Path, corpus: 
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_best_weights_belong_to_their_run(tmp_path: Path) -> None:
-    layer = torch.nn.Linear(2, 2)
-    first = Best(tmp_path / "best", {"seed": 0})
-    first.offer(layer, 3, {"tau": 2.0})
-    other = Best(tmp_path / "best", {"seed": 1})
+def test_the_best_weights_are_kept_until_there_are_better_ones(tmp_path: Path) -> None:
+    layer, best = torch.nn.Linear(2, 2), Best(tmp_path / "best")
     with pytest.raises(UserError, match="best weights are missing"):
-        other.restore(layer)
+        best.restore(layer)
+    best.offer(layer, 3, {"tau": 2.0})
     kept = layer.weight.detach().clone()
     torch.nn.init.zeros_(layer.weight)
-    first.offer(layer, 4, {"tau": 2.0})  # not better
-    assert first.restore(layer) == (3, {"tau": 2.0})
+    Best(tmp_path / "best").offer(layer, 4, {"tau": 2.0})  # not better
+    assert best.restore(layer) == (3, {"tau": 2.0})
     assert torch.equal(layer.weight, kept)
-    other.offer(layer, 1, {"tau": 1.1})  # another run's are not in the way
-    assert other.restore(layer) == (1, {"tau": 1.1})
+    best.offer(layer, 5, {"tau": 2.1})
+    assert best.restore(layer)[0] == 5
 
 
-def test_best_weights_older_than_an_option_are_of_the_run_that_leaves_it_at_its_default(tmp_path: Path) -> None:
-    layer, config = torch.nn.Linear(2, 2), FitConfig(steps=2)
-    now = config.deciding()
-    Best(tmp_path / "best", {key: value for key, value in now.items() if key != "lr"}).offer(layer, 3, {"tau": 2.0})
-    assert Best(tmp_path / "best", now, config).restore(layer) == (3, {"tau": 2.0})
-    other = replace(config, lr=0.5)
-    with pytest.raises(UserError, match="best weights are missing"):
-        Best(tmp_path / "best", other.deciding(), other).restore(layer)
+def test_best_weights_of_a_run_without_a_checkpoint_are_not_another_runs(
+    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for taus, killed in (([9.0], True), ([1.5, 1.2], False)):
+        left = iter(taus)
+        monkeypatch.setattr(Decoding, "__call__", lambda *_, left=left: {"tau": next(left)})
+        run = finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=2, save_every=None))
+        with pytest.raises(StopIteration) if killed else nullcontext():
+            finetune_drafter(run)
+    assert json.loads((tmp_path / "out" / TRAINING_FILE).read_text())["metrics"]["tau"] == 1.5
 
 
 def test_the_best_weights_outlast_a_change_of_processes(

@@ -93,7 +93,7 @@ def prepare(config: BigramConfig, state: PartialState) -> Training[Bigram]:
         print(f"saved drafter={config.out_dir}", flush=True)
 
     evaluate = evaluation(student, torch.float32, decode)
-    return Training(student, rows, config.fit, identity, evaluate, save, finished=WEIGHTS_FILE, best_of=identity)
+    return Training(student, rows, config.fit, identity, evaluate, save, finished=WEIGHTS_FILE, keeps_best=True)
 
 
 # ------------------------------------------------------------------------------------------------ how it drafts

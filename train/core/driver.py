@@ -3,8 +3,8 @@
 Everything specific to one kind of model is in its recipe (train/recipes/), which makes a `Training` from its settings.
 """
 
-import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,8 +18,7 @@ from torch import nn
 from outrider.errors import UserError, reason
 from outrider.files import parse_json, require_writable, write_atomically
 from outrider.processes import join_processes, only_run_of
-from outrider.run_dirs import changes
-from outrider.settings import RunConfig, Settings, construct
+from outrider.settings import RunConfig, construct
 from train.core import run_dir, sharding
 from train.core.fit import Evaluate, fit
 from train.core.sharding import WEIGHTS_FILE, trained_parameters
@@ -31,55 +30,38 @@ BEST_FOLDER = "best"
 class Best:
     """The trained weights with the highest τ so far, in one file that is the old one or all of the new.
 
-    They count for this very `run` only. A killed run finds them again. Evaluations are a function of the step, so those
-    that a resumed run repeats change nothing.
+    A killed run finds them again. Evaluations are a function of the step, so those that a resumed run repeats change
+    nothing.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, object], config: Settings | None = None):
-        """config: the settings that `run` is made of, for options newer than the weights (see `changes`)."""
-        self.file, self.identity, self.config = folder / WEIGHTS_FILE, run, config
-        self.run = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+    def __init__(self, folder: Path):
+        self.file = folder / WEIGHTS_FILE
 
     def offer(self, student: nn.Module, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the student's weights if they are better. Raises `UserError` where they cannot be written."""
-        before = self._described()
-        if before is not None and before[1]["tau"] >= metrics["tau"]:
+        if self.file.exists() and self._described()[1]["tau"] >= metrics["tau"]:
             return
         weights = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(student).items()}
-        described = {"run": self.run, "identity": json.dumps(self.identity)}
-        described |= {"step": str(step), "metrics": json.dumps(dict(metrics))}
+        described = {"step": str(step), "metrics": json.dumps(dict(metrics))}
         require_writable(self.file.parent)
         write_atomically(self.file, save(weights, metadata=described))
 
     def restore(self, student: nn.Module) -> tuple[int, dict[str, float]]:
         """Put the best weights back; returns their step and metrics. Raises `UserError` where they are gone."""
         described = self._described()
-        if described is None:
-            raise UserError(f"{self.file}: the run's best weights are missing; train again in another out_dir")
         with torch.no_grad(), safe_open(self.file, framework="pt") as stored:
             for name, parameter in trained_parameters(student).items():
                 parameter.copy_(stored.get_tensor(name))
         return described
 
-    def _described(self) -> tuple[int, dict[str, float]] | None:
+    def _described(self) -> tuple[int, dict[str, float]]:
         try:
             with safe_open(self.file, framework="pt") as stored:
                 described = stored.metadata() or {}
-        except (OSError, SafetensorError):
-            return None
-        try:
-            if not self._is_of_this_run(described):
-                return None
-            step, metrics = int(described["step"]), construct(dict[str, float], parse_json(described["metrics"]))
-            return step, {**metrics, "tau": metrics["tau"]}
-        except (KeyError, ValueError, UserError) as error:
-            raise UserError(f"{self.file}: damaged ({reason(error)}); remove it and train again") from None
-
-    def _is_of_this_run(self, described: Mapping[str, str]) -> bool:
-        if described.get("run") == self.run:
-            return True
-        before = parse_json(described.get("identity", "null"))
-        return isinstance(before, dict) and not changes(before, self.identity, self.config)
+            return int(described["step"]), construct(dict[str, float], parse_json(described["metrics"]))
+        except (OSError, SafetensorError, KeyError, ValueError, UserError) as error:
+            raise UserError(f"{self.file}: the best weights are missing or damaged ({reason(error)}); remove "
+                            f"{self.file.parent.parent} and train again") from None  # fmt: skip
 
 
 def run_training(config: RunConfig, prepare: Callable[[PartialState], Training[Student]], *also: str) -> None:
@@ -99,7 +81,9 @@ def run_training(config: RunConfig, prepare: Callable[[PartialState], Training[S
 
 def _run(config: RunConfig, training: Training[Student], state: PartialState) -> None:
     out_dir, student = Path(config.out_dir), training.student
-    best = None if training.best_of is None else Best(out_dir / BEST_FOLDER, training.best_of, config)
+    best = Best(out_dir / BEST_FOLDER) if training.keeps_best else None
+    if state.is_main_process and not run_dir.checkpoints(out_dir):
+        shutil.rmtree(out_dir / BEST_FOLDER, ignore_errors=True)  # of a run that was killed before its first checkpoint
     result = fit(
         student,
         training.rows,

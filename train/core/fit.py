@@ -23,7 +23,7 @@ from inference.core.rounds import Clock
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError, require
 from outrider.files import code_version, write_json
-from outrider.processes import from_main, join_processes
+from outrider.processes import join_processes
 from outrider.settings import Settings, read_as
 from train.core import run_dir, sharding
 from train.core.engine import Engine
@@ -118,7 +118,6 @@ def fit(
     run = {"steps": most, "rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **(identity or {})}
     start = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = code_version()
-    staging = from_main(state, lambda: run_dir.own_staging(out_dir))  # the main process's, for all
     state.wait_for_everyone()  # no process writes before all have read
 
     done = 0 if start is None else run_dir.step_of(start)
@@ -156,7 +155,7 @@ def fit(
         def save(step: int) -> None:
             reached = TrainingState(step, metrics, budget.spent(), budget.total)
             with report.paused():
-                _save(engine, model, run, reached, out_dir, staging, config.keep_checkpoints)
+                _save(engine, model, run, reached, out_dir, config.keep_checkpoints)
 
         with report.stage:
             total = train(
@@ -182,15 +181,14 @@ def _save(
     run: Mapping[str, object],
     reached: TrainingState,
     out_dir: Path,
-    staging: Path,
     keep: int,
 ) -> None:
-    """Write the checkpoint of `reached` to `staging`, rename it once complete, and delete all but the newest `keep`.
+    """Write the checkpoint of `reached`, rename it once complete, and delete all but the newest `keep`.
 
     Call it on every process. Raises `UserError` if it cannot be written; earlier checkpoints then stay unchanged.
     """
     state = PartialState()
-    final = out_dir / f"checkpoint-{reached.step}"
+    final, staging = out_dir / f"checkpoint-{reached.step}", out_dir / run_dir.STAGING
     staged = staging / final.name
     if state.is_main_process:
         shutil.rmtree(staging, ignore_errors=True)
@@ -204,7 +202,7 @@ def _save(
             write_json(staged / run_dir.RUN_FILE, run)
             run_dir.publish(staged, final, keep)
     except (OSError, SafetensorError, RuntimeError, UserError) as error:
-        run_dir.drop_staging(staging)
+        shutil.rmtree(staging, ignore_errors=True)
         raise UserError(
             f"out_dir={out_dir}: the checkpoint of step {reached.step} could not be written ({error}); "
             f"{run_dir.describe_newest(out_dir)}. Free space and continue with resume=true"

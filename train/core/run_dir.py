@@ -2,16 +2,13 @@
 
 A checkpoint is a directory `checkpoint-<step>`. It is renamed to that name after its last byte is written, so every
 directory with such a name is complete. A command locks its out_dir while it runs (see `outrider.run_dirs.only_run`).
-Incomplete files are nevertheless kept in a directory per process. This module is light, so that entries can use it
-before heavy imports.
+This module is light, so that entries can use it before heavy imports.
 """
 
 import os
 import re
 import shutil
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from outrider.errors import UserError
@@ -20,7 +17,7 @@ from outrider.run_dirs import check_identity
 from outrider.settings import Settings
 
 RUN_FILE = "run.json"  # in every checkpoint: the run's identity
-STAGING = ".staging"  # incomplete files, by process; never read
+STAGING = ".staging"  # incomplete files; never read
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -74,26 +71,14 @@ def open_run(
     return found[-1]
 
 
-def own_staging(out_dir: Path) -> Path:
-    """This process's directory for files that appear in `out_dir` only once complete; unique even without the lock."""
-    return out_dir / STAGING / f"{socket.gethostname()}-{os.getpid()}"
-
-
-def drop_staging(staging: Path) -> None:
-    """Remove an `own_staging`, and its parent if it was the last one there."""
-    shutil.rmtree(staging, ignore_errors=True)
-    with suppress(OSError):
-        staging.parent.rmdir()
-
-
 def publish(staged: Path, final: Path, keep: int) -> None:
-    """Rename the complete directory `staged` in an `own_staging` to `final`; delete all but the newest `keep`."""
+    """Rename the complete directory `staged` in `STAGING` to `final`; delete all but the newest `keep`."""
     if final.exists():
         _discard(final, staged.parent)
     os.replace(staged, final)
     for old in checkpoints(final.parent)[:-keep]:
         _discard(old, staged.parent)
-    drop_staging(staged.parent)
+    shutil.rmtree(staged.parent, ignore_errors=True)
 
 
 def _discard(checkpoint: Path, staging: Path) -> None:

@@ -58,8 +58,7 @@ class Training(Generic[Student]):
     save: writes the trained model and prints a line. The main process calls it.
     finished: the file that `save` writes last. A finished run with this file is not saved again, since its card may
     contain a report by now. None: it is saved again.
-    best_of: the identity of the weights with the highest "tau" of all evaluations (see `Best`), which are then saved.
-    None: the last weights are saved.
+    keeps_best: the weights with the highest "tau" of all evaluations (see `Best`) are saved, not the last ones.
     saved_whole: the part of the student whose frozen parameters are saved too.
     """
 
@@ -70,7 +69,7 @@ class Training(Generic[Student]):
     evaluate: Callable[[Student, int], Metrics] | None
     save: Callable[[Trained], None]
     finished: str | None = None
-    best_of: Mapping[str, object] | None = None
+    keeps_best: bool = False
     saved_whole: nn.Module | None = None
     on_step: Callable[[int], None] | None = None
     minutes: float | None = None

@@ -106,7 +106,7 @@ def export(
 
     convert: makes of it, in a folder there, what is to be written instead. Raises `UserError`.
     """
-    staged = run_dir.own_staging(out_dir)
+    staged = out_dir / run_dir.STAGING
     shutil.rmtree(staged, ignore_errors=True)
     try:
         save_parts(staged, lm, tokenizer, remedy=_REMEDY)
@@ -117,4 +117,4 @@ def export(
     except OSError as error:
         raise UserError(f"out_dir={out_dir}: cannot be written ({error}); {_REMEDY}") from None
     finally:
-        run_dir.drop_staging(staged)
+        shutil.rmtree(staged, ignore_errors=True)

@@ -113,7 +113,7 @@ def prepare(
         # The reading of another trainer's head still has to be examined (doctor=true).
         partial(save, config, target.config, student.head, identity, stored is None or stored.made_here),
         finished=TRAINING_FILE,
-        best_of=identity,
+        keeps_best=True,
         saved_whole=student.head,
         minutes=config.minutes,
     )

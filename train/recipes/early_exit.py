@@ -131,7 +131,7 @@ def prepare(
         evaluation_of(config, target, heldout, student, active=state.is_main_process),
         save,
         finished=CARD_FILE,
-        best_of=identity if config.decode_prompts else None,
+        keeps_best=config.decode_prompts > 0,
         minutes=config.minutes,
     )
 

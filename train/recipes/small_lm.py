@@ -122,7 +122,7 @@ def prepare(config: FinetuneConfig, state: PartialState) -> "Training[SmallLMStu
         evaluation_of(config, target, heldout, student, stack if state.is_main_process else None),
         partial(save, config, target, student, own, identity),
         finished=TRAINING_FILE,
-        best_of=identity,
+        keeps_best=True,
         saved_whole=student,  # adapters are merged into frozen weights
         on_step=student.begin_step,
         minutes=config.minutes,
