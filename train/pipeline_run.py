@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import outrider
-from data_prep.text.given import read_some
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import open_target
+from inference.loading.rehearsal import read_some
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
 from outrider.files import read_json, require_writable, write_json

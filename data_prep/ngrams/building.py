@@ -12,7 +12,6 @@ from data_prep.ngrams.merging import kept_from, merged
 from data_prep.ngrams.settings import TrigramConfig
 from data_prep.ngrams.token_shards import Shards, passages, tokenise, whole_documents
 from data_prep.text.records import Counts, warn_of_unused
-from data_prep.text.rehearsal import rehearsable
 from data_prep.text.sources import read_records
 from draft_models.ngrams.kernels import require_vocabulary
 from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
@@ -20,6 +19,7 @@ from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import TABLE_FILE, require_no_table, verified
 from draft_models.targets.encoder import Encoder, open_encoder
 from draft_models.targets.vocabulary import vocabulary_digest
+from inference.loading.rehearsal import rehearsable
 from outrider.errors import UserError, require, warn
 from outrider.files import require_writable
 from outrider.run_dirs import only_run

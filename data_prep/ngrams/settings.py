@@ -1,14 +1,13 @@
 """Settings of build-trigrams; light, so that a config error is reported at once."""
 
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
 from data_prep.text.settings import DataConfig, Order
-from draft_models.targets.settings import TARGET, RehearsedConfig
+from draft_models.targets.settings import RehearsedConfig
 from outrider.errors import require
 from outrider.settings import Count, Place, free, opt
 
@@ -47,18 +46,6 @@ class TrigramConfig(RehearsedConfig):
         require(self.data.source != "mix", "data.source", "mix", "one source (build the others first, add with merge)")
         each_once = bool(self.orders) and len(set(self.orders)) == len(self.orders)
         require(each_once, "orders", self.orders, "some of 2, 3, 4, each once")
-
-    def small(self, models: Path) -> Self:
-        """A few files, counted in little memory."""
-        return replace(
-            self,
-            tokenizer=str(models / TARGET),
-            revision=None,
-            data=self.data.small(models),
-            merge=(),
-            workers=1,
-            memory_gb=0.1,
-        )
 
     @property
     def processes(self) -> int:

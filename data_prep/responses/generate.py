@@ -40,7 +40,6 @@ from data_prep.responses.tasks import (
 from data_prep.text.chat import parting, spoken, warn_of_template
 from data_prep.text.documents import written_by
 from data_prep.text.records import HELDOUT_BY, Written, text_digest
-from data_prep.text.rehearsal import rehearsable
 from draft_models.targets.fingerprint import deciding_config, model_identity, tokenizer_digest
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
@@ -49,6 +48,7 @@ from inference.engines.blocked import can_pack
 from inference.engines.cpu.by_amx import has_amx
 from inference.engines.packing import pack_linears
 from inference.loading.memory_plan import Held, Place, cache_bytes, describe, explained, planned_device, target_memory
+from inference.loading.rehearsal import rehearsable
 from inference.loading.targets import end_tokens
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError

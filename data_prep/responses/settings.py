@@ -1,13 +1,12 @@
 """Settings of generate-responses; light, so that a config error is reported at once."""
 
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
 from data_prep.text.settings import DataConfig
-from draft_models.targets.settings import TARGET, Model, RunDtype, TargetConfig
+from draft_models.targets.settings import Model, RunDtype, TargetConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.errors import require
 from outrider.settings import Count, Positive, Seed, Url, free, opt, require_default
@@ -76,13 +75,6 @@ class GenerateConfig(TargetConfig):
         require(self.concurrency <= self.batch_size, "concurrency", self.concurrency, "at most batch_size")
         for name in ("dtype", "device_map"):
             require_default(self, name, "the server runs the target")
-
-    def small(self, models: Path) -> Self:
-        """A few short answers of a tiny target, which runs locally."""
-        of_servers = [field for field in fields(self) if field.name in ("server", *_OF_SERVERS)]
-        alone: dict[str, Any] = {field.name: field.default for field in of_servers}
-        local = replace(self, target=str(models / TARGET), revision=None, data=self.data.small(models), **alone)
-        return local.cut(prefix_tokens=24, max_new_tokens=12, top_k_logits=8, batch_size=8, shard_size=8)
 
     @property
     def sampling(self) -> SamplingConfig:

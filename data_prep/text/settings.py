@@ -17,7 +17,6 @@ Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpac
 # How a conversation becomes text: by the tokenizer's own template, as Vicuna's, or as its bare texts, for base models.
 ChatTemplate = Literal["tokenizer", "vicuna", "none"]
 PromptTemplate = Literal["auto", ChatTemplate]  # how a prompt does (see `render_prompt`)
-REHEARSED_RECORDS = 10  # files of the standard library; half of them held out
 Order = Annotated[int, Ge(2), Le(4)]  # n of an n-gram
 
 # Benchmarks, one file of a dataset on the Hub each: the name, and of the file the dataset, the commit, the path.
@@ -123,13 +122,6 @@ class DataConfig(SourceConfig):
     def cache(self) -> Path:
         """The directory of the tokenised rows."""
         return Path(os.path.expanduser(self.cache_dir)) if self.cache_dir else user_cache()
-
-    def small(self, models: Path) -> "DataConfig":
-        """A few files of the standard library instead of this, or of each of its sources (see `rehearsable`)."""
-        library: dict[str, Any] = {"source": "python_stdlib", "layout": "code", "max_records": REHEARSED_RECORDS}
-        mix = {name: MixPart(**library, weight=part.weight) for name, part in self.mix.items()}
-        source: dict[str, Any] = {"source": "mix", "mix": mix} if mix else library
-        return DataConfig(**source, heldout_fraction=0.5, cache_dir=str(models.parent / "cache"))
 
     def parts(self) -> Iterator[tuple[str, float, "DataConfig"]]:
         """(name, weight, data set) of each source of a mix with a weight above 0."""

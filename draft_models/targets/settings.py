@@ -1,9 +1,7 @@
 """Options shared by commands that open a target; light, so that a mistake is reported before torch is imported."""
 
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -29,22 +27,13 @@ HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's direc
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsedConfig(RunConfig, ABC):
-    """A command that can be rehearsed (see `data_prep.text.rehearsal`)."""
+class RehearsedConfig(RunConfig):
+    """A command that can be rehearsed (see `inference.loading.rehearsal`)."""
 
     debug: bool = free(False)
     """a rehearsal in <out_dir>-debug: target, data and prompts that the command line gives are looked at, then all runs
     on tiny random models and little data"""
     debug_architecture: Architecture = free("llama", "of those tiny models; without it that of a target that is given")
-
-    @abstractmethod
-    def small(self, models: Path) -> Self:
-        """The same command at almost no cost, on the models that `save_tiny_models` wrote to the folder `models`."""
-
-    def cut(self, **limits: int) -> Self:
-        """The same with each named field, unless it is null, reduced to at most its limit."""
-        given = {name: getattr(self, name) for name in limits}
-        return replace(self, **{name: min(value, limits[name]) for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)

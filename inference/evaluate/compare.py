@@ -19,12 +19,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from data_prep.text.prompts import Prompt, read_prompts
-from data_prep.text.rehearsal import rehearsable
 from draft_models.card import add_report
 from draft_models.targets.model_spec import context_limit
 from inference.core.rounds import Clock
 from inference.doctor.scores import refuse, table
 from inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
+from inference.loading.rehearsal import rehearsable
 from inference.loading.targets import (
     Models,
     TargetSetup,

@@ -1,17 +1,15 @@
 """Settings of the runtime and of evaluate-checkpoint."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
 
 from data_prep.text.settings import PromptSource, PromptTemplate
 from draft_models.targets.settings import (
     MODEL,
-    TARGET,
     DecodeDtype,
     DrafterFolder,
     Head,
@@ -188,20 +186,6 @@ class EvaluateConfig(RehearsedConfig):
     def all_methods(self) -> dict[str, MethodConfig]:
         """The methods, those for an engine in all lengths of drafts."""
         return with_lengths(self.engine, self.methods, self.draft_tokens) if self.engine else self.methods
-
-    def small(self, models: Path) -> Self:
-        """The same methods on tiny random models, with few tokens."""
-        used = [kind for kind in KINDS.values() if kind.option and kind.tiny and self.where(kind)]
-        given: dict[str, Any] = {"checkpoint": None}
-        given |= {str(kind.option): str(models / str(kind.tiny)) for kind in used}
-        given |= {"prompts": "python_stdlib", "prompt_text": [], "num_prompts": 2, "repeats": 1}
-        # Tiny models have other layers to skip and to tap, and hold shorter texts.
-        methods = {name: replace(method, skip=None) for name, method in self.methods.items()}
-        given |= {"engine": None, "engine_python": None, "engine_options": {}, "concurrency": (1,), "draft_tokens": ()}
-        given |= {"engine_plain": None, "server_model": None}
-        given |= {"reading": ReadingChanges(), "doctor_lengths": (), "wandb": WandbConfig()}
-        small = replace(self, target=str(models / TARGET), revision=None, methods=methods, **given)
-        return small.cut(prompt_chars=120, max_new_tokens=16)
 
     def where(self, kind: Kind) -> str | None:
         """Where the model of `kind` lies, None where that is not said or it has none."""

@@ -30,7 +30,6 @@ from conf import config_for, reported
 from data_prep.python_docs import own_split, write_prompts
 from data_prep.responses.generate import run_identity
 from data_prep.settings import PromptsConfig
-from data_prep.text.given import read_some
 from data_prep.text.prompts import read_prompts
 from data_prep.text.records import turn_key
 from data_prep.text.rows import PackedRows, load_rows
@@ -41,6 +40,7 @@ from draft_models.early_exit.model import USE
 from draft_models.targets.encoder import open_encoder
 from draft_models.targets.open_target import open_target
 from inference.evaluate_checkpoint import with_methods
+from inference.loading.rehearsal import read_some
 from outrider.cli import print_anything, say
 from outrider.errors import UserError
 from outrider.run_dirs import check_identity

@@ -22,10 +22,10 @@ from conf import config_for
 from data_prep.responses.tasks import Todo, read_tasks
 from data_prep.text.chat import render_prompt
 from data_prep.text.documents import encode
-from data_prep.text.given import read_some
 from draft_models.card import write_card
 from draft_models.early_exit.model import USE
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
+from inference.loading.rehearsal import read_some
 from inference.measure.statistics import MIN_PROMPTS
 from inference.measure.time_limit import TimeLimit
 from inference.report.wording import busy_sentences, measure_again

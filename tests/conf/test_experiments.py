@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conf import CONF_DIR, build, has_gpu
 from conf.options import compose_defaults, known_as
-from data_prep.text.rehearsal import MODELS
 from data_prep.text.settings import DataConfig, MixPart
 from draft_models.targets.settings import TARGET, Architecture
 from draft_models.tiny.models import TINY_ARCHITECTURES, save_tiny_model, save_tiny_models
+from inference.loading.rehearsal import MODELS, small
 from outrider.errors import UserError
 from outrider.wandb_config import WandbConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build, registered
@@ -283,19 +284,21 @@ def test_impossible_rehearsals_fail_with_their_key() -> None:
         composed("eesd/llama2_13b", "debug_architecture=gpt2")
     cached = ["data=local", "data.path=x", "teacher=cached", "objective=forward_kl"]
     assert composed("finetune_drafter/vicuna_68m", *cached).teacher == "cached"
-    assert composed("eesd/llama2_13b", "draft_vocabulary=32000").small(Path("m")).draft_vocabulary == 64
-    assert composed("eesd/llama2_13b").small(Path("m")).draft_vocabulary is None
     with pytest.raises(UserError, match="debug=True: expected teacher=online"):
         composed("finetune_drafter/vicuna_68m", *cached, "debug=true")
 
 
 def test_what_is_small_keeps_its_kind() -> None:
+    debug, models = Path("run-debug"), Path("run-debug/tiny_models")
+    for given in (None, 32000):
+        config = composed("eesd/llama2_13b", f"draft_vocabulary={given or 'null'}")
+        assert small(config, debug, models).draft_vocabulary == (given and 64)
     part = MixPart(source="hub", path="x", template="vicuna", weight=3)
     data = DataConfig(source="mix", mix={"a": part, "b": MixPart(weight=0)}, heldout_fraction=0.1)
-    small = data.small(Path("run-debug/tiny_models"))
-    assert [(name, weight, own.source) for name, weight, own in small.parts()] == [("a", 3, "python_stdlib")]
-    assert small.cache == Path("run-debug/cache")
+    text = small(replace(config, data=data), debug, models).data
+    assert [(name, weight, own.source) for name, weight, own in text.parts()] == [("a", 3, "python_stdlib")]
+    assert text.cache == Path("run-debug/cache")
     online = WandbConfig(mode="online")
-    fit = FitConfig(epochs=6, batch_rows=16, warmup=500, optimizer="muon", wandb=online).small()
+    fit = small(FitConfig(epochs=6, batch_rows=16, warmup=500, optimizer="muon", wandb=online), debug, models)
     assert (fit.steps, fit.epochs, fit.warmup, fit.wandb.mode) == (2, None, 2, "disabled")
     assert (fit.batch_rows, fit.optimizer) == (16, "muon")

@@ -13,7 +13,6 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from data_prep.text.rehearsal import rehearsable
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import Split
 from draft_models.calibration import save_calibration
@@ -36,6 +35,7 @@ from inference.loading.memory_plan import (
     planned_device,
     target_memory,
 )
+from inference.loading.rehearsal import rehearsable
 from inference.loading.targets import end_tokens, load_stack, position_limits
 from inference.loading.targets import prepare as prepare_drafters
 from inference.loading.templates import templates_of

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import PackedRows, load_rows
 from draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
 from draft_models.card import write_card
@@ -45,6 +44,7 @@ from draft_models.targets.target import Band
 from inference.drafters.eagle3 import Eagle3Source
 from inference.loading.memory_plan import Held, explained, planned_device
 from inference.loading.memory_plan import describe as describe_memory
+from inference.loading.rehearsal import rehearsable
 from outrider.errors import UserError, warn
 from outrider.processes import from_main, say
 from outrider.progress import counted

@@ -15,7 +15,6 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from data_prep.text.rehearsal import rehearsable
 from draft_models.acceptance import AcceptanceOf
 from draft_models.card import CARD_FILE, write_card
 from draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
@@ -29,6 +28,7 @@ from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.shaped import Calibrated
 from inference.loading.memory_plan import GB, Held, Place, cache_bytes, explained, planned_device, weight_bytes
 from inference.loading.memory_plan import describe as describe_memory
+from inference.loading.rehearsal import rehearsable
 from inference.loading.targets import prepare as prepare_drafters
 from inference.settings.kinds import EARLY_EXIT
 from outrider.processes import from_main, say

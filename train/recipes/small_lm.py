@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from data_prep.text.rehearsal import rehearsable
 from data_prep.text.rows import load_rows
 from draft_models.card import write_card
 from draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, places, read_draft_vocabulary
@@ -47,6 +46,7 @@ from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.drafters.small_lm import SmallLMSource
 from inference.loading.memory_plan import Held, Place, explained, planned_device, target_memory
+from inference.loading.rehearsal import rehearsable
 from outrider.errors import UserError
 from outrider.processes import from_main, say
 from outrider.streams import Streams

@@ -1,15 +1,12 @@
 """Settings of the trainings of drafters. Light on purpose: a mistake shows before torch is imported."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
 from data_prep.text.settings import DataConfig
 from draft_models.targets.settings import (
-    SMALL_LM,
-    TARGET,
     Divergence,
     DrafterFolder,
     FloatDtype,
@@ -19,14 +16,12 @@ from draft_models.targets.settings import (
     RunDtype,
     TargetConfig,
 )
-from inference.settings.kinds import EARLY_EXIT, kind_in
 from outrider.errors import require
 from outrider.settings import Count, Place, Positive, Settings, Share, free, opt, require_default
 from train.settings.fit import FitConfig
 
 NotNegative = Annotated[int, Ge(0)]
 Width = Annotated[int, Ge(2)]  # of a row in tokens
-REHEARSED_WIDTH, REHEARSED_VOCABULARY = 64, 64
 Objective = Literal["cross_entropy", Divergence]
 Teacher = Literal["online", "cached"]
 # options that a finished early exit has decided
@@ -110,23 +105,6 @@ class EesdConfig(TargetConfig):
             return decided | {"eval_every": self.fit.eval_every}
         return {key: value for key, value in decided.items() if key not in ("decode_prompts", "decode_tokens")}
 
-    def small(self, models: Path) -> Self:
-        """Two steps on the first layer of a tiny target."""
-        cut = self.cut(
-            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
-            draft_vocabulary=REHEARSED_VOCABULARY,
-        )  # fmt: skip
-        begun = None if self.start is None else str(models / str(EARLY_EXIT.tiny))
-        return replace(
-            cut,
-            target=str(models / TARGET),
-            revision=None,
-            data=self.data.small(models),
-            fit=self.fit.small(),
-            start=begun,
-            exit_layer=1 if begun is None else None,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(RehearsedConfig):
@@ -170,20 +148,6 @@ class CalibrateConfig(RehearsedConfig):
         recordable = self.answers == "target" or self.data.source == "local"
         require(recordable, "answers", self.answers, "target without data=responses")
 
-    def small(self, models: Path) -> Self:
-        """Two steps for a tiny drafter."""
-        kind = kind_in(self.checkpoint) or EARLY_EXIT
-        return replace(
-            self.cut(prompts=4, heldout_prompts=2, seq_len=REHEARSED_WIDTH, new_tokens=8, max_draft=4),
-            checkpoint=str(models / str(kind.tiny)),
-            data=self.data.small(models),
-            fit=self.fit.small(),
-            target=str(models / TARGET),
-            revision=None,
-            answers="target",
-            reading=ReadingChanges(),
-        )
-
 
 @dataclass(frozen=True)
 class DrafterConfig(Settings):
@@ -224,11 +188,6 @@ class DrafterConfig(Settings):
             self.kv_heads,
             f"a divisor of heads ({self.heads})",
         )
-
-    def small(self, models: Path) -> "DrafterConfig":
-        """A tiny one; one from random weights keeps what else it has (see `rehearsable`)."""
-        shape = DrafterConfig(layers=1, hidden=64, heads=4, intermediate=96, tied=self.tied)
-        return DrafterConfig(path=str(models / SMALL_LM)) if self.path else shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,21 +248,6 @@ class FinetuneConfig(TargetConfig):
         )
         require_cache(self.teacher, self.objective, self.data, self.debug)
         require_heldout(self.data, "the drafter is chosen on held-out text")
-
-    def small(self, models: Path) -> Self:
-        """Two steps of a tiny drafter: a finished one where one was given, else a new one."""
-        cut = self.cut(
-            seq_len=REHEARSED_WIDTH, on_policy_tokens=8, decode_prompts=2, decode_tokens=8,
-            draft_vocabulary=REHEARSED_VOCABULARY,
-        )  # fmt: skip
-        return replace(
-            cut,
-            target=str(models / TARGET),
-            revision=None,
-            data=self.data.small(models),
-            drafter=self.drafter.small(models),
-            fit=self.fit.small(),
-        )
 
     @property
     def distils(self) -> bool:

@@ -1,18 +1,15 @@
 """Config of the training of EAGLE-3 heads. Light on purpose: a mistake shows before torch is imported."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
 from data_prep.text.settings import DataConfig
-from draft_models.targets.settings import EAGLE3, TARGET, FloatDtype, Head, ReadingChanges, TargetConfig, Written
+from draft_models.targets.settings import FloatDtype, Head, ReadingChanges, TargetConfig, Written
 from outrider.errors import require
 from outrider.settings import Count, Positive, Share, free, opt, require_default
 from train.settings.drafters import (
-    REHEARSED_VOCABULARY,
-    REHEARSED_WIDTH,
     NotNegative,
     Objective,
     Width,
@@ -80,21 +77,3 @@ class Eagle3Config(TargetConfig):
     def deciding(self) -> dict[str, object]:
         """As of all settings; besides, the best head of those evaluated is kept."""
         return super().deciding() | {"eval_every": self.fit.eval_every}
-
-    def small(self, models: Path) -> Self:
-        """Two steps for a tiny target: of a new head, or of a finished one where one was given."""
-        cut = self.cut(
-            seq_len=REHEARSED_WIDTH, eval_rows=4, decode_prompts=2, decode_tokens=8,
-            draft_vocabulary=REHEARSED_VOCABULARY, draft_steps=4,
-        )  # fmt: skip
-        return replace(
-            cut,
-            target=str(models / TARGET),
-            revision=None,
-            data=self.data.small(models),
-            fit=self.fit.small(),
-            start=None if self.start is None else str(models / EAGLE3),
-            reading=ReadingChanges(),
-            taps=(),
-            features=None if self.features is None else str(models.parent / "features"),
-        )

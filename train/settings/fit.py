@@ -1,7 +1,7 @@
 """Config of the training loop; light, so that a mistake shows before torch is imported."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
@@ -10,7 +10,6 @@ from outrider.errors import UserError, require
 from outrider.settings import Count, Positive, Seed, Settings, free, opt
 from outrider.wandb_config import WandbConfig
 
-REHEARSED_STEPS = 2
 Beta = Annotated[float, Ge(0), Lt(1)]
 NotNegative = Annotated[float, Ge(0)]
 
@@ -53,19 +52,6 @@ class FitConfig(Settings):
         require(micro is None or micro <= rows, "micro_batch_rows", micro, f"1 to batch_rows ({rows}), or null")
         short = self.steps is None or self.warmup <= self.steps
         require(short, "warmup", self.warmup, f"at most steps ({self.steps})")
-
-    def small(self) -> "FitConfig":
-        """Two steps, evaluated and saved each; the rows of a step stay, as the processes are to share them evenly."""
-        return replace(
-            self,
-            steps=REHEARSED_STEPS,
-            epochs=None,
-            warmup=min(self.warmup, REHEARSED_STEPS),
-            log_every=1,
-            eval_every=1,
-            save_every=1,
-            wandb=WandbConfig(),
-        )
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps of the whole run over `rows` rows."""

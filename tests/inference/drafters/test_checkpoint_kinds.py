@@ -9,6 +9,7 @@ import pytest
 
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from inference.evaluate.compare import evaluate
+from inference.loading.rehearsal import small
 from inference.loading.targets import find_target
 from inference.report.facts import drafter_folders
 from inference.settings.evaluate import EvaluateConfig
@@ -26,8 +27,8 @@ def test_it_is_what_lies_there(tiny_models: Path, name: str, folder: str) -> Non
     where, methods = str(tiny_models / folder), {"m": MethodConfig(name)}
     config = EvaluateConfig(checkpoint=where, target="t", methods=methods)
     assert drafter_folders(config) == {name: where}
-    debug = replace(config, debug=True).small(Path("models"))
-    assert drafter_folders(debug) == {name: str(Path("models") / folder)}
+    debug = small(replace(config, debug=True), tiny_models.parent, tiny_models)
+    assert drafter_folders(debug) == {name: where}
     if name != "early_exit":  # which knows its target
         with pytest.raises(UserError, match=f"target=None: expected the model.*holds {name}, for method="):
             replace(config, target=None)

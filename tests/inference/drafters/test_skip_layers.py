@@ -24,6 +24,7 @@ from inference.core.tree import ROOT, DraftTree
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource, skipped_layers
 from inference.engines.graphs.cuda_graphs import Graphed
+from inference.loading.rehearsal import small
 from inference.measure import probe
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
@@ -144,5 +145,5 @@ def test_python_and_a_rehearsal_know_it(tiny_models: Path) -> None:
     alone = outrider.load(str(tiny_models / TARGET), device="cpu")
     assert model.generate("to be or ", max_new_tokens=12) == alone.generate("to be or ", max_new_tokens=12)
     method = MethodConfig("skip_layers", skip=(20, 21))  # which a tiny model lacks
-    rehearsed = EvaluateConfig(target="t", methods={"m": method}).small(tiny_models)
+    rehearsed = small(EvaluateConfig(target="t", methods={"m": method}), tiny_models.parent, tiny_models)
     assert rehearsed.methods == {"m": MethodConfig("skip_layers")}

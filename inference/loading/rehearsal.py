@@ -1,0 +1,247 @@
+"""debug=true: the same command on tiny random models and a few rows, without a network; the inputs are looked at first.
+
+What is small is decided by the names of options (`small`), for all commands and for the steps of a pipeline alike.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from data_prep.text.chat import render_prompt
+from data_prep.text.documents import encode
+from data_prep.text.prompts import read_prompts
+from data_prep.text.records import Counts
+from data_prep.text.settings import DataConfig, MixPart, SourceConfig
+from data_prep.text.sources import read_records
+from draft_models.targets.encoder import open_encoder
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET, RehearsedConfig
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS, kind_in
+from inference.settings.method import MethodConfig
+from outrider.errors import UserError
+from outrider.files import require_writable
+from outrider.run_dirs import clear, rehearsal_folder, require_rehearsal
+from outrider.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+MODELS = "tiny_models"
+Config = TypeVar("Config", bound=RehearsedConfig)
+Small = TypeVar("Small", bound=Settings)
+# By an option's name, in whatever settings: the most that a number is, what a value that is given becomes, what is set,
+# and what goes back to its default.
+_MOST: Mapping[str, float] = {
+    "seq_len": 64, "eval_rows": 4, "decode_prompts": 2, "decode_tokens": 8, "draft_vocabulary": 64, "draft_steps": 4,
+    "exit_layer": 1, "prompts": 4, "heldout_prompts": 2, "new_tokens": 8, "on_policy_tokens": 8, "prefix_tokens": 24,
+    "prompt_chars": 120, "max_new_tokens": 12, "top_k_logits": 8, "batch_size": 8, "shard_size": 8, "num_prompts": 2,
+    "repeats": 1, "workers": 1, "memory_gb": 0.1, "warmup": 2, "vocabulary": 320, "sample_tokens": 0, "layers": 3,
+}  # fmt: skip
+_OF_STEPS: Mapping[str, float] = {"seq_len": 1024, "batch_rows": 4, "micro_batch_rows": 4}  # in one process, on answers
+_GIVEN: Mapping[str, object] = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
+_SET: Mapping[str, object] = {
+    "epochs": None, "steps": 2, "log_every": 1, "eval_every": 1, "save_every": 1, "compile": False, "model": "tiny",
+    "answers": "target", "minutes": None,
+}  # fmt: skip
+_DEFAULT = (
+    "revision", "wandb", "reading", "taps", "merge", "prompt_text", "doctor_lengths", "server", "server_model",
+    "server_timeout", "server_retries", "concurrency", "device_map", "engine", "engine_python", "engine_options",
+    "engine_plain", "draft_tokens", "wheel",
+)  # fmt: skip
+_MODELS = {
+    "target": TARGET, "tokenizer": TARGET, "small_lm": SMALL_LM, "path": SMALL_LM, "eagle3": EAGLE3, "table": TABLE,
+    "checkpoint": EARLY_EXIT, "start": EARLY_EXIT,
+}  # fmt: skip
+_RECORDS, _KEPT_RECORDS = 10, 40  # of a source that files of the standard library replace, and of one that stays
+DRAFTERS = ("checkpoint", "small_lm", "eagle3")  # whose training records may name the prompts' template
+
+
+def rehearsable(run: Callable[[Config], None]) -> Callable[[Config], None]:
+    """The command `run`; with debug=true it runs `small` settings instead of `config`."""
+
+    @functools.wraps(run)
+    def whole(config: Config) -> None:
+        if not config.debug:
+            return run(config)
+        with _rehearsal(config) as reduced:
+            return run(reduced)
+
+    return whole
+
+
+@contextmanager
+def _rehearsal(config: Config) -> Iterator[Config]:
+    """The small settings of `config`, after making the models that they need.
+
+    First the inputs given on the command line are checked (see `read_some`). The tiny models have the architecture of
+    the given target. Everything is written to `<out_dir>-debug`, which is locked against other runs and, unless
+    resume=true, emptied first. The run's out_dir is `run` in it. All processes of a launcher call this.
+
+    Raises `UserError` if that folder has other content or is in use by another run, and for unusable inputs.
+    """
+    from draft_models.tiny.models import save_tiny_models  # torch, which some commands do without
+    from outrider.processes import from_main, join_processes, only_run_of
+
+    folder, state = rehearsal_folder(config.out_dir), join_processes()
+    from_main(state, lambda: None if config.resume else require_rehearsal(folder, MODELS))
+    models, out_dir = folder / MODELS, folder / "run"
+
+    def prepare() -> None:
+        target = read_some(config, config.gives)
+        if not config.resume:
+            clear(folder)
+        like = None if config.gives("debug_architecture") else target
+        architecture = save_tiny_models(models, config.debug_architecture, like)
+        print(f"debug target={models / TARGET} architecture={architecture} out_dir={out_dir}", flush=True)
+
+    with only_run_of(state, require_writable(folder), "a debug run"):
+        from_main(state, prepare)
+        yield replace(small(config, folder, models), debug=False, out_dir=str(out_dir))
+
+
+def small(config: Small, folder: Path, models: Path | None = None) -> Small:
+    """`config` at almost no cost: numbers cut, nothing of the network, a few rows of text.
+
+    models: the folder that `save_tiny_models` wrote, whose models take the place of all others. None: it is a step of a
+    pipeline in `folder`, whose products, models and texts, stay, as the target does; other drafters go, and the methods
+    that need them.
+    """
+    changes, data = dict[str, Any](), getattr(config, "data", None)
+    most = {**_MOST, **(_OF_STEPS if models is None else {})}
+    if models is None and not (isinstance(data, DataConfig) and any(_stays(part, folder) for part in _parts(data))):
+        most["seq_len"] = _MOST["seq_len"]
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        if name in _DEFAULT:
+            changes[name] = field.default if field.default_factory is MISSING else field.default_factory()
+        elif isinstance(value, DataConfig):
+            changes[name] = _some_text(value, folder, models, asks=getattr(config, "asks", False))
+        elif isinstance(value, Settings):
+            changes[name] = small(value, folder, models)
+        elif name == "target" or (name in _MODELS and isinstance(value, str)):
+            changes[name] = _model(config, name, value, folder, models)
+        elif name == "features" and value is not None:
+            changes[name] = str(folder / name)
+        elif name == "prompts" and isinstance(value, str):
+            changes[name] = value if models is None and _is_in(folder, value) else "python_stdlib"
+        elif name in _SET or (name in _GIVEN and value is not None):
+            changes[name] = {**_SET, **_GIVEN}[name]
+        elif name in most and isinstance(value, int | float) and not isinstance(value, bool):
+            changes[name] = min(value, most[name])
+        elif name == "per_object" and getattr(config, "file", None) is None:
+            changes[name] = 1
+    if isinstance(config, EvaluateConfig):
+        kept = config.methods if models else _that_run(config, changes)
+        changes["methods"] = {name: replace(method, skip=None) for name, method in kept.items()}
+    return replace(config, **changes)
+
+
+def _model(config: Settings, name: str, value: str | None, folder: Path, models: Path | None) -> str | None:
+    """What takes the place of a model that the option `name` gives."""
+    if models is None:
+        return value if name in ("target", "tokenizer") or _is_in(folder, str(value)) else None
+    held = kind_in(str(value)) if name == "checkpoint" else None
+    tiny = EAGLE3 if name == "start" and hasattr(config, "draft_steps") else _MODELS[name]
+    return str(models / ((held and held.tiny) or tiny))
+
+
+def _that_run(config: EvaluateConfig, changes: Mapping[str, object]) -> dict[str, MethodConfig]:
+    """The methods whose drafters are left."""
+    gone = {kind.name for kind in KINDS.values() if kind.option in changes and changes[kind.option] is None}
+    return {name: method for name, method in config.methods.items() if method.source not in gone}
+
+
+def _some_text(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:
+    """A few files of the standard library in the place of each source; a few records of one that stays."""
+    library: dict[str, Any] = {"source": "python_stdlib", "layout": "code", "max_records": _RECORDS}
+    kept = models is None and any(_stays(part, folder) for part in _parts(data))
+    given: dict[str, Any] = {"heldout_fraction": 0.5, "cache_dir": str(folder / "cache")}
+    if kept:  # prompts are all answered; of the answers some are held out
+        given["heldout_fraction"] = data.heldout_fraction if asks else 0.3
+    if data.mix:
+        mix = {
+            name: replace(part, max_records=_few(part)) if models is None and _stays(part, folder)
+            else MixPart(**library, weight=part.weight)
+            for name, part in data.mix.items()
+        }  # fmt: skip
+        return DataConfig(source="mix", mix=mix, **given)
+    return replace(data, max_records=_few(data), **given) if kept else DataConfig(**library, **given)
+
+
+def _parts(data: DataConfig) -> list[SourceConfig]:
+    return [*data.mix.values()] or [data]
+
+
+def _stays(source: SourceConfig, folder: Path) -> bool:
+    """Whether it is read from the pipeline in `folder`."""
+    return source.source == "local" and all(_is_in(folder, path) for path in source.path)
+
+
+def _few(source: SourceConfig) -> int:
+    return min(_KEPT_RECORDS, source.max_records or _KEPT_RECORDS)
+
+
+def _is_in(folder: Path, path: str) -> bool:
+    return Path(path).absolute().is_relative_to(folder.absolute())
+
+
+def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig | None":
+    """The config of the target in a command's settings; None if they have no target, or it is not wanted.
+
+    Also reads the target's tokenizer, and one record of the data and of the prompts, rendered as the command would.
+    wanted: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
+    """
+    target, tokenizer = None, None
+    if getattr(config, "target", None) not in (None, "replay") and wanted("target"):
+        from draft_models.targets.open_target import open_target  # torch, which not every command needs
+
+        target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))
+        tokenizer = target.tokenizer
+    named = getattr(config, "tokenizer", None)
+    if named is not None and wanted("tokenizer"):
+        open_encoder(named, config.revision)
+    for key, data in _sources(config):
+        if wanted(f"{key}.path"):
+            _read_record(key, data, tokenizer, asking=getattr(config, "asks", False))
+        elif tokenizer is not None and data.layout not in ("auto", "text", "code"):  # conversations, not written yet
+            render_prompt(("a question",), tokenizer, data.template, f"{key}.template")
+    prompts = getattr(config, "prompts", None)  # a number in the settings of calibrate
+    if isinstance(prompts, str) and prompts != "python_stdlib" and wanted("prompts"):
+        _read_prompt(config, tokenizer)
+    return None if target is None else target.config
+
+
+def _sources(config: Any) -> Iterator[tuple[str, DataConfig]]:
+    """(key, data) of each source to read."""
+    data = getattr(config, "data", None)
+    if data is not None:
+        parts = [(f"data.mix.{name}", part) for name, _, part in data.parts()]
+        yield from parts or [("data", data)]
+
+
+def _read_record(key: str, data: DataConfig, tokenizer: "PreTrainedTokenizerBase | None", *, asking: bool) -> None:
+    counts = Counts()
+    both = (read_records(data, split, counts, asking=asking) for split in ("train", "heldout"))
+    for record in chain.from_iterable(both):
+        with counts.refusing():
+            if tokenizer is None:
+                return
+            if "messages" in record:
+                users = [place for place, message in enumerate(record["messages"]) if message["role"] == "user"]
+                first = record["messages"][: users[0] + 1] if users else ("a question",)
+                render_prompt(first, tokenizer, data.template, f"{key}.template", where=record["id"])
+            if not asking:
+                encode([record], tokenizer, data.template)
+            return
+    raise UserError(f"{key}: no usable record in path={list(data.path)}; the first: {counts.first or 'none'}")
+
+
+def _read_prompt(config: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    (prompt,) = read_prompts(config.prompts, limit=1)
+    by_record = config.template == "auto" and any(getattr(config, key) for key in DRAFTERS)
+    if tokenizer is not None and prompt.chat and (tokenizer.chat_template or not by_record):
+        render_prompt(prompt.turns[:1], tokenizer, config.template)
