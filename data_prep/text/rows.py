@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -130,25 +129,18 @@ def _is_main() -> bool:
 # ------------------------------------------------------------------------------------------------- packing
 
 
-class Segment(NamedTuple):
-    """A document, or a part of one, inside a row: ids int64 [n], supervised bool [n]."""
-
-    ids: np.ndarray
-    supervised: np.ndarray
-
-
 @dataclass
 class _OpenRow:
     free: int
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Document] = field(default_factory=list)
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: Document) -> None:
         self.segments.append(segment)
         self.free -= len(segment.ids)
 
 
-def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Iterator[list[Segment]]:
-    """Pack documents into rows of at most `seq_len` tokens; a pure function of their order.
+def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Iterator[list[Document]]:
+    """Pack documents, or parts of them, into rows of at most `seq_len` tokens; a pure function of their order.
 
     Divisible documents follow each other without a gap and continue in the next row. Whole ones (at most seq_len
     tokens) go into the fullest of up to `window` open rows that still fits them.
@@ -164,12 +156,12 @@ def pack(documents: Iterable[Document], seq_len: int, window: int = 32) -> Itera
                     yield waiting.pop(fullest).segments
                 waiting.append(_OpenRow(seq_len))
                 fitting = waiting[-1:]
-            min(fitting, key=lambda row: row.free).add(Segment(document.ids, document.supervised))
+            min(fitting, key=lambda row: row.free).add(document)
             continue
         start = 0
         while start < len(document.ids):
             part = slice(start, start + stream.free)
-            stream.add(Segment(document.ids[part], document.supervised[part]))
+            stream.add(Document(document.ids[part], document.supervised[part], whole=False))
             start = part.stop
             if stream.free == 0:
                 yield stream.segments
@@ -186,7 +178,7 @@ def _row_type(seq_len: int) -> np.dtype:
     return np.dtype([(name, kind, seq_len) for name, kind in kinds.items()])
 
 
-def _lay_out(segments: list[Segment], seq_len: int) -> np.ndarray:
+def _lay_out(segments: list[Document], seq_len: int) -> np.ndarray:
     """One row of `_row_type`, padded."""
     row, start = np.zeros((), _row_type(seq_len)), 0
     row["documents"] = -1

@@ -12,7 +12,6 @@ import lzma
 import os
 import re
 import sysconfig
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from data_prep.text.records import (
     to_record,
 )
 from data_prep.text.settings import DataConfig, matching
-from outrider.errors import UserError
+from outrider.errors import UserError, reason
 from outrider.files import parse_json
 from outrider.words import listed
 
@@ -45,7 +44,6 @@ _ABOUT = re.compile(  # files that describe a data set: of a repository, and as 
     r"(readme|licen[cs]e|copying|notice|citation|changelog)(\W.*)?|(dataset_(infos?|dict)|state)\.json", re.IGNORECASE
 )
 _LONGEST = 2**30  # characters of a field in CSV
-_SETTLED = 2 * 10**9  # nanoseconds: a younger file may still change without a new time stamp
 
 # Excluded: tests and their data, installed packages, and generated tables. The character maps in encodings are
 # near-copies of each other, so held-out ones would be known from training. pydoc_data is one long string.
@@ -330,7 +328,6 @@ def _text_rows(path: Path, counts: Counts | None) -> Iterator[tuple[int, str]]:
 def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:
     import datasets
 
-    number = 0
     try:
         dataset = datasets.load_dataset(
             config.path[0],
@@ -340,18 +337,14 @@ def _hub_rows(config: DataConfig) -> Iterator[tuple[int, object]]:
             revision=config.revision,
             streaming=config.streaming,
         )
-        rows = iter(dataset)
+        yield from enumerate(dataset, 1)
     except Exception as error:  # whatever the Hub client, the network or a loader raises
-        raise _hub_error(config, error) from error
-    while True:
-        try:
-            raw = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise _hub_error(config, error) from error
-        number += 1
-        yield number, raw
+        raise UserError(
+            f"path={config.path[0]}: cannot read split {config.split!r} from the Hugging Face Hub "
+            f"({type(error).__name__}: {reason(error)}). Check name, subset, split and revision; for a gated or "
+            "private dataset set HF_TOKEN; without network use a copy in the Hub cache (HF_HUB_OFFLINE=1, "
+            "streaming=false) or source=local with path=FILES"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------- reading
@@ -419,30 +412,11 @@ def _is_record(line: str) -> bool:
 
 def _file_digest(path: Path) -> bytes:
     try:
-        state = path.stat()
-        settled = time.time_ns() - state.st_mtime_ns > _SETTLED
-        digest = _digest_of if settled else _digest_of.__wrapped__
-        return digest(path, state.st_ino, state.st_size, state.st_mtime_ns)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-@functools.lru_cache(maxsize=2**18)
-def _digest_of(path: Path, *_state: int) -> bytes:
-    """Cached until the file changes, since every split of a data set asks for all its files."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
 def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})")
-
-
-def _hub_error(config: DataConfig, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return UserError(
-        f"path={config.path[0]}: cannot read split {config.split!r} from the Hugging Face Hub "
-        f"({type(error).__name__}: {reason}). Check name, subset, split and revision; for a gated or private "
-        "dataset set HF_TOKEN; without network use a copy in the Hub cache (HF_HUB_OFFLINE=1, "
-        "streaming=false) or source=local with path=FILES"
-    )

@@ -29,12 +29,19 @@ GROUP = Path(__file__).parents[2] / "conf" / "data"
         ({"source": "hub", "path": "a/b", "split": ""}, r"^split=''"),
         ({"split": "train_sft"}, r"^split='train_sft': expected train: it is for source=hub alone"),
         ({"source": "local", "path": "a", "streaming": False}, r"^streaming=False: expected True: .* source=hub"),
+        ({"source": "hub", "path": "x", "packages": True}, "packages=True: expected false with source=hub"),
         ({"source": "local", "path": "a", "subset": "x"}, r"^subset='x': expected None: it is for source=hub"),
+        ({"source": "mix"}, r"^mix=\{\}: expected at least one source with a weight above 0"),
+        ({"source": "mix", "mix": {"a": {"weight": 0.0}}}, r"^mix=\{'a': 0.0\}: expected at least one source"),
+        ({"source": "mix", "mix": {"a": {"weight": -1}}}, r"^weight=-1"),
+        ({"source": "mix", "mix": {"a": {"source": "mix"}}}, r"^source='mix': expected a source that is not a mix"),
+        ({"mix": {"a": {}}}, r"^mix=\['a'\]: expected nothing unless source=mix"),
+        ({"source": "mix", "mix": {"a": {}}, "template": "vicuna"}, r"^template='vicuna': .*set mix.NAME.template"),
     ],
 )
 def test_an_impossible_value_is_named(values, message):
     with pytest.raises(UserError, match=message):
-        DataConfig(**values)
+        DataConfig(**{**values, "mix": {name: MixPart(**part) for name, part in values.get("mix", {}).items()}})
 
 
 def test_path_is_a_tuple():

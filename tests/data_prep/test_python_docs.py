@@ -78,16 +78,6 @@ def test_prompts_are_kept_or_refused_where_others_are(config, capsys):
         write_prompts(replace(config, resume=True, per_object=2))
 
 
-def test_a_run_that_did_not_end_is_made_again(config):
-    write_prompts(config)
-    folder = Path(config.out_dir)
-    whole = (folder / "train.jsonl").read_bytes()
-    (folder / "prompts.json").unlink()
-    (folder / "train.jsonl").write_bytes(whole[:100])
-    write_prompts(replace(config, resume=True))
-    assert (folder / "train.jsonl").read_bytes() == whole
-
-
 def test_what_is_said_is_clean():
     found = list(subjects(["builtins", "shutil", "textwrap", "json", "argparse"]))
     asked = [record for subject in found for record in questions(subject, len(TEMPLATES))]

@@ -10,8 +10,7 @@ from typing import ParamSpec, TypeVar, cast
 import numpy as np
 
 from draft_models.ngrams.kernels import compiled_for, lean, successors_of
-from draft_models.ngrams.overlay import LevelArrays, TextIndex, flat, index_text, with_room
-from draft_models.ngrams.recycled import new_recycled, recycled_rows
+from draft_models.ngrams.overlay import LevelArrays, TextIndex, flat, index_text, new_recycled, recycled_rows, with_room
 from draft_models.ngrams.suffixes import LEAST, known_suffixes, no_suffixes, read_only, successors_at
 from draft_models.ngrams.table import TrigramTable, make_level
 from inference.drafters.ngram.ngram_mixing import (

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from draft_models.ngrams.kernels import find, lean, mix, successors_of
-from draft_models.ngrams.overlay import ContextMap, LevelArrays, longer_key, slot_of
-from draft_models.ngrams.recycled import recycled_rows
+from draft_models.ngrams.overlay import ContextMap, LevelArrays, longer_key, recycled_rows, slot_of
 from draft_models.ngrams.suffixes import LEAST, REACH, Places, known_suffixes, new_places, successors_at
 from inference.drafters.ngram.ngram_search import offer, tree_of
 

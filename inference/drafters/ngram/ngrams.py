@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_models.ngrams.overlay import Overlay
-from draft_models.ngrams.recycled import recycle
+from draft_models.ngrams.overlay import Overlay, recycle
 from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import read_header, table_digest
 from draft_models.targets.open_target import OpenTarget

@@ -18,10 +18,7 @@ from draft_models.targets.vocabulary import for_rows
 from outrider.errors import UserError
 from tests.tiers import as_many
 
-QUESTION, ANSWER = (
-    {"role": "user", "content": "Hello there"},
-    {"role": "assistant", "content": "How are you?"},
-)
+QUESTION, ANSWER = {"role": "user", "content": "Hello there"}, {"role": "assistant", "content": "How are you?"}
 TALK = [QUESTION, ANSWER, {"role": "user", "content": "Well."}, {"role": "assistant", "content": "Good, é ☃"}]
 
 
@@ -37,21 +34,12 @@ def chat(*messages):
 
 # ------------------------------------------------------------------------------------------------- layouts
 
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 LAYOUTS = [
     ("text", "text", {"text": "once"}, "once"),
     ("code", "content", {"content": "x = 1", "lang": "Python"}, "x = 1"),
-    (
-        "sharegpt",
-        "conversations",
-        {"id": "q", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        ["a", "b"],
-    ),
-    (
-        "messages",
-        "messages",
-        {"prompt": "a", "messages": [QUESTION, ANSWER]},
-        ["Hello there", "How are you?"],
-    ),
+    ("sharegpt", "conversations", {"id": "q", "conversations": SHAREGPT}, ["a", "b"]),
+    ("messages", "messages", {"prompt": "a", "messages": [QUESTION, ANSWER]}, ["Hello there", "How are you?"]),
     ("messages", "conversations", {"conversations": [QUESTION, ANSWER]}, ["Hello there", "How are you?"]),
     ("turns", "data", {"id": "0", "data": ["a", "b", "c", "d"]}, ["a", "b", "c", "d"]),
     ("alpaca", "output", {"instruction": "a", "input": "", "output": "b"}, ["a", "b"]),
@@ -81,17 +69,6 @@ def test_a_named_column_decides_the_layout_by_its_values():
 def test_benchmark_questions_are_not_taken_for_a_conversation():
     with pytest.raises(UserError, match=r"f:1: cannot tell the layout from columns question_id, turns; name it"):
         find_layout({"question_id": 1, "turns": ["first question", "second question"]}, "auto", None, "f:1")
-
-
-def test_unusable_columns_are_named():
-    with pytest.raises(UserError, match=r"^f:7: no column 'text'; columns present: body, title"):
-        to_record({"body": "x", "title": "y"}, FileLayout("text", "text"), "f:7")
-    with pytest.raises(UserError, match=r"^f:7: no column 'c'; columns present: \(none\)"):
-        find_layout({}, "auto", "c", "f:7")
-    with pytest.raises(UserError, match=r"^f:7: column 'text' holds list, layout=text needs str"):
-        to_record({"text": ["x"]}, FileLayout("text", "text"), "f:7")
-    with pytest.raises(UserError, match=r"^f:7: expected a record with named columns, found list"):
-        to_record([1], FileLayout("text", "text"), "f:7")
 
 
 def sharegpt(*turns):

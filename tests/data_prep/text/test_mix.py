@@ -154,22 +154,6 @@ def test_shares_never_exceed_what_there_is_and_exhaust_one_source(available, mea
         assert own.tolist() == [i * available[source] // taken[source] for i in range(taken[source])]  # evenly spread
 
 
-def test_impossible_mixes_are_named():
-    local = MixPart(source="local", path="x")
-    with pytest.raises(UserError, match=r"^mix=\{\}: expected at least one source with a weight above 0"):
-        DataConfig(source="mix")
-    with pytest.raises(UserError, match=r"^mix=\{'a': 0.0\}: expected at least one source"):
-        DataConfig(source="mix", mix={"a": MixPart(weight=0.0)})
-    with pytest.raises(UserError, match=r"^weight=-1"):
-        MixPart(weight=-1)
-    with pytest.raises(UserError, match=r"^source='mix': expected a source that is not a mix itself"):
-        MixPart(source="mix")
-    with pytest.raises(UserError, match=r"^mix=\['a'\]: expected nothing unless source=mix"):
-        DataConfig(mix={"a": local})
-    with pytest.raises(UserError, match=r"^template='vicuna': says nothing with source=mix; set mix.NAME.template"):
-        DataConfig(source="mix", mix={"a": local}, template="vicuna")
-
-
 def composed(*overrides):
     register("eesd", EesdConfig)
     with initialize_config_dir(str(CONF_DIR), version_base=None):

@@ -25,68 +25,35 @@ def write(path, rows):
 
 
 ENGLISH = "Translate the input English sentence into"
-LAYOUTS = [
-    (
-        {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
-        Prompt("81", "writing", ("first", "second"), True),
-    ),
-    (
-        {"question_id": 0, "category": "", "turns": ["q"], "reference": ["r"]},
-        Prompt("0", "question", ("q",), True),
-    ),
-    (  # SPEED-Bench's columns
-        {
-            "question_id": "9f",
-            "category": "rag",
-            "sub_category": "single",
-            "turns": ["context, question", "more"],
-            "source": "s",
-            "src_id": "1",
-            "difficulty": None,
-            "multiturn": True,
-        },
-        Prompt("9f", "rag", ("context, question", "more"), True),
-    ),
-    (
-        {
-            "task_id": "HumanEval/0",
-            "prompt": "def f():\n",
-            "entry_point": "f",
-            "canonical_solution": "",
-            "test": "",
-        },
-        Prompt("HumanEval/0", "code", ("def f():\n",), False),
-    ),
-    ({"question": "How many?", "answer": "#### 3"}, Prompt("1", "question", ("How many?",), True)),
-    (
-        {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
-        Prompt("1", "instruction", ("Sort.\n\n3 1",), True),
-    ),
-    ({"instruction": "Sing.", "input": "", "output": "la"}, Prompt("1", "instruction", ("Sing.",), True)),
-    (
-        {"document": "It rained.", "summary": "Rain.", "id": "7"},
-        Prompt("7", "summary", ("Summarize this article in one sentence.\n\nIt rained.",), True),
-    ),
-    (  # mt_bench_prompts' columns
-        {"prompt": ["first", "second"], "prompt_id": 35931929, "category": "writing", "reference": []},
-        Prompt("35931929", "writing", ("first", "second"), True),
-    ),
-    (
-        {"article": "It rained.", "highlights": "Rain.", "id": "f0"},
-        Prompt("f0", "summary", ("Summarize: It rained.",), True),
-    ),
-    (
-        {"translation": {"de": "Regen.", "en": "Rain."}},
-        Prompt("1", "translation", (f"{ENGLISH} German.\nInput: Rain.\nOutput: ",), True),
-    ),
-    ({"prompt": "Once"}, Prompt("1", "text", ("Once",), False)),
-    ({"id": "x", "text": "Once"}, Prompt("x", "text", ("Once",), False)),
-]
+LAYOUTS = {  # in the columns that the datasets have, and the prompts that become of them
+    "mt_bench": ({"prompt": ["a", "b"], "prompt_id": 81, "category": "writing", "reference": []},
+                 Prompt("81", "writing", ("a", "b"), True)),
+    "gsm8k": ({"question": "How many?", "answer": "#### 3"}, Prompt("1", "question", ("How many?",), True)),
+    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": ""},
+                  Prompt("HumanEval/0", "code", ("def f():\n",), False)),
+    "alpaca": ({"instruction": "Sort.", "input": "3 1", "output": "1 3", "text": "Below"},
+               Prompt("1", "instruction", ("Sort.\n\n3 1",), True)),
+    "cnn_dm": ({"article": "It rained.", "highlights": "Rain.", "id": "f0"},
+               Prompt("f0", "summary", ("Summarize: It rained.",), True)),
+    "xsum": ({"document": "It rained.", "summary": "Rain.", "id": "7"},
+             Prompt("7", "summary", ("Summarize this article in one sentence.\n\nIt rained.",), True)),
+    "wmt": ({"translation": {"de": "Regen.", "en": "Rain."}},
+            Prompt("1", "translation", (f"{ENGLISH} German.\nInput: Rain.\nOutput: ",), True)),
+    "spec_bench": ({"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+                   Prompt("81", "writing", ("first", "second"), True)),
+    "speed_bench": ({"question_id": "9f", "category": "rag", "sub_category": "single", "turns": ["q"], "src_id": "1"},
+                    Prompt("9f", "rag", ("q",), True)),
+    "no category": ({"question_id": 0, "category": "", "turns": ["q"]}, Prompt("0", "question", ("q",), True)),
+    "no input": ({"instruction": "Sing.", "input": "", "output": "la"}, Prompt("1", "instruction", ("Sing.",), True)),
+    "prompt": ({"prompt": "Once"}, Prompt("1", "text", ("Once",), False)),
+    "text": ({"id": "x", "text": "Once"}, Prompt("x", "text", ("Once",), False)),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "expected"), LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz"])
-def test_layouts_are_told_by_their_columns(tmp_path, name, row, expected):
+def test_layouts_are_told_by_their_columns(tmp_path, name, layout):
+    row, expected = LAYOUTS[layout]
     assert read_prompts(write(tmp_path / name, [row])) == [expected]
 
 
@@ -172,18 +139,6 @@ def test_unusable_prompts_are_named(tmp_path):
         read_prompts(["a"], limit=0)
 
 
-ROWS = {  # in the columns that the datasets have, and the prompts that become of them
-    "mt_bench": ({"question_id": 81, "category": "writing", "prompt": ["a", "b"], "reference": []}, "81", ("a", "b")),
-    "gsm8k": ({"question": "How many?", "answer": "#### 3"}, "1", ("How many?",)),
-    "humaneval": ({"task_id": "HumanEval/0", "prompt": "def f():\n", "test": ""}, "HumanEval/0", ("def f():\n",)),
-    "alpaca": ({"instruction": "Sort.", "input": "3 1", "output": "1 3", "text": "Below"}, "1", ("Sort.\n\n3 1",)),
-    "cnn_dm": ({"article": "It rained.", "highlights": "Rain.", "id": "f0"}, "f0", ("Summarize: It rained.",)),
-    "xsum": ({"document": "It rained.", "summary": "Rain.", "id": "7"}, "7",
-             ("Summarize this article in one sentence.\n\nIt rained.",)),
-    "wmt": ({"translation": {"de": "Regen.", "en": "Rain."}}, "1", (f"{ENGLISH} German.\nInput: Rain.\nOutput: ",)),
-}  # fmt: skip
-
-
 def fetched(cache, name, *rows):
     """The Hub's cache with a file of these rows, as a download of the benchmark leaves it; no network is asked then."""
     dataset, commit, file = BENCHMARKS[name]
@@ -211,10 +166,9 @@ def test_benchmarks_by_name(cache, name):
     said = rf"^prompts={name}: cannot be fetched .*; download https://.*{dataset}/resolve/{commit}/.* prompts=FILE"
     with pytest.raises(UserError, match=said):
         read_prompts(name)
-    row, identity, turns = ROWS[name]
+    row, prompt = LAYOUTS[name]
     fetched(cache, name, row)
-    (prompt,) = read_prompts(name)
-    assert (prompt.id, prompt.turns, prompt.chat) == (identity, turns, name != "humaneval")
+    assert read_prompts(name) == [prompt]
     EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, prompts=name).require_places(
         lambda key: key == "prompts"
     )

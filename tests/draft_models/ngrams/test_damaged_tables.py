@@ -36,34 +36,21 @@ def drafts(table: TrigramTable) -> list[tuple[list[int], tuple[int, ...]]]:
 
 
 def damaged(content: bytes, other: bytes, rng: np.random.Generator) -> bytes:
-    """One byte changed, a stretch of another file or of zeros put in, two stretches swapped, cut off or made longer."""
-    at = int(rng.integers(len(content)))
-    size = min(int(rng.choice([1, 2, 4, 8, 64])), len(content) - at)
-    match rng.choice(["byte", "bit", "zeros", "ones", "foreign", "swap", "cut", "longer", "exchange"]):
-        case "byte":
-            return content[:at] + bytes([rng.integers(256)]) + content[at + 1 :]
-        case "bit":
-            return content[:at] + bytes([content[at] ^ 1 << int(rng.integers(8))]) + content[at + 1 :]
-        case "zeros":
-            return content[:at] + bytes(size) + content[at + size :]
-        case "ones":
-            return content[:at] + b"\xff" * size + content[at + size :]
-        case "foreign":
-            return content[:at] + (other * size)[:size] + content[at + size :]
+    """A stretch of `other`, zeros or ones put in, two stretches swapped, cut off or made longer."""
+    at, size = int(rng.integers(len(content))), int(rng.choice([1, 2, 4, 8, 64]))
+    to = int(rng.integers(at, len(content)))
+    match rng.choice(["foreign", "zeros", "ones", "swap", "cut", "longer"]):
         case "swap":
-            to = int(rng.integers(len(content)))
-            first, last = sorted((at, to))
-            width = min(size, last - first, len(content) - last)
-            return b"".join(
-                (content[:first], content[last : last + width], content[first + width : last],
-                 content[first : first + width], content[last + width :])
-            )  # fmt: skip
+            size = min(size, to - at, len(content) - to)
+            first, second = content[at : at + size], content[to : to + size]
+            return content[:at] + second + content[at + size : to] + first + content[to + size :]
         case "cut":
             return content[:at]
         case "longer":
-            return content + other[: max(1, size)]
-        case _:
-            return other
+            return content + other[:size]
+        case kind:
+            filling = {"foreign": other, "zeros": bytes(size), "ones": b"\xff" * size}[kind]
+            return content[:at] + filling[:size] + content[at + size :]
 
 
 @pytest.mark.slow

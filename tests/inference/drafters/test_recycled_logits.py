@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.ngrams.overlay import longer_key
-from draft_models.ngrams.recycled import new_recycled, place_of, recycle
+from draft_models.ngrams.overlay import longer_key, new_recycled, place_of, recycle
 from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import WholeModel
 from inference.core.decode import speculative
