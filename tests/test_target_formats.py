@@ -12,7 +12,7 @@ from draft_models.early_exit.checkpoint import read_meta
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from outrider.errors import UserError
-from tests.data_prep.formats.test_bin_files import as_bin
+from tests.data_prep.formats.test_torch_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.train.jobs import distilling, finetuning, write_corpus

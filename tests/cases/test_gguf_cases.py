@@ -12,7 +12,7 @@ from data_prep.settings import ConvertConfig
 from data_prep.targets import convert_target
 from draft_models.targets.open_target import open_target
 from outrider.errors import UserError
-from tests.data_prep.formats.test_gguf_families import example, write_family
+from tests.data_prep.formats.test_gguf import example, write_family
 from tests.gguf_files import rewritten
 from tests.tiny import reference_generate
 from train import auto_run

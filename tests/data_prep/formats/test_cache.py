@@ -25,8 +25,7 @@ from draft_models.targets.open_target import open_target
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from outrider.run_dirs import system_lock
-from tests.data_prep.formats.test_bin_files import as_bin
-from tests.data_prep.formats.test_quantised import save_fp8
+from tests.data_prep.formats.test_torch_files import as_bin, save_fp8
 from tests.gguf_files import write_gguf
 
 

@@ -1,15 +1,20 @@
-"""EAGLE-3 heads of every dialect: what they compute, and which files are refused."""
+"""EAGLE-3 heads of every dialect: what they compute, which files are refused, and what is written and read again."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from draft_models.eagle3.checkpoint import load_head, open_head
-from draft_models.eagle3.model import Eagle3
-from draft_models.targets.settings import ReadingChanges
+from draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
+from draft_models.eagle3.model import Eagle3, Steps, join
+from draft_models.targets.attention import packed_mask
+from draft_models.targets.settings import ReadingChanges, Written
+from draft_models.targets.target import Band
 from outrider.errors import UserError
 from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
 
@@ -205,3 +210,157 @@ def test_a_reading_rescues_a_config_that_says_nothing_sound(tmp_path: Path) -> N
     assert found.reading == open_head(write_head(tmp_path / "sound", facts, weights), TARGET).reading
     head = load_head(where, TARGET, dtype=torch.float32, changes=sound)
     assert torch.equal(head.state_dict()["fc_norm.0.weight"], weights["fc_norm.0.weight"].float())
+
+
+WRITTEN = get_args(Written)
+
+
+def loaded(tmp_path: Path, dialect: str) -> Eagle3:
+    facts = DIALECTS[dialect]
+    return load_head(write_head(tmp_path / dialect, facts, head_weights(facts)), TARGET, dtype=torch.bfloat16)
+
+
+def refusal(path: Path, head: Eagle3, dialect: str) -> str:
+    """Why `head` cannot be saved so; nothing where it was."""
+    try:
+        save_head(path, head, dialect, TARGET, "someone/target")  # type: ignore[arg-type]
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_dialect_gives_back_what_was_written(tmp_path: Path, dialect: str) -> None:
+    """Every bit of it, in each dialect that has words for it; of EAGLE's bias and ModelOpt's switches none has."""
+    head = loaded(tmp_path, dialect)
+    able = {"specforge": {*WRITTEN}, "speculators": {"speculators"}}.get(dialect, set())
+    written = set()
+    for other in WRITTEN:
+        said = refusal(tmp_path / "out" / other, head, other)
+        if said:
+            assert f"dialect={other}: has no word for " in said
+            assert not (tmp_path / "out" / other).exists()
+            continue
+        written.add(other)
+        stored = open_head(str(tmp_path / "out" / other), TARGET)
+        assert (stored.dialect, stored.reading) == (other, head.reading)
+        again = load_head(str(tmp_path / "out" / other), TARGET, dtype=torch.bfloat16)
+        assert again.state_dict().keys() == head.state_dict().keys()
+        for name, tensor in head.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor)
+    assert written == able
+
+
+def test_a_plain_head_goes_into_every_dialect(tmp_path: Path) -> None:
+    """EAGLE's first kind, without a switch: each dialect has words for it."""
+    exotic = DIALECTS["eagle"]
+    facts = replace(exotic, on=frozenset(), config={**exotic.config, "bias": False})
+    head = load_head(write_head(tmp_path / "head", facts, head_weights(facts)), TARGET, dtype=torch.float32)
+    for dialect in WRITTEN:
+        assert not refusal(tmp_path / dialect, head, dialect)
+        again = load_head(str(tmp_path / dialect), TARGET, dtype=torch.float32)
+        assert again.reading == head.reading
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+
+
+def test_files_are_as_their_readers_expect(tmp_path: Path) -> None:
+    """Names, offsets, and taps as outputs of layers or as boundaries."""
+    head = loaded(tmp_path, "specforge")
+    for dialect, prefix in (("specforge", "midlayer."), ("speculators", "layers.0.")):
+        save_head(tmp_path / dialect, head, dialect, TARGET, "someone/target")  # type: ignore[arg-type]
+        tensors = load_file(tmp_path / dialect / "model.safetensors")
+        expected = head_weights(DIALECTS["specforge"])
+        assert set(tensors) == {name.replace("midlayer.", prefix) for name in expected}
+        assert torch.equal(tensors["d2t"], expected["d2t"])
+        assert torch.equal(tensors["t2d"], expected["t2d"])
+    own, other = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("specforge", "speculators"))
+    assert own["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 3, 6]
+    assert own["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]  # vLLM looks at the top, and takes boundaries
+    assert other["eagle_aux_hidden_state_layer_ids"] == [1, 4, 7]
+    assert other["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
+    assert "target_hidden_size" not in own  # as wide as the target
+    assert own["norm_output"] == own["fc_norm"] == other["norm_output"] == other["fc_norm"] is True
+
+
+def test_another_reading_of_the_same_tensors_is_another_head(tmp_path: Path) -> None:
+    """What a doctor tries; ids that were read as an index are written as offsets."""
+    facts = DIALECTS["speculators"]
+    weights = head_weights(facts)
+    ids = torch.tensor(facts.draft_tokens)
+    stored = open_head(write_head(tmp_path / "a", facts, {**weights, "d2t": ids}), TARGET)
+    tensors = stored.tensors(torch.float32)
+    with pytest.raises(UserError, match="It holds offsets"):
+        make_head(stored.reading, tensors, stored.source)
+    head = make_head(replace(stored.reading, draft_ids="index"), tensors, stored.source)
+    save_head(tmp_path / "b", head, "speculators", TARGET, "someone/target")
+    assert torch.equal(load_file(tmp_path / "b" / "model.safetensors")["d2t"], weights["d2t"])
+    other = make_head(replace(head.reading, norm_before_residual=False), tensors, stored.source)
+    outputs = []
+    for one in (head, other):
+        one.reserve(4)
+        features = one.features(torch.ones(1, 4, one.fc.in_features))
+        masks = dict.fromkeys(one.windows)
+        outputs.append(one.run(torch.arange(4)[None], features, masks, one.rotary(torch.arange(4)[None])))
+    assert not torch.allclose(*outputs)
+
+
+HEADS, KEY_HEADS, LENGTH, WIDTH, STEPS = 4, 2, 13, 8, 4
+DOCUMENTS = torch.tensor([[0] * 6 + [1] * 5 + [-1] * 2, [0] * 13])
+SCALING = 0.3
+
+
+def made(dtype: torch.dtype) -> list[list[Tensor]]:
+    """Queries, keys and values of each step, large enough that weights are far from equal."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(heads: int) -> Tensor:
+        values = 3 * torch.randn(2, heads, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+        return values.to(dtype).requires_grad_()
+
+    return [[some(HEADS), some(KEY_HEADS), some(KEY_HEADS)] for _ in range(STEPS)]
+
+
+def plain(parts: list[list[Tensor]], seen: Tensor) -> Tensor:
+    """Over the keys of all steps side by side, under a mask of all of them; seen [B, 1, T, T]: of step 0's."""
+    found = []
+    for step, (query, _, _) in enumerate(parts):
+        keys, values = (torch.cat([part[i].double() for part in parts[: step + 1]], 2) for i in (1, 2))
+        own = torch.eye(LENGTH, dtype=torch.bool).expand(*seen.shape[:2], -1, -1)
+        mask = torch.cat([seen, *[own] * step], -1)
+        keys, values = (part.repeat_interleave(HEADS // KEY_HEADS, 1) for part in (keys, values))
+        scores = (query.double() @ keys.mT * SCALING).masked_fill(~mask, -torch.inf)
+        found.append((scores.softmax(-1) @ values).transpose(1, 2))
+    return torch.stack(found)
+
+
+def joined(parts: list[list[Tensor]], mask: Tensor | Band | None) -> Tensor:
+    steps, found = Steps(), []
+    for step, (query, key, value) in enumerate(parts):
+        steps.now = step
+        found.append(steps.attend(nn.Identity(), query, (key, value), mask, 0, SCALING))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", ["whole", "blocks", "causal"])
+def test_values_and_gradients_are_those_of_one_softmax(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Band, "BLOCK", 5)
+    documents = torch.zeros_like(DOCUMENTS) if kind == "causal" else DOCUMENTS
+    seen = packed_mask(documents)
+    mask = {"whole": seen, "blocks": Band.packed(documents), "causal": None}[kind]
+    found = []
+    for given in (lambda parts: plain(parts, seen), lambda parts: joined(parts, mask)):
+        parts = made(torch.float64)
+        out = given(parts)
+        out.sin().sum().backward()
+        found.append([out, *(tensor.grad for step in parts for tensor in step)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9)
+
+
+def test_sixteen_bits_do_not_round_the_joint_score() -> None:
+    """Two entries of one key share the weight evenly, also where their score is too large for its fractions."""
+    key = 4 * torch.randn(1, 1, LENGTH, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    mask = torch.eye(LENGTH, dtype=torch.bool)[None, None]
+    one = torch.ones_like(key)
+    found = join(nn.Identity(), key, (key, 0 * one), [(key, one)], mask, scaling=0.3)
+    torch.testing.assert_close(found, 0.5 * one.transpose(1, 2), rtol=0, atol=0.01)
