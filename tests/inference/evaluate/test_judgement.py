@@ -2,20 +2,26 @@
 
 import copy
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.planted_faults import FAULTS, REACHED, planted
+from benchmarks.planted_faults import FAULTS, REACHED, planted, rope_scaled
+from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.targets.empty_models import layer_stack
+from draft_models.targets.model_spec import LogitRule
+from draft_models.targets.open_target import open_target
 from draft_models.targets.stack import LayerStack
 from inference.core.decode import autoregressive, speculative
 from inference.core.rounds import Round
@@ -27,12 +33,26 @@ from inference.drafters.shaped import Calibrated, ModelDrafter
 from inference.loading.targets import make_runtime, prepare
 from inference.measure.arms import transformers_generate
 from inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
+from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import make_structure
 from outrider.streams import Streams
-from tests.tiers import typical_where
-from tests.tiny import ARCHITECTURES, LAYERS, STRUCTURES, make_drafter, open_stack, random_prompt, save_target
+from tests.families import LAYERS as OF_A_FAMILY
+from tests.families import save_family
+from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
+from tests.tiers import quick_where, typical_where
+from tests.tiny import (
+    ARCHITECTURES,
+    LAYERS,
+    STRUCTURES,
+    make_drafter,
+    method_of,
+    open_stack,
+    random_prompt,
+    save_target,
+    unproven,
+)
 
 TOKENS = 32
 ARMS = ("autoregressive", "prompt_lookup", "tree")
@@ -273,3 +293,73 @@ def test_a_fault_of_the_runtime_cannot_widen_what_it_is_allowed(tmp_path: Path) 
         torch.testing.assert_close(tipping, clean.tipping_noise(), rtol=0.5, atol=0)
         torch.testing.assert_close(shared.logits, clean.logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(shared.logits_noise, clean.logits_noise, rtol=0.5, atol=0)
+
+
+def without_rule() -> AbstractContextManager[Any]:
+    """The head's logits as they are. It leaves every greedy choice as it was."""
+    logits = LayerStack.logits
+
+    def bare(stack: LayerStack, hidden: torch.Tensor) -> torch.Tensor:
+        ruled, stack.spec = stack.spec, replace(stack.spec, logits=LogitRule())
+        try:
+            return logits(stack, hidden)
+        finally:
+            stack.spec = ruled
+
+    return patch.object(LayerStack, "logits", bare)
+
+
+def late_positions() -> AbstractContextManager[Any]:
+    """Learned positions of the next place, for all tokens but the first."""
+    embed = LayerStack.embed
+    return patch.object(LayerStack, "embed", lambda stack, tokens, places: embed(stack, tokens, (places - 1).clamp(0)))
+
+
+OF_FAMILIES = {
+    "chain": method_of(STRUCTURES["chain"]),
+    "tree": method_of(STRUCTURES["opt_tree"]),
+    "lookup": MethodConfig(source="prompt_lookup"),
+}
+CHANGES = {"gemma2": {"final_logit_softcapping": 1.0}}  # or few logits come near it
+FAMILY_FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "cohere": without_rule,
+    "gemma2": without_rule,
+    "gpt2": late_positions,
+    "gpt_neox": lambda: rope_scaled(1.02),
+    "granite": without_rule,
+    "mixtral": lambda: rope_scaled(1.02),
+    "phi": lambda: rope_scaled(1.02),
+    "qwen2_moe": lambda: rope_scaled(1.02),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    typical_where(
+        lambda name: name in ("gemma2", "gpt2", "mixtral"), quick_where(lambda name: name == "gpt2", FAMILY_FAULTS)
+    ),
+)
+def test_a_family_is_judged_in_half_precision(tmp_path: Path, family: str) -> None:
+    """An early exit in chains and trees, and prompt lookup."""
+    path = save_family(tmp_path / "target", family, **CHANGES.get(family, {}))
+    drafter = make_drafter(path, OF_A_FAMILY - 1, noise=0.05)
+    save_pretrained(tmp_path / "drafter", drafter, open_target(str(path)).fingerprint, {}, torch.float32)
+    config = EvaluateConfig(
+        checkpoint=str(tmp_path / "drafter"), methods=OF_FAMILIES, max_new_tokens=16, device="cpu", threads=1,
+        dtype="bfloat16", out_dir=str(tmp_path / "right"), show_prompts=0,
+    )  # fmt: skip
+    evaluate(config, QUESTIONS[:1])
+    reports = json.loads((tmp_path / "right/report.json").read_text())["reports"]
+    assert [report["method"] for report in reports] == list(OF_FAMILIES)
+    assert reports[0]["tau"] > 1.5
+    for report in reports:
+        judged = report["lossless"]["judged"]
+        assert judged.keys() == {report["method"], "autoregressive"}
+        for found in judged.values():
+            assert found["faults"] == []
+            assert 0.5 < found["bulk"] < 1.1
+            assert found["peak"] < 4
+    with unproven(), FAMILY_FAULTS[family](), pytest.raises(SystemExit):
+        evaluate(replace(config, out_dir=str(tmp_path / "wrong")), QUESTIONS[:1])
+    for report in json.loads((tmp_path / "wrong/report.json").read_text())["reports"]:
+        assert all(found["faults"] for found in report["lossless"]["judged"].values())

@@ -1,4 +1,4 @@
-"""From what was measured to the report: every figure by hand."""
+"""From what was measured to the report: every figure and the sentence at its top, by hand."""
 
 import re
 import statistics
@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from inference.report.report import (
     relate_to_chain,
     write_reports,
 )
+from inference.report.wording import recommendation
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.machine import describe_machine
@@ -492,3 +494,46 @@ def test_a_report_names_the_device_it_was_measured_on(monkeypatch: pytest.Monkey
     assert describe_machine("cuda:1")["device"] == "GPU 1"
     assert describe_machine()["device"] == "GPU None"  # the current one
     assert not describe_machine("cpu")["device"].startswith("GPU")
+
+
+def one_report(method: str, median: float | None, low: float = 0.0, high: float = 9.0, **more: Any) -> dict[str, Any]:
+    interval = None if median is None else [low, high]
+    speedup = {"median": median, "ci95": interval, "prompts": 0 if median is None else more.pop("prompts", 6)}
+    found = {"method": method, "speedup": speedup, "break_even_acceptance": 0.62, "acceptance_rate": 0.41, **more}
+    return {"verdict": verdict(speedup, (more.get("load") or {}).get("busy")), **found}
+
+
+NGRAMS, CHAIN = one_report("ngrams", 1.95, 1.85, 2.23), one_report("chain", 0.9, 0.85, 0.95)
+EVEN, WRONG = one_report("even", 1.03, 0.97, 1.1), one_report("wrong", 3.0, 2.9, 3.1, verdict="not lossless")
+CLOSE = [one_report(name, 1.9, 1.7, 2.0) for name in "abc"]
+FASTEST, SLOW = ("fastest", "`ngrams`", "1.95", "[1.85, 2.23]"), ("nothing pays", "`chain`", "0.90", "[0.85, 0.95]")
+
+
+@pytest.mark.parametrize(
+    ("reports", "facts", "silent"),
+    [
+        ([CHAIN, NGRAMS, EVEN], FASTEST, ("overlap", "chain", "even")),
+        ([WRONG, NGRAMS], (*FASTEST, "do not use `wrong`"), ("overlap",)),
+        ([NGRAMS, *CLOSE[:2]], (*FASTEST, "`a` and `b`", "overlap"), ()),
+        ([NGRAMS, *CLOSE], (*FASTEST, "3 others", "overlap"), ()),
+        ([one_report("noisy", 2.5, 0.9, 3.0), NGRAMS], (*FASTEST, "`noisy`", "overlap"), ()),
+        ([CHAIN], (*SLOW, "0.62", "0.41"), ("never",)),
+        ([CHAIN | {"break_even_acceptance": 1.3}], (*SLOW, "1.30", "never", "0.41"), ()),
+        ([CHAIN | {"break_even_acceptance": None}], SLOW, ("acceptance",)),
+        ([CHAIN, EVEN], ("undecided", "`even`", "1.03", "[0.97, 1.10]", "1.02", "more prompts"), ("chain",)),
+        ([one_report("m", 2.0, 1.9, 2.1, prompts=4)], ("undecided", "5 timed prompts", "here: 4"), ("fastest",)),
+        ([one_report("m", 2.0, 1.9, 2.1, load={"busy": "So it was."})], ("undecided", "busy"), ("fastest",)),
+        ([one_report("m", None)], ("undecided", "no lossless method was timed"), ()),
+        ([WRONG], ("undecided", "no lossless method was timed", "do not use `wrong`"), ()),
+    ],
+)
+def test_what_is_recommended(reports: list[dict[str, Any]], facts: Sequence[str], silent: Sequence[str]) -> None:
+    said = recommendation(reports)
+    assert [fact for fact in facts if fact not in said] == []
+    assert [word for word in silent if word in said] == []
+
+
+def test_where_plain_decoding_differs_no_method_is_accused() -> None:
+    said = recommendation([one_report("tree", 2.0, 1.9, 2.1, verdict="target differs"), NGRAMS])
+    assert "the target's own run differs" in said
+    assert not any(name in said for name in ("tree", "ngrams", "do not use"))
