@@ -2,8 +2,8 @@
 
 A graph launches the operations of its capture again: on the same addresses, with the numbers that Python had then. So
 in the place of a replay the Python of the present call runs, and each of its operations is compared with the capture's.
-A difference is what the graph would not do. `tests/recorded.py` replays the capture instead, and the tokens show that
-something is wrong; here the first broken rule is named, at the line that breaks it.
+A difference is what the graph would not do. The first broken rule is named, at the line
+that breaks it.
 """
 
 import gc
@@ -21,10 +21,10 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from inference.engines import packing
 from inference.engines.graphs import attention_kernels, cuda_graphs
 from inference.engines.graphs.attention_kernels import kernel_for, use_kernel_on
 from inference.engines.graphs.fixed_shapes import GraphPool
-from tests.recorded import WAITING, storage_key, waits
 
 # The rules, as `BrokenError` names them.
 WAITS = "the host waits for the device, or hands it memory of its own"
@@ -35,6 +35,12 @@ CHANGED = "Python's state changed since the capture"
 UNFROZEN = "a weight is not frozen: a backward pass would keep memory of the graph"
 UPDATED = "a pass changes its own input, which is not restored after the warm-up"
 FREED = "memory that the graph reads was freed"
+# The host waits for the device, or hands it memory of its own.
+WAITING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.__bool__,
+           torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.nonzero,
+           torch.Tensor.masked_select, torch.nonzero, torch.masked_select, torch.unique, torch.tensor, torch.as_tensor,
+           torch.from_numpy}  # fmt: skip
+WAITING_OPS = {"_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "equal", "is_nonzero", "item"}
 OVERWRITING = {"copy_", "fill_", "zero_", "index_copy_"}  # in place, without reading what they overwrite
 Pass = Callable[[], None]
 Tables = tuple[tuple[Tensor, Tensor], ...]
@@ -197,6 +203,18 @@ class Notes(_Making):
             raise BrokenError(FREED)
 
 
+def waits(func: Any, given: Sequence[Tensor]) -> bool:
+    """Whether the host waits for the result of an operation on the tensors `given`, or for its size."""
+    name = func.overloadpacket.__name__
+    by_mask = name.startswith("index") and any(tensor.dtype in (torch.bool, torch.uint8) for tensor in given[1:])
+    return name in WAITING_OPS or (by_mask and name not in ("index_select", "index_copy", "index_copy_"))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Names its storage while that lives."""
+    return tensor.untyped_storage()._cdata
+
+
 def _written_by(func: Any, args: Any, kwargs: Any) -> set[int]:
     """The memory that an operation says it writes."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
@@ -280,3 +298,9 @@ def _require_same_start(older: Tables, newer: Tables) -> None:
     for old, new in zip(tree_leaves(older), tree_leaves(newer), strict=True):
         if old is not new and not torch.equal(old, new[: len(old)]):
             raise BrokenError(f"{CHANGED}: rotary tables")
+
+
+def lay_out_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Have `prepare` fuse layers only: weights are not packed, and layers run one by one."""
+    patch.setattr(packing, "can_pack", lambda *_: False)
+    patch.setattr(packing, "run_at_once", lambda model: [])

@@ -33,14 +33,14 @@ from inference.settings.sampling import SamplingConfig
 from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
+from tests.graph_contract import keep_contracts
 from tests.known_targets import PROMPT, Target, tokens_of
 from tests.pairwise import all_pairs, each_value
-from tests.recorded import record_graphs
 from tests.tiers import typical_where
 from tests.tiny import STRUCTURES, VOCABULARY, open_stack
 
 SOURCES = ("early_exit", "small_lm", "plain_lm", "eagle3")
-RUNTIMES = ("eager", "graphed", "recorded")
+RUNTIMES = ("eager", "graphed", "graphs")
 NAN, INFINITY = math.nan, math.inf
 METHOD = MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))
 
@@ -88,8 +88,8 @@ def models(whole: Models) -> Models:
 
 @pytest.fixture(params=RUNTIMES)
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    if request.param == "recorded":
-        record_graphs(monkeypatch)
+    if request.param == "graphs":
+        keep_contracts(monkeypatch)
     return Runtime() if request.param == "eager" else Graphed(16)
 
 

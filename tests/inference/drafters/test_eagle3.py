@@ -19,7 +19,7 @@ from inference.engines import packing
 from inference.engines.graphs import cuda_graphs
 from tests.eagle3_heads import DIALECTS, TARGET, VOCABULARY, Facts, Row, head_weights, reference, write_head
 from tests.eagle3_runs import require_same_texts
-from tests.recorded import record_graphs
+from tests.graph_contract import keep_contracts
 from tests.tiny import open_stack, save_target
 
 LAST = TARGET.num_hidden_layers
@@ -164,7 +164,7 @@ def test_drafts_are_those_of_a_loop_without_a_cache(
 def test_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
     """As on a GPU (tests/test_gpu.py), with recorded passes."""
     monkeypatch.setattr(packing, "can_pack", lambda *_: False)  # a recording has no place for packed weights
-    record_graphs(monkeypatch)
+    keep_contracts(monkeypatch)
     require_same_texts(save_target(tmp_path, "mistral", kv_heads=2, peak=6.0), structure, torch.device("cpu"))
 
 

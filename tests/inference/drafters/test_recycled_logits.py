@@ -19,8 +19,8 @@ from inference.drafters.ngram.ngrams import MixedDrafter
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.loading.targets import load_plain
 from inference.settings.method import NgramConfig
+from tests.graph_contract import keep_contracts
 from tests.inference.ngram_cases import TABLE
-from tests.recorded import record_graphs
 from tests.tiny import open_stack, random_prompt, save_target
 
 CPU, WIDTH = torch.device("cpu"), 3
@@ -78,7 +78,7 @@ def test_rows_are_those_of_the_verified_tree(tmp_path: Path, monkeypatch: pytest
     if runtime == "whole model":
         stack = WholeModel(load_plain(open_target(str(path), by_layers=False), torch.float64, CPU))
     if runtime == "graphs":
-        record_graphs(monkeypatch)
+        keep_contracts(monkeypatch)
     texts: list[list[int]] = []
     read: list[torch.Tensor] = []
 

@@ -31,8 +31,8 @@ from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
+from tests.graph_contract import keep_contracts
 from tests.inference.evaluate.evaluating import evaluate
-from tests.recorded import record_graphs
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
 
@@ -53,7 +53,7 @@ def test_draft_logits_are_those_of_the_layers_left_over_the_whole_targets_cache(
     tmp_path: Path, graphed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a tree, after rounds that kept a part of one; two sets of layers take turns, and have graphs of their own."""
-    record_graphs(monkeypatch)
+    keep_contracts(monkeypatch)
     runtime = Graphed() if graphed else Runtime()
     model, stack = open_stack(save_target(tmp_path, "llama", kv_heads=2), torch.float64)
     text, root, a, b, c = random_prompt(9), *random_prompt(4, seed=1)

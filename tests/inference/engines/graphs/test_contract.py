@@ -60,8 +60,8 @@ from tests.graph_contract import (
     Notes,
     Watch,
     keep_contracts,
+    lay_out_as_on_a_gpu,
 )
-from tests.recorded import lay_out_as_on_a_gpu, record_graphs
 from tests.tiers import typical_where
 from tests.tiny import LAYERS, STRUCTURES, VOCABULARY, make_drafter, method_of, open_stack, random_prompt, save_target
 
@@ -180,6 +180,7 @@ PATHS: dict[str, Callable[[Models, Runtime], None]] = {
 
 # One of each kind: they have every fault, and the others are thorough.
 EACH_KIND = ("plain", "rows", "early exit, opt_tree", "small LM, some tokens", "EAGLE-3", "fewer layers", "int8")
+TYPICAL = (*EACH_KIND, "sampled", "early exit, calibrated")
 
 
 @pytest.fixture
@@ -187,18 +188,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return keep_contracts(monkeypatch)
 
 
-@pytest.mark.parametrize("path", typical_where(lambda path: path in EACH_KIND, PATHS))
+@pytest.mark.parametrize(
+    "path", typical_where(lambda path: path in (*EACH_KIND, "sampled", "early exit, calibrated"), PATHS)
+)
 def test_every_path_keeps_the_contract(models: Models, watch: Watch, path: str) -> None:
     PATHS[path](models, Graphed(16))
     assert 2 <= len(watch.graphs) < len(watch.replayed)
     assert path != "rows" or {width for _, width, _ in watch.replayed} == {*WIDTHS}
-
-
-@pytest.mark.parametrize("path", ["int8", "early exit, calibrated", "small LM, some tokens", "sampled"])
-def test_no_path_needs_its_python_in_a_replay(models: Models, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Of the others tests elsewhere show it, by `tests/recorded.py` too."""
-    record_graphs(monkeypatch)
-    PATHS[path](models, Graphed(16))
 
 
 @pytest.mark.usefixtures("watch")
