@@ -50,8 +50,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from conf import reported
-from data_prep.formats.convert import write_safetensors
-from data_prep.formats.door import fetched, find_original
+from data_prep.formats.convert import fetched, find_original, write_safetensors
 from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original, Stored
 from data_prep.text.chat import render_prompt
 from data_prep.text.prompts import read_prompts
@@ -62,10 +61,9 @@ from draft_models.draft_vocabulary import TOKENS_FILE
 from draft_models.eagle3.checkpoint import make_head, open_head, save_head
 from draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_meta, save_pretrained
 from draft_models.small_lm.model import TRAINING_FILE
-from draft_models.targets.architectures import read_config
 from draft_models.targets.fingerprint import model_identity
 from draft_models.targets.model_spec import RESCALING_ROPE, key_heads
-from draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
+from draft_models.targets.open_target import OpenTarget, open_target, read_config, stored_dtype
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TARGET
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors

@@ -31,9 +31,8 @@ from draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
 from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import TRAINING_FILE
-from draft_models.targets.architectures import read_config
 from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_tokenizer, read_config
 from draft_models.targets.settings import HEAD_FOLDER
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError

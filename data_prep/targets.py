@@ -17,8 +17,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from data_prep.formats.convert import content_key, write_safetensors
-from data_prep.formats.door import fetched, find_original
+from data_prep.formats.convert import content_key, fetched, find_original, write_safetensors
 from data_prep.formats.gguf_model import load_package
 from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original
 from data_prep.settings import ConvertConfig, FetchConfig

@@ -12,12 +12,11 @@ from transformers import AutoModelForCausalLM
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import from_pretrained
 from draft_models.early_exit.model import EarlyExit, exit_layers
-from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import KERNELS
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.fingerprint import fingerprint_target
 from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_config, load_tokenizer
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative

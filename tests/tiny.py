@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from draft_models.early_exit.model import EarlyExit, exit_layers
-from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import decoder_layers, layer_stack
 from draft_models.targets.model_files import load_layers
+from draft_models.targets.open_target import load_config
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from draft_models.tiny import models as tiny_models

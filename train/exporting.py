@@ -18,8 +18,7 @@ from draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained, op
 from draft_models.ngrams.table import TrigramTable
 from draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
 from draft_models.small_lm.model import load_whole_lm
-from draft_models.targets.architectures import read_config
-from draft_models.targets.open_target import load_tokenizer, open_target, stored_dtype
+from draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
 from draft_models.targets.settings import Written
 from draft_models.targets.vocabulary import for_rows
 from inference.drafters.ngram.ngrams import open_table

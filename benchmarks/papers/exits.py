@@ -14,8 +14,8 @@ import torch
 from conf import build, register
 from conf.options import compose_defaults
 from draft_models.early_exit.checkpoint import META_FILE, DrafterMeta, read_meta
-from draft_models.targets.architectures import read_config
 from draft_models.targets.empty_models import decoder_layers, empty_model
+from draft_models.targets.open_target import read_config
 from outrider.files import require_writable, write_json
 from papers.claims import Claim, Row, Table
 from train.recipes.early_exit import train_early_exit

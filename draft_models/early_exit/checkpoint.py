@@ -21,12 +21,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draft_models.draft_vocabulary import require_tokens
 from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
-from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import stock_attention
 from draft_models.targets.empty_models import decoder_layers, empty_model, final_norm, model_spec
 from draft_models.targets.fingerprint import Fingerprint, changed_parts
 from draft_models.targets.narrowed import whole_rows
-from draft_models.targets.open_target import OpenTarget, open_target
+from draft_models.targets.open_target import OpenTarget, load_config, open_target
 from draft_models.targets.proof import SHORT
 from draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 from outrider.errors import UserError, warn

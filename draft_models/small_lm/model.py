@@ -5,11 +5,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draft_models.card import serving
 from draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
-from draft_models.targets.architectures import read_config, why_not_by_layers
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.model_spec import UNLIMITED
-from draft_models.targets.open_target import load_proven, load_tokenizer, special_tokens
+from draft_models.targets.open_target import load_proven, load_tokenizer, read_config, special_tokens, why_not_by_layers
 from draft_models.targets.proof import NotByLayersError, prove_rows, require_all_kept
 from draft_models.targets.stack import LayerStack, WholeModel
 from draft_models.targets.target import Target

@@ -33,7 +33,7 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     if os.path.isfile(source) and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from data_prep.formats.door import tokenizer_alone
+    from data_prep.formats.convert import tokenizer_alone
     from draft_models.targets.fingerprint import tokenizer_digest  # imports torch, not needed for a file
     from draft_models.targets.open_target import load_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from data_prep.formats.door import as_described
+from data_prep.formats.convert import as_described
 from draft_models.targets.empty_models import model_spec
 from draft_models.targets.tensor_files import TensorFiles
 from outrider.errors import UserError

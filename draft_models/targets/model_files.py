@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from data_prep.formats.door import as_described, located
+from data_prep.formats.convert import as_described, located
 from data_prep.formats.torch_files import GENERATION_FILE
 from draft_models.targets.empty_models import empty_layers, fitted, spec_of
 from draft_models.targets.tensor_files import BASE_PREFIX, TensorFiles, open_tensors, require_floats, require_no_adapter

@@ -13,7 +13,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from data_prep.formats.door import as_described, as_safetensors, located
+from data_prep.formats.convert import as_described, as_safetensors, located
 from data_prep.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable, require_plain
 from outrider.errors import UserError, warn_once
 from outrider.files import read_mapping

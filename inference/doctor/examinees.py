@@ -26,10 +26,9 @@ from draft_models.early_exit.checkpoint import read_meta
 from draft_models.early_exit.model import EarlyExit
 from draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
 from draft_models.small_lm.model import last_id
-from draft_models.targets.architectures import read_config
 from draft_models.targets.fingerprint import Fingerprint
 from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.open_target import OpenTarget, read_config
 from draft_models.targets.settings import ReadingChanges
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.target import Band, Target, require_layers

@@ -12,10 +12,9 @@ from transformers import PreTrainedConfig
 from draft_models.calibration import drafter_digest
 from draft_models.draft_vocabulary import read_draft_vocabulary
 from draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm
-from draft_models.targets.architectures import position_limit, read_config
 from draft_models.targets.empty_models import empty_model
 from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.open_target import OpenTarget
+from draft_models.targets.open_target import OpenTarget, position_limit, read_config
 from draft_models.targets.target import Target
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.drafter import DraftModel

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from data_prep.formats.door import as_safetensors
+from data_prep.formats.convert import as_safetensors
 from draft_models.ngrams.table import TrigramTable
 from inference.audit.answers import ServedAnswer
 from inference.audit.audit import judged, read

@@ -15,13 +15,20 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from data_prep.text.prompts import Prompt
 from data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
 from draft_models.early_exit.checkpoint import open_target_of, read_meta
-from draft_models.targets.architectures import position_limit, why_not_by_layers
 from draft_models.targets.attention import ATTENTION
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.int8 import quantise
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype, stored_dtype
+from draft_models.targets.open_target import (
+    OpenTarget,
+    open_target,
+    pick_device,
+    pick_dtype,
+    position_limit,
+    stored_dtype,
+    why_not_by_layers,
+)
 from draft_models.targets.proof import NotByLayersError, prove_layers, prove_rows, require_all_kept
 from draft_models.targets.stack import WholeModel
 from draft_models.targets.target import Target

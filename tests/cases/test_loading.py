@@ -30,10 +30,9 @@ from draft_models.early_exit.checkpoint import (
 )
 from draft_models.small_lm.model import load_small_lm, load_whole_lm
 from draft_models.targets import open_target as opening
-from draft_models.targets.architectures import load_config
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.narrowed import MARK
-from draft_models.targets.open_target import open_target
+from draft_models.targets.open_target import load_config, open_target
 from draft_models.targets.tensor_files import TensorFiles, open_tensors
 from inference.loading.targets import load_plain, load_stack
 from outrider.errors import UserError

@@ -17,12 +17,11 @@ from draft_models.early_exit import checkpoint as exports
 from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
 from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
 from draft_models.losses import IGNORE
-from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import additive
 from draft_models.targets.empty_models import layer_stack, number_layer
 from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
 from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.families import FAMILIES, TYPICAL, save_family

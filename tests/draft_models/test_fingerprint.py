@@ -21,9 +21,8 @@ from draft_models.calibration import load_calibration, save_calibration
 from draft_models.calibration_head import CalibrationHead
 from draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
 from draft_models.early_exit.model import EarlyExit
-from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_config, load_tokenizer
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiers import as_many

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_config, load_tokenizer
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.target_session import Runtime
 from inference.engines.graphs.cuda_graphs import Graphed

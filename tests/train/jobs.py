@@ -19,9 +19,8 @@ from data_prep.responses.tasks import TopK
 from data_prep.text.documents import encode
 from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_config, load_tokenizer
 from draft_models.targets.tensor_files import open_tensors
 from outrider.wandb_config import WandbConfig
 from tests.forked import Fork

@@ -18,9 +18,8 @@ from data_prep.text.sources import Split
 from draft_models.calibration import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
 from draft_models.calibration_head import CalibrationHead
 from draft_models.early_exit.checkpoint import read_meta, save_pretrained
-from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_config, load_tokenizer
 from draft_models.targets.settings import HEAD_FOLDER, TARGET, ReadingChanges
 from draft_models.targets.tensor_files import TensorFiles, open_tensors
 from inference.core.decode import autoregressive, speculative

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from data_prep.text.settings import DataConfig
 from draft_models.card import CARD_FILE
 from draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head, stored_tokens
-from draft_models.targets.architectures import load_config
+from draft_models.targets.open_target import load_config
 from inference.core.decode import speculative
 from inference.drafters.eagle3 import PLUGIN, Eagle3Source
 from inference.drafters.shaped import ModelDrafter

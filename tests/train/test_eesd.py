@@ -15,9 +15,8 @@ from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_meta
 from draft_models.early_exit.model import EarlyExitStudent
 from draft_models.losses import IGNORE
-from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import OpenTarget, load_tokenizer, open_target
+from draft_models.targets.open_target import OpenTarget, load_config, load_tokenizer, open_target
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import speculative

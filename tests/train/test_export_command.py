@@ -18,10 +18,9 @@ from draft_models.eagle3.checkpoint import open_head, use_of
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.early_exit.model import EarlyExit
 from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.architectures import load_config
 from draft_models.targets.model_files import load_causal_lm
 from draft_models.targets.narrowed import DraftVocabulary
-from draft_models.targets.open_target import open_target
+from draft_models.targets.open_target import load_config, open_target
 from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET, ReadingChanges
 from inference.drafters.eagle3 import Eagle3Plugin
 from inference.drafters.small_lm import PLUGIN

@@ -19,8 +19,7 @@ from data_prep.text.rows import load_rows
 from data_prep.text.settings import DataConfig
 from draft_models.losses import DIVERGENCES, IGNORE
 from draft_models.small_lm.model import TRAINING_FILE, load_small_lm
-from draft_models.targets.architectures import load_config
-from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from inference.core.decode import autoregressive, speculative
 from inference.drafters.shaped import ModelDrafter
 from inference.drafters.small_lm import SmallLMSource

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draft_models.losses import IGNORE
-from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.model_files import load_layers
+from draft_models.targets.open_target import load_config
 from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiny import VOCABULARY, open_stack, random_prompt, save_target

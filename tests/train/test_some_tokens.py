@@ -14,10 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draft_models.draft_vocabulary import TOKENS_FILE, narrow, places, read_draft_vocabulary, widen
 from draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
 from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.architectures import load_config, read_config
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.narrowed import DraftVocabulary, is_narrowed
-from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.open_target import load_config, load_tokenizer, open_target, read_config
 from draft_models.targets.stack import LayerStack
 from inference.drafters.small_lm import PLUGIN
 from inference.loading.memory_plan import Place, weight_bytes

@@ -27,7 +27,6 @@ from draft_models.card import write_card
 from draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, places, read_draft_vocabulary
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
-from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import ATTENTION, stock_name
 from draft_models.targets.empty_models import empty_model, layer_stack
 from draft_models.targets.fingerprint import model_identity
@@ -35,6 +34,7 @@ from draft_models.targets.model_spec import LogitRule, context_limit
 from draft_models.targets.narrowed import DraftVocabulary, is_narrowed
 from draft_models.targets.open_target import (
     OpenTarget,
+    load_config,
     load_proven,
     load_tokenizer,
     open_target,

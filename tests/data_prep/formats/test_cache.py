@@ -14,9 +14,16 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch import Tensor
 
-from data_prep.formats import convert, door
-from data_prep.formats.convert import RECORD_FILE, cache_folder, cached, content_key
-from data_prep.formats.door import as_described, as_safetensors, was_quantised
+from data_prep.formats import convert
+from data_prep.formats.convert import (
+    RECORD_FILE,
+    as_described,
+    as_safetensors,
+    cache_folder,
+    cached,
+    content_key,
+    was_quantised,
+)
 from data_prep.formats.gguf_model import GgufModel
 from data_prep.formats.torch_files import PICKLES, FolderModel, Stored
 from draft_models.targets.fingerprint import deciding_config
@@ -94,10 +101,10 @@ def fetches(forms: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         names.extend(Path(shutil.copy(file, place)).name for file in wanted if not (place / file.name).exists())
         return str(place)
 
-    monkeypatch.setattr(door, "cached_file", lambda source, file, **_: (at := held(source, file)) and str(at))
-    monkeypatch.setattr(door, "has_file", lambda source, file, **_: held(source, file) is not None)
+    monkeypatch.setattr(convert, "cached_file", lambda source, file, **_: (at := held(source, file)) and str(at))
+    monkeypatch.setattr(convert, "has_file", lambda source, file, **_: held(source, file) is not None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    door._on_hub.cache_clear()
+    convert._on_hub.cache_clear()
     return names
 
 
@@ -229,10 +236,10 @@ def test_no_error_of_the_hub_is_a_traceback(
             return True
         raise error
 
-    monkeypatch.setattr(door, "has_file", fail)
+    monkeypatch.setattr(convert, "has_file", fail)
     assert as_described("someone/bin") == ("someone/bin", None)  # it has safetensors as far as is known here
-    monkeypatch.setattr(door, "cached_file", fail)
-    door._on_hub.cache_clear()
+    monkeypatch.setattr(convert, "cached_file", fail)
+    convert._on_hub.cache_clear()
     for read in (as_safetensors, as_described, open_target, open_tensors):
         with pytest.raises(UserError, match=r"someone/bin: config\.json cannot be fetched \("):
             read("someone/bin")

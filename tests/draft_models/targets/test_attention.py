@@ -9,11 +9,10 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from data_prep.text.rows import _positions
 from draft_models.early_exit.model import EarlyExitStudent
-from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import KERNELS, grouped_attention, packed_mask, stock_attention, use_kernel
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import open_target
+from draft_models.targets.open_target import load_config, open_target
 from draft_models.targets.stack import LayerStack, WholeModel
 from draft_models.targets.target import Band
 from draft_models.targets.tensor_files import open_tensors

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from draft_models.early_exit.model import exit_layers
-from draft_models.targets.architectures import load_config
 from draft_models.targets.attention import packed_mask
 from draft_models.targets.model_files import load_causal_lm, load_layers
-from draft_models.targets.open_target import pick_device, pick_dtype
+from draft_models.targets.open_target import load_config, pick_device, pick_dtype
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.errors import UserError

@@ -9,10 +9,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draft_models.draft_vocabulary import narrow
 from draft_models.early_exit.model import NoLayer
-from draft_models.targets.architectures import load_config
 from draft_models.targets.empty_models import layer_stack
 from draft_models.targets.model_files import load_layers
 from draft_models.targets.narrowed import DraftVocabulary
+from draft_models.targets.open_target import load_config
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative

@@ -11,9 +11,8 @@ import torch
 
 from data_prep.text.settings import DataConfig, MixPart
 from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_tokenizer, open_target
+from draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.verify import verify_greedy
 from inference.evaluate_checkpoint import main, with_methods

@@ -16,9 +16,8 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.architectures import load_config
 from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_config, load_tokenizer
 from draft_models.targets.settings import TABLE
 from draft_models.targets.stack import LayerStack
 from draft_models.targets.tensor_files import open_tensors

@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from draft_models.targets.architectures import load_config
-from draft_models.targets.open_target import open_target
+from draft_models.targets.open_target import load_config, open_target
 from draft_models.targets.settings import SMALL_LM, TABLE, TARGET
 from inference.audit.answers import read_answers
 from inference.core.rounds import Generation, Round

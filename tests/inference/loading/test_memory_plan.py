@@ -16,9 +16,8 @@ from data_prep.text.settings import DataConfig
 from draft_models.early_exit.checkpoint import save_pretrained
 from draft_models.early_exit.model import exit_layers
 from draft_models.losses import loss_bytes
-from draft_models.targets.architectures import load_config
 from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import open_target
+from draft_models.targets.open_target import load_config, open_target
 from draft_models.targets.tensor_files import open_tensors
 from inference.core.decode import autoregressive, speculative
 from inference.drafters.ngram.lookup import PromptLookup
