@@ -1,24 +1,33 @@
-"""Every JSON file that a command reads, damaged: it goes through, or ends with status 2 and one line that names it.
+"""JSON files that commands read and others write, damaged: each goes through, or ends with status 2 and one line that
+names it.
 
 What reads a file is called as the commands call it (`conf.reported`); two commands are run as such, too.
 """
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
 
-from data_prep.responses.directory import answered, check_run, read_shard, summarise
+from conf import reported
+from data_prep.ngrams.token_shards import passages, tokenise
 from data_prep.text.chat import render_prompt
+from data_prep.text.prompts import read_prompts
+from data_prep.text.rows import load_rows
+from data_prep.text.settings import DataConfig
+from data_prep.text.sources import read_records
 from draft_models.calibration import load_calibration
 from draft_models.early_exit.checkpoint import read_meta
 from draft_models.ngrams.table import TrigramTable
 from draft_models.ngrams.table_files import TABLE_FILE, map_table
+from draft_models.targets.encoder import open_encoder
 from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
 from inference.loading.targets import (
@@ -30,22 +39,117 @@ from inference.loading.targets import (
     run_settings,
 )
 from inference.measure import bench
-from inference.measure.results import append_result, begin_run, open_run, read_results
+from inference.measure.replay import read_transcripts
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
-from outrider.errors import UserError
+from inference.shapes.shapes import read_shape
 from outrider.files import require_writable
 from outrider.run_dirs import finished
-from outrider.settings import construct
 from tests.forked import Fork
-from tests.inference.evaluate.test_prompt_results import measured
-from tests.mutants import require_named
-from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
-from train import pipeline_run
-from train.core import run_dir
-from train.core.fit import STATE_FILE, fit, read_state
-from train.pipeline_run import run_pipeline
-from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
+from tests.tiers import as_many
+
+Keys = tuple[str | int, ...]  # where in a JSON file
+VALUES: tuple[Any, ...] = (
+    None, True, "", "x", "\ud800", -1, 0, 1, 2.5, 10**30, 1e308, float("nan"), float("inf"), [], {}, [None], ["x"],
+    {"x": 1}, [[0]], "0", json.loads("[" * 200 + "]" * 200),
+)  # fmt: skip
+
+
+def mutants(content: bytes, count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
+    """(what was done, the file) for damages to the bytes, and for `count` damages to the structure of a JSON file."""
+    yield from _damaged_bytes(content)
+    value, rng = json.loads(content), np.random.default_rng(seed)
+    paths = list(_paths(value))
+    whole = [(path, change) for path in paths for change in (*_CHANGES, *(_put(new) for new in VALUES))]
+    for index in rng.permutation(len(whole))[:count]:
+        path, (name, change) = whole[index]
+        damaged = json.loads(content)
+        change(_parent(damaged, path), path[-1])
+        yield f"{'.'.join(map(str, path))}: {name}", json.dumps(damaged, indent=1).encode()
+
+
+def require_named(file: Path, run: Callable[[], Any], capsys: pytest.CaptureFixture[str], count: int) -> None:
+    """Damage `file` in many ways, one after the other, and `run` what reads it.
+
+    count: damages to its structure, of which `make test` does a third.
+    """
+    whole, statuses = file.read_bytes(), set()
+    run()
+    for name, content in mutants(whole, as_many(count)):
+        file.write_bytes(content)
+        capsys.readouterr()
+        status = 0
+        try:
+            with reported():
+                run()
+        except SystemExit as ended:
+            status = ended.code
+        except Exception as error:
+            raise AssertionError(f"{file.name}, {name}: {type(error).__name__}: {error}") from error
+        statuses.add(status)
+        if status:
+            errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+            assert (status, len(errors)) == (2, 1), name
+    file.write_bytes(whole)
+    run()
+    assert 2 in statuses
+
+
+def _damaged_bytes(content: bytes) -> Iterator[tuple[str, bytes]]:
+    yield "empty", b""
+    for share in (0.1, 0.5, 0.9):
+        yield f"cut at {share}", content[: int(share * len(content))]
+    for size in (1, 40):
+        yield f"cut by {size}", content[:-size]
+    for text in ("null", "3", '"x"', "[]", "{}", "[null]", "NaN", "9" * 5000, "\0"):
+        yield f"only {text[:9]!r}", text.encode()
+    yield "200,000 brackets", b"[" * 200_000
+    yield "200,000 closed brackets", b"[" * 200_000 + b"]" * 200_000
+    yield "100,000 mappings", b'{"a":' * 100_000
+    yield "900 brackets", b"[" * 900 + b"]" * 900
+    yield "not UTF-8", content[: len(content) // 2] + b"\xff\xfe" + content[len(content) // 2 :]
+    yield "UTF-16", content.decode().encode("utf-16")
+    yield "Latin-1", '{"ä": "é"}'.encode("latin-1")
+    yield "zeros", bytes(len(content))
+    yield "two of it", content + content
+
+
+def _paths(value: Any, path: Keys = ()) -> Iterator[Keys]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from _paths(inner, (*path, key))
+
+
+def _parent(value: Any, path: Keys) -> Any:
+    for key in path[:-1]:
+        value = value[key]
+    return value
+
+
+def _put(new: Any) -> tuple[str, Callable[[Any, Any], None]]:
+    def put(parent: Any, key: Any) -> None:
+        parent[key] = new
+
+    return repr(new)[:40], put
+
+
+def _delete(parent: Any, key: Any) -> None:
+    del parent[key]
+
+
+def _rename(parent: Any, key: Any) -> None:
+    if isinstance(parent, dict):
+        parent[f"{key}x"] = parent.pop(key)
+    else:
+        parent.insert(key, parent[key])
+
+
+def _wrap(parent: Any, key: Any) -> None:
+    parent[key] = [parent[key]]
+
+
+_CHANGES = (("deleted", _delete), ("renamed", _rename), ("wrapped", _wrap))
 
 
 @pytest.fixture
@@ -152,72 +256,79 @@ def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     require_named(file, read, capsys, 200)
 
 
-# ------------------------------------------------------------------------------------------------- runs
+# ------------------------------------------------------------------------------------------------- text
+
+PROMPTS = [{"question_id": 1, "category": "c", "turns": ["how", "are"]}, {"task_id": "a/1", "prompt": "def f"},
+           {"question": "why"}, {"instruction": "do", "input": "it"}, {"text": "t"}]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_results_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    begin_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, asdict(bench.Prepared({"m": MethodConfig()}, {})))
-    append_result(tmp_path, 0, measured(0))
-
-    def read() -> None:
-        construct(bench.Prepared, open_run(tmp_path, {"seed": 0, "methods": {"m": 1}}, resume=True))
-        assert set(read_results(tmp_path)) <= {0}
-
-    require_named(tmp_path / "run.json", read, capsys, 100)
-    file = tmp_path / "results-00000.jsonl"
-
-    def as_lines() -> None:
-        file.write_bytes(b" ".join(file.read_bytes().split(b"\n")) + b"\n")  # mutants are indented
-        read()
-
-    require_named(file, as_lines, capsys, 200)
-
-
-@pytest.mark.slow
-def test_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from data_prep.responses.directory import open_run as begin
-
-    begin(tmp_path, {"seed": 0})
-    talk = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]
-    (tmp_path / "skipped-00000.jsonl").write_text('{"id": "p", "reason": "empty", "detail": ""}\n')
-    file = tmp_path / "responses-00000.jsonl"
-    record = {"id": "1", "messages": talk, "unanswered_turns": 0, "tokens": 2, "finish": "end"}
-    file.write_text(json.dumps(record) + "\n")
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_prompts(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str) -> None:
+    tokenizer = load_tokenizer(str(tiny_models / TARGET))
+    file = tmp_path / f"prompts.{suffix}"
+    file.write_text(json.dumps(PROMPTS if suffix == "json" else PROMPTS[0]) + "\n")
 
     def read() -> None:
-        for path in (file, tmp_path / "skipped-00000.jsonl"):
-            path.write_bytes(b" ".join(path.read_bytes().split(b"\n")))
-        check_run(tmp_path, {"seed": 0}, resume=True)
-        answered(tmp_path)
-        summarise(tmp_path)
-        list(read_shard(file))
+        if suffix == "jsonl":
+            file.write_bytes(b" ".join(file.read_bytes().split(b"\n")) + b"\n")
+        for prompt in read_prompts(str(file)):
+            print(prompt.id, prompt.category, render_prompt(prompt.turns[:1], tokenizer, "none"))
 
-    require_named(tmp_path / "run.json", read, capsys, 20)
+    require_named(file, read, capsys, 200)
+
+
+TALK = {"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "so"}], "id": "x"}
+RECORDS = {
+    "text": {"text": "to be or not to be", "meta": {"n": 1}},
+    "sharegpt": TALK,
+    "messages": {"messages": [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]},
+    "alpaca": {"instruction": "do", "input": "it", "output": "done"},
+    "turns": {"data": ["how", "so"]},
+}
+
+
+@pytest.mark.parametrize("layout", RECORDS)
+def test_training_text(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str) -> None:
+    """As rows and as passages of an n-gram table."""
+    tokenizer = load_tokenizer(str(tiny_models / TARGET))
+    encoder = open_encoder(str(tiny_models / TARGET), None)
+    file, shards = tmp_path / "data.jsonl", require_writable(tmp_path / "shards")
+    file.write_text(json.dumps(RECORDS[layout]))
+    data = DataConfig(
+        source="local", path=str(file), template="vicuna", heldout_fraction=0.0, cache_dir=str(tmp_path / "cache")
+    )  # fmt: skip
+
+    def read() -> None:
+        good = json.dumps(RECORDS[layout]).encode() + b"\n"
+        damaged = file.read_bytes()
+        file.write_bytes(good + b" ".join(damaged.split(b"\n")) + b"\n")
+        try:
+            tokenise(passages(read_records(data, "train"), "all"), str(tiny_models / TARGET), None, encoder, shards, 1)
+            load_rows(data, tokenizer, 400, "train")
+        finally:
+            file.write_bytes(damaged)
+
+    require_named(file, read, capsys, 40)
+
+
+def test_transcripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(json.dumps({"question_id": 81, "choices": [{"index": 0, "turns": ["so", "and so"]}]}))
+
+    def read() -> None:
+        file.write_bytes(b" ".join(file.read_bytes().split(b"\n")))
+        read_transcripts(str(file))
+
     require_named(file, read, capsys, 150)
-    require_named(tmp_path / "skipped-00000.jsonl", read, capsys, 40)
 
 
-@pytest.mark.slow
-def test_a_training_and_its_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out_dir = tmp_path / "run"
+def test_shape_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps([[0], [1], [0, 0], [0, 1], [1, 0]]))
+    require_named(file, lambda: read_shape(file), capsys, 150)
 
-    def train(resume: bool = True) -> None:
-        options = {"resume": resume, "identity": {"data": [1, {"seed": 0}]}, "evaluate": lambda *_: {"tau": 1.5}}
-        fit(TinyModel(), tiny_rows(), tiny_config(steps=2, save_every=1), out_dir, **options)
 
-    train(resume=False)
-    finished, middle = (run_dir.checkpoints(out_dir)[i] for i in (-1, 0))
-    require_named(finished / "run.json", train, capsys, 20)
-    require_named(finished / STATE_FILE, train, capsys, 60)
-    require_named(middle / STATE_FILE, lambda: read_state(middle), capsys, 100)
-    shutil.rmtree(finished)
-    (middle / STATE_FILE).write_text('{"step": "1"}')
-    with pytest.raises(UserError, match=r"training_state\.json: damaged state of a training .*remove .*checkpoint-1"):
-        train()
-    (middle / STATE_FILE).unlink()
-    with pytest.raises(UserError, match=r"training_state\.json: no readable state .*remove .*checkpoint-1"):
-        train()
+# ------------------------------------------------------------------------------------------------- runs
 
 
 def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,43 +337,6 @@ def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     require_named(
         tmp_path / "report.json", lambda: finished(tmp_path / "report.json", same, True, key="settings"), capsys, 60
     )
-
-
-@pytest.mark.slow
-def test_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def again(*_: object) -> None:
-        raise UserError("a step is run again")
-
-    monkeypatch.setattr(pipeline_run, "_run_step", again)
-    out_dir = require_writable(tmp_path / "run")
-    config = PipelineConfig(steps={"target": StepConfig(), "report": StepConfig()}, out_dir=str(out_dir), resume=True)
-    figures = {"tau": 2.0, "lossless": {"checked": 1}, "speedup": {"median": 1.0}, "tokens_per_second": {"a": 1.0}}
-    figures |= dict.fromkeys(pipeline_run.FIGURES, 0) | figures
-    products = {"target": {"parameters": 1, "steps": 2, "bits_per_byte": 3.0},
-                "report": {"reports": [{"method": name, **figures} for name in "ab"]}}  # fmt: skip
-    for number, (name, product) in enumerate(products.items()):
-        made_from = {} if name == "target" else {"target": 0.0}
-        record = pipeline_run.Record(config.options(name), 1.0, float(number), made_from)
-        (out_dir / "logs").mkdir(exist_ok=True)
-        (out_dir / "logs" / f"{name}.json").write_text(json.dumps(asdict(record)))
-        path = out_dir / STEPS[name].product
-        path.parent.mkdir()
-        path.write_text(json.dumps(product))
-        (path.parent / "report.md").write_text("# report")
-    kept = Path(shutil.copytree(out_dir, tmp_path / "kept"))
-
-    def run() -> None:
-        try:
-            run_pipeline(config)
-        finally:
-            for name in products:  # an outdated step's directory is cleared before it is run again
-                if not (out_dir / name).exists():
-                    shutil.copytree(kept / name, out_dir / name)
-
-    for file in (out_dir / "logs/target.json", out_dir / "logs/report.json"):
-        require_named(file, run, capsys, 60)
-    for name in products:
-        require_named(out_dir / STEPS[name].product, run, capsys, 60)
 
 
 # ------------------------------------------------------------------------------------------------- commands

@@ -241,48 +241,24 @@ def refused_without_torch(without_torch: subprocess.Popen[str], tmp_path: Path) 
     return refused
 
 
-OF_A_TYPE = ("{typed}=many", "{typed}: Value 'many'")
-BAD_OVERRIDES = [  # of any command, as one function reads them; every command has its own options
-    *(("eesd", *bad) for bad in (
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
         ("out_dirr=x", "out_dirr: no such option; did you mean 'out_dir'? Allowed here: "),
         ("expriment=x", "expriment: no such option; did you mean 'experiment'? Allowed here: "),
-        ("data=nowhere", "data"),
-        ("experiment=nowhere", "experiment=nowhere: no such choice"),
         ("experiment=eesd/dem", "experiment=eesd/dem: no such choice; did you mean 'eesd/demo'?"),
         ("data=ultracat", "data=ultracat: no such choice; did you mean 'ultrachat'?"),
         ("--seq-len=7", "--seq-len=7: options are written without dashes, as seq_len=7"),
         ("-target=m", "-target=m: options are written without dashes, as target=m"),
         ("out_dir=~/runs", "out_dir=~/runs: not an option; give it, if ~/runs is one text, as \"out_dir='~/runs'"),
-    )),
-    *((command, *OF_A_TYPE) for command in COMMANDS),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("command", "override", "message"), quick_where(lambda case: case[0] == "eesd", BAD_OVERRIDES))
+        ("seq_len=many", "seq_len: Value 'many'"),
+    ],
+)
 def test_bad_overrides_fail_fast_on_the_command_line(
-    refused_without_torch: Refuse, command: str, override: str, message: str
+    refused_without_torch: Refuse, override: str, message: str
 ) -> None:
-    typed = {
-        "build_trigrams": "min_count",
-        "evaluate_checkpoint": "max_new_tokens",
-        "eesd": "seq_len",
-        "calibrate": "seq_len",
-        "toy_target": "seq_len",
-        "finetune_drafter": "seq_len",
-        "generate_responses": "max_new_tokens",
-        "write_prompts": "per_object",
-        "convert_target": "resume",
-        "fetch_target": "resume",
-        "eagle3": "seq_len",
-        "export": "resume",
-        "pipeline": "resume",
-        "chat": "max_new_tokens",
-        "compare_reports": "resume",
-        "audit": "seed",
-        "auto": "resume",
-    }[command]
-    said = refused_without_torch(command, *COMMANDS[command][2], override.format(typed=typed))
-    assert message.format(typed=typed) in said
+    """Of any command, as one function reads them."""
+    assert message in refused_without_torch("eesd", *COMMANDS["eesd"][2], override)
 
 
 HUB = "org/model"  # which is not looked up

@@ -1,23 +1,24 @@
-"""A wheel works outside a clone and installs one name, so that a user's own `conf` or `train.py` stays theirs."""
+"""A wheel works outside a clone and installs one name, so that a user's own `conf` or `train.py` stays theirs; the
+version of the code changes with any source, and with no document."""
 
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import venv
-import zipfile
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools
 from omegaconf import OmegaConf
 
-from outrider.files import PACKAGES
-from tests.forked import Fork
-from tests.tiny import save_target
+from outrider.files import PACKAGES, code_version
 
 ROOT = Path(__file__).parents[2]
 BUILD = """
@@ -58,15 +59,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path) -> Path:
-    """A folder with what it installs."""
-    folder = wheel.parent.with_name("site")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def environment(wheel: Path) -> Path:
     """An environment into which pip has installed it; the packages that it needs are found where they are here."""
     folder = wheel.parent.with_name("env")
@@ -87,22 +79,11 @@ def typed(environment: Path, cwd: Path, *words: str | Path) -> str:
     return done.stdout
 
 
-def run(site: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Python in `cwd` with the wheel's packages before those of the clone."""
-    return subprocess.run([sys.executable, *words], cwd=cwd, env=os.environ | {"PYTHONPATH": str(site)},
-                          capture_output=True, text=True)  # fmt: skip
-
-
 @pytest.mark.slow
-def test_it_installs_one_name(site: Path) -> None:
-    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"outrider"}
-    (top,) = site.glob("*.dist-info/top_level.txt")
-    assert top.read_text().split() == ["outrider"]
-
-
-@pytest.mark.slow
-def test_nothing_of_it_imports_the_clone(site: Path, tmp_path: Path) -> None:
+def test_it_installs_one_name_and_nothing_of_it_imports_the_clone(environment: Path, tmp_path: Path) -> None:
     """Beside files that have the names of its packages."""
+    (top,) = environment.glob("lib/python*/site-packages/outrider-*.dist-info/top_level.txt")
+    assert top.read_text().split() == ["outrider"]
     for name in PACKAGES[:-1]:
         if name != "outrider":
             (tmp_path / name).mkdir()
@@ -114,8 +95,9 @@ def test_nothing_of_it_imports_the_clone(site: Path, tmp_path: Path) -> None:
         "for command in COMMANDS.values(): command.load_settings(), importlib.import_module(command.module)\n"
         f"print(*{{name.partition('.')[0] for name in sys.modules}} & {{*{PACKAGES}}}, outrider.__file__)"
     )
-    done = run(site, tmp_path, "-c", code)
-    assert done.stdout.split() == ["outrider", str(site / "outrider" / "__init__.py")], done.stderr
+    names, place = typed(environment, tmp_path, "python", "-c", code).split()
+    assert names == "outrider"
+    assert Path(place).is_relative_to(environment)
 
 
 @pytest.mark.slow
@@ -130,8 +112,10 @@ def test_pip_installs_what_runs_in_any_folder(environment: Path, tmp_path: Path)
     assert typed(environment, tmp_path, "outrider").startswith("outrider auto target=MODEL ")
     fetched = typed(environment, tmp_path, "outrider", "fetch-target", "model=tiny", "out_dir=model")
     assert "fetch_target out_dir=model model=tiny" in fetched
-    said = typed(environment, tmp_path, "outrider", "auto", "target=model", "plan=true")
-    assert said.startswith("auto target=model ")
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "one two three"}\n')
+    options = ["target=model", "method=prompt_lookup", "prompts=prompts.jsonl", "max_new_tokens=8", "out_dir=out"]
+    typed(environment, tmp_path, "evaluate-checkpoint", *options)
+    assert (tmp_path / "out" / "report.json").exists()
 
 
 @pytest.mark.slow
@@ -162,20 +146,33 @@ def test_what_is_cited_is_what_is_released() -> None:
     assert stated("version") in heading
 
 
-@pytest.mark.slow
-def test_a_command_of_it_evaluates(site: Path, tmp_path: Path) -> None:
-    target = save_target(tmp_path / "target", "opt")  # whose layers need nothing compiled
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"id": "a", "prompt": "one two three"}\n')
-    code = (
-        "import runpy, sys\n"
-        f"sys.path.insert(0, {str(site)!r})\n"
-        "runpy.run_module('outrider.cli', run_name='__main__')\n"
-        "print(sys.modules['outrider.inference.evaluate.compare'].__file__)"
-    )
-    options = [f"target={target}", "method=prompt_lookup", f"prompts={prompts}", "max_new_tokens=8", "out_dir=out"]
-    done = Fork(["-c", code, "evaluate-checkpoint", *options], tmp_path, anew=PACKAGES)
-    out, err = done.communicate()
-    assert done.returncode == 0, err
-    assert out.splitlines()[-1].startswith(str(site))
-    assert (tmp_path / "out" / "report.json").exists()
+def test_it_covers_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **options: asked.update(options))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "editable_wheel"])
+    runpy.run_path("setup.py")
+    assert {name.partition(".")[0] for name in asked["packages"]} == {*PACKAGES}
+    folders = {str(p.parent.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
+    assert {name.replace(".", "/") for name in asked["packages"]} == folders
+    assert code_version().startswith(version("outrider") + "+")
+
+
+def test_an_edit_is_another_version_and_a_document_is_none(tmp_path: Path) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def version_now() -> str:
+        code = "from outrider.files import code_version; print(code_version())"
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    before = version_now()
+    assert before.strip() == code_version()
+    (tmp_path / "README.md").write_text("more")
+    (tmp_path / "train" / "notes.txt").write_text("more")
+    assert version_now() == before
+    source = tmp_path / "inference" / "core" / "verify.py"
+    source.write_text(source.read_text() + "\n")
+    assert version_now() != before
