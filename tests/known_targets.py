@@ -37,7 +37,7 @@ EXITS = {  # exit layer, depth; a tie of the head to the target's
 }
 OTHER_LMS: dict[str, dict[str, Any]] = {  # of other weights, which are seldom right
     "small_lm, wider vocabulary": {"vocab_size": VOCABULARY + 60},
-    "small_lm, narrower vocabulary": {"vocab_size": 259},
+    "small_lm, narrower vocabulary": {"vocab_size": 200},
     "small_lm, another family": {},
 }
 SOURCES = (*EXITS, "small_lm", "small_lm, some tokens", *OTHER_LMS, "skip_layers", "eagle3")

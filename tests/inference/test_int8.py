@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,14 +18,10 @@ from inference.core.decode import autoregressive, speculative
 from inference.core.drafter import DraftModel
 from inference.drafters.early_exit import Calibrated
 from inference.drafters.shaped import ModelDrafter
-from inference.engines import packing
 from inference.engines.fused_layers import join
 from inference.engines.packing import (
     LAYOUTS,
-    WidenedLinear,
     can_pack,
-    fastest_layout,
-    pack_linears,
 )
 from inference.evaluate.compare import evaluate as command
 from inference.loading import targets
@@ -78,27 +73,6 @@ def test_layers_that_are_joined_go_on_as_parts() -> None:
     assert torch.equal(joined(x), before)
     assert torch.equal(torch.cat([part(x) for part in parts], -1), before)
     assert {part.codes.untyped_storage().data_ptr() for part in parts} == {joined.codes.untyped_storage().data_ptr()}
-
-
-@pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
-def test_the_layout_is_the_fastest_that_there_is() -> None:
-    """Of layers that are worth measuring."""
-    for wanted in ("plain", "blocked"):
-        now, slow = [0.0], dict.fromkeys(LAYOUTS, 1.0) | {wanted: 0.1}
-
-        def timed(name: str, layer: Int8Linear, now: list[float] = now, slow: dict[str, float] = slow) -> nn.Module:
-            class Slow(nn.Module):
-                def forward(self, x: torch.Tensor) -> None:
-                    now[0] += slow[name]
-
-            return Slow()
-
-        makers = {name: partial(timed, name) for name in LAYOUTS}
-        with patch.object(packing, "LAYOUTS", makers):
-            assert fastest_layout([coded(32, 64, torch.float32, False)], lambda now=now: now[0], small=0) == wanted
-    model = nn.Sequential(coded(32, 64, torch.float32, False), nn.Linear(64, 32))
-    pack_linears(model, lambda layers: "blocked" if isinstance(layers[0], Int8Linear) else "plain")
-    assert [type(module) for module in model] == [WidenedLinear, nn.Linear]
 
 
 # --- the target ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,11 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.targets.stack import LayerStack
 from inference.core.decode import speculative
 from inference.core.rounds import Generation, Round, collect
-from inference.core.tree import ROOT, DraftTree, chain_parents
-from inference.drafters.early_exit import EarlyExitSource
+from inference.core.tree import ROOT, DraftTree
 from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.ngram.ngrams import make_ngram_drafter
 from inference.drafters.shaped import ModelDrafter
@@ -21,20 +20,17 @@ from inference.measure.replay import replay
 from inference.measure.statistics import acceptance_by_position
 from inference.report.report import plot_acceptance
 from inference.settings.method import NgramConfig, StructureConfig
-from inference.shapes.factory import Structure, make_structure
+from inference.shapes.factory import make_structure
 from inference.shapes.shapes import EAGLE_25, static
 from outrider.streams import Streams
 from tests.inference.ngram_cases import make_table
 from tests.known_source import KnownSource, paths_of, random_q, root
+from tests.known_targets import Target, targets
 from tests.tiny import (
-    LAYERS,
     STRUCTURES,
     VOCABULARY,
-    make_drafter,
     method_of,
-    open_stack,
     random_prompt,
-    save_target,
 )
 
 DEEP = {**STRUCTURES, "token_graph": StructureConfig(kind="token_graph", nodes=30)}
@@ -50,18 +46,6 @@ def table_by_definition(seen: Seen) -> list[dict[str, Any]]:
         share = float(Fraction(sum(outcomes), len(outcomes)))
         table.append({"position": depth, "rounds": len(outcomes), "accepted": share})
     return table
-
-
-def watched(drafting: Structure, seen: Seen) -> Structure:
-    """`drafting`, whose drafts and what was accepted of them are kept on the side."""
-    observe = drafting.observe
-
-    def noted(tree: DraftTree, accepted: Any) -> None:
-        seen.append((tree, list(accepted)))
-        observe(tree, accepted)
-
-    drafting.observe = noted  # type: ignore[method-assign]
-    return drafting
 
 
 def noting(drafter: Any, seen: Seen) -> Any:
@@ -84,11 +68,6 @@ def test_the_depth_of_any_tree(places: list[int]) -> None:
     assert tree.depth == max(map(len, paths_of(tree)), default=0)
 
 
-def test_the_depth_of_a_chain_is_its_length() -> None:
-    for length in (0, 1, 7):
-        assert DraftTree(torch.arange(length), chain_parents(0, length), (-1,) * length).depth == length
-
-
 def test_a_tree_of_25_nodes_and_depth_5_by_hand() -> None:
     tree = static(KnownSource(random_q(0)), root(), EAGLE_25, limit=9)
     assert (len(tree), tree.depth) == (25, 5)
@@ -103,10 +82,7 @@ def test_a_tree_of_25_nodes_and_depth_5_by_hand() -> None:
     assert "depth" in axes.get_xlabel()
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Any]:
-    path = save_target(tmp_path_factory.mktemp("depth"), kv_heads=2, peak=6.0)
-    return open_stack(path)[1], make_drafter(path, LAYERS - 1, noise=0.5)
+make = pytest.fixture(scope="module")(targets)
 
 
 def of_tokens() -> dict[str, Callable[[], Any]]:
@@ -121,34 +97,26 @@ def of_tokens() -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("structure", DEEP)
-def test_acceptance_by_depth_of_what_was_decoded(models: tuple[LayerStack, Any], structure: str) -> None:
+def test_acceptance_by_depth_of_what_was_decoded(make: Callable[..., Target], structure: str) -> None:
     """Against the drafts themselves, kept on the side."""
-    stack, drafter = models
-    seen: Seen = []
-    drafting = watched(make_structure(method_of(DEEP[structure]), Streams(0)), seen)
-    source = EarlyExitSource(drafter)
-    generation = collect(speculative(stack, ModelDrafter(source, drafting), random_prompt(20), max_new_tokens=40))
-    found = acceptance_by_position([generation])
+    target, seen = make("llama"), list[tuple[DraftTree, list[int]]]()
+    drafter = noting(
+        ModelDrafter(target.source("early_exit", 0.5), make_structure(method_of(DEEP[structure]), Streams(0))), seen
+    )
+    found = acceptance_by_position([collect(speculative(target.stack, drafter, random_prompt(20), max_new_tokens=40))])
     assert found == table_by_definition(seen)
     assert any(0 < row["accepted"] < 1 for row in found)
-    if structure != "chain":
-        assert len(found) < max(len(tree) for tree, _ in seen)
+    assert structure == "chain" or len(found) < max(len(tree) for tree, _ in seen)
 
 
 @pytest.mark.parametrize("name", of_tokens())
-def test_acceptance_by_depth_of_drafters_that_see_tokens_decoded_and_replayed(
-    models: tuple[LayerStack, Any], name: str
-) -> None:
-    stack, _ = models
-    prompt = random_prompt(12) * 3
-    drafted = [of_tokens()[name]() for _ in range(2)]
-    live: Seen = []
-    drafter = noting(drafted[0], live)
-    generation = collect(speculative(stack, drafter, prompt, max_new_tokens=40))
-    recorded: Seen = []
-    again = noting(drafted[1], recorded)
-    options: Any = {"max_new_tokens": 40}
-    replayed = collect(replay(again, prompt, generation.tokens, **options))
-    found = acceptance_by_position([generation])
-    assert found == table_by_definition(live) == acceptance_by_position([replayed]) == table_by_definition(recorded)
-    assert any(len(tree) for tree, _ in live)
+def test_acceptance_by_depth_of_what_was_decoded_and_replayed(make: Callable[..., Target], name: str) -> None:
+    target, prompt, tables = make("llama"), random_prompt(12) * 3, []
+    decode: Any = partial(speculative, target.stack)
+    for _ in range(2):
+        seen: Seen = []
+        generation = collect(decode(noting(of_tokens()[name](), seen), prompt, max_new_tokens=40))
+        tables += [acceptance_by_position([generation]), table_by_definition(seen)]
+        assert any(len(tree) for tree, _ in seen)
+        decode = lambda drafter, prompt, said=generation.tokens, **options: replay(drafter, prompt, said, **options)  # noqa: E731
+    assert all(table == tables[0] for table in tables)

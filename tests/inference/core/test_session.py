@@ -1,5 +1,7 @@
-"""The session and its caches, against fresh forward passes."""
+"""The session and its caches, against fresh forward passes; and what importing the decode loop brings along."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,13 @@ def test_a_session_as_a_whole_says_what_one_by_layers_says(tmp_path: Path, archi
 
     for whole, layered in zip(said(WholeSession(stack, 32)), said(TargetSession(stack, 0, 32)), strict=True):
         torch.testing.assert_close(whole, layered, rtol=1e-9, atol=1e-9)
+
+
+HEAVY = {"numba", "llvmlite", "triton", "gguf", "matplotlib", "wandb", "deepspeed"}
+MODULES = "inference.core.decode, inference.core.drafter"
+CODE = f"import sys, {MODULES}; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+
+
+def test_the_decode_loop_is_imported_without_engines() -> None:
+    run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120)
+    assert not HEAVY & {*run.stdout.split()}

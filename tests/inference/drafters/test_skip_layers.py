@@ -4,9 +4,7 @@ Losslessness, caches after every round and the distribution under sampling are i
 test_distributions.py.
 """
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import nn
 from transformers import DynamicCache
 
 import outrider
-from data_prep.text.prompts import Prompt
 from draft_models.targets.settings import TARGET
 from inference.core.decode import speculative
 from inference.core.target_session import Runtime
@@ -25,7 +22,6 @@ from inference.drafters.shaped import ModelDrafter
 from inference.drafters.skip_layers import SkipLayersSource, skipped_layers
 from inference.engines.graphs.cuda_graphs import Graphed
 from inference.loading.rehearsal import small
-from inference.measure import probe
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.factory import make_structure
@@ -116,28 +112,6 @@ def test_which_layers_are_skipped() -> None:
         skipped_layers(None, 2)
     with pytest.raises(UserError, match=r"skip=\(1,\): expected None, its default: source=small_lm does not read it"):
         MethodConfig("small_lm", skip=(1,))
-
-
-def test_it_is_reported_tuned_and_resumed(
-    models: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(probe, "SECONDS", 0.0)  # it measures for no longer than it must
-    fixed = MethodConfig("skip_layers", skip=(1,), stop=StopConfig(max_draft=3))
-    auto = replace(fixed, stop=StopConfig(max_draft="auto"))
-    target = str(models / "target")
-    made = config("out", checkpoint=None, target=target, methods={"fixed": fixed, "auto": auto})
-    questions = [Prompt("a", "text", ("once upon",), False), Prompt("b", "text", ("def add(",), False)]
-    evaluate(made, questions)
-    reports = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]
-    for report in reports:
-        assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
-        assert report["drafter"] == "none"
-        assert report["seconds"]["draft"] > 0
-    assert reports[0]["settings"]["skip"] == [1]
-    evaluate(replace(made, resume=True), questions)
-    other = {"fixed": replace(fixed, skip=(2,)), "auto": auto}
-    with pytest.raises(UserError, match="other settings: methods"):
-        evaluate(replace(made, methods=other, resume=True), questions)
 
 
 def test_python_and_a_rehearsal_know_it(tiny_models: Path) -> None:

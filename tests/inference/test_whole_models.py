@@ -1,6 +1,10 @@
-"""Small LMs of architectures that are run by their own forward: lossless, cached right, or refused when loaded."""
+"""Models that run as a whole, by their own forward: lossless as targets and as small LMs, cached right, or refused."""
 
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +12,11 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BloomConfig,
+    CodeGenConfig,
+    FalconConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     MambaConfig,
     MptConfig,
@@ -20,24 +28,30 @@ from transformers import (
 )
 
 from data_prep.text.prompts import Prompt
+from data_prep.text.settings import DataConfig
 from draft_models.small_lm import model as small_lm
 from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.open_target import load_tokenizer
+from draft_models.targets.open_target import load_tokenizer, open_target
 from draft_models.targets.proof import prove_rows
 from draft_models.targets.stack import LayerStack, RowCache, WholeModel
-from inference.core.decode import speculative
+from draft_models.targets.target import Band
+from inference.core.decode import autoregressive, speculative
 from inference.core.target_session import WholeSession
 from inference.core.tree import chain_parents
+from inference.drafters.ngram.lookup import PromptLookup
 from inference.drafters.shaped import ModelDrafter
-from inference.drafters.small_lm import SmallLMSource
+from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
 from inference.engines.packing import PackedLinear, can_pack, pack_linears
 from inference.evaluate import compare
+from inference.loading.targets import find_setup, find_target, load_stack, make_runtime
 from inference.measure import bench
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
+from tests.inference.evaluate.evaluating import evaluate
+from tests.tiers import typical_where
 from tests.tiny import (
     STRUCTURES,
     VOCABULARY,
@@ -48,8 +62,13 @@ from tests.tiny import (
     reference_generate,
     save_target,
 )
+from train.recipes.eagle3 import train_eagle3
+from train.recipes.early_exit import train_early_exit
+from train.settings.drafters import EesdConfig
+from train.settings.eagle3 import Eagle3Config
+from train.settings.fit import FitConfig
 
-COMMON = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": None}
+COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": None}
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT2 = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=128, **COMMON)
 RUN = {
@@ -234,11 +253,166 @@ def test_prompts_are_checked_against_both_models(tmp_path: Path, monkeypatch: py
         compare.evaluate_checkpoint(config, [Prompt("p", "c", ("text",), False)])
 
 
-def test_16_bits(trained: tuple) -> None:
-    """The check is made in float32, what is loaded then is not."""
-    stack, path, prompt, expected = trained
-    lm = load(path, torch.bfloat16)
-    assert {parameter.dtype for parameter in lm.parameters()} == {torch.bfloat16}
-    tokens, _, accepted = decode(stack, SmallLMSource(lm), "opt_tree", prompt, 40)
-    assert tokens == expected
-    assert accepted > 20
+# --- the vocabulary of a small LM
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    path, other = save_target(tmp_path / "target"), save_target(tmp_path / "other")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(other)
+    size = len(byte_tokenizer())
+    message = rf"\({size + 1} tokens\) is not the target's .* {size} tokens\); 1 tokens differ, first '<new>'"
+    with pytest.raises(UserError, match=message):
+        load_small_lm(str(other), load_tokenizer(str(path)), dtype=torch.float32)
+    byte_tokenizer().save_pretrained(other)
+    stored = json.loads((other / "tokenizer.json").read_text())
+    ids = stored["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (other / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=rf"\({size} tokens\) .* {size} tokens\); 2 tokens differ, first"):
+        load_small_lm(str(other), load_tokenizer(str(path)), dtype=torch.float32)
+
+
+def test_fit_vocabulary() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    assert fit_vocabulary(logits, 2).tolist() == [[1.0, 2.0]]
+    assert fit_vocabulary(logits, 4).softmax(-1)[0, 3] == 0
+
+
+# --- targets
+
+
+CPU = torch.device("cpu")
+OF_TARGET: dict[str, Any] = {**COMMON, "pad_token_id": None}
+ROTARY = {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 256}
+TARGETS: dict[str, PreTrainedConfig] = {
+    "falcon": FalconConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, **OF_TARGET),
+    "codegen": CodeGenConfig(**ROTARY, **OF_TARGET),
+    "gptj": GPTJConfig(**ROTARY, **OF_TARGET),
+}
+LOOKUP = {"lookup": MethodConfig("prompt_lookup")}
+
+
+# Their calls differ little: one family is tested here, all in the thorough tier.
+@pytest.fixture(scope="module", params=typical_where(lambda name: name == "falcon", sorted(TARGETS)))
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LayerStack]:
+    path = save_plain(tmp_path_factory.mktemp(request.param), TARGETS[request.param])
+    opened = open_target(str(path), by_layers=False)
+    stack = load_stack(opened, None, torch.float32, CPU, by_layers=False)
+    assert isinstance(stack, WholeModel)
+    return path, stack
+
+
+def of(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("runtime", ["eager", "graphed"])
+def test_whatever_drafts_the_text_is_its_own(
+    target: tuple[Path, LayerStack], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    """Plain decoding, prompt lookup, and a small LM's chains and trees; the prompt is longer than the largest mask."""
+    monkeypatch.setattr(Band, "BLOCK", 16)
+    path, stack = target
+    small = open_stack(save_target(tmp_path / "small", kv_heads=2))[1]
+    prompt = random_prompt(10) * 3
+    expected = reference_generate(of(path), prompt, 24)
+    options: Any = {"max_new_tokens": 24, "runtime": make_runtime(runtime, CPU)}
+    drafters: list[Any] = [PromptLookup()]
+    for structure in ("chain", "opt_tree", "k_config"):
+        made = make_structure(method_of(STRUCTURES[structure]), Streams(0))
+        drafters.append(ModelDrafter(SmallLMSource(small), made))
+    assert [t for r in autoregressive(stack, prompt, **options) for t in r.tokens] == expected
+    drafted = 0
+    for drafter in drafters:
+        rounds = list(speculative(stack, drafter, prompt, **options))
+        assert [t for r in rounds for t in r.tokens] == expected
+        drafted += sum(r.drafted for r in rounds)
+    assert drafted > 60
+
+
+def test_the_target_drafts_for_itself(target: tuple[Path, LayerStack]) -> None:
+    """As a small LM, by its own forward: every draft is right, for any rows that a tree keeps."""
+    path, stack = target
+    prompt = random_prompt(14)
+    for structure in ("chain", "static"):
+        made = make_structure(method_of(STRUCTURES[structure]), Streams(0))
+        source = SmallLMSource(WholeModel(of(path)))
+        rounds = list(speculative(stack, ModelDrafter(source, made), prompt, max_new_tokens=21))
+        assert [t for r in rounds for t in r.tokens] == reference_generate(of(path), prompt, 21)
+        assert all(r.accepted == min(r.depth, len(r.tokens)) for r in rounds[1:])
+
+
+def test_a_fault_in_what_is_kept_changes_the_text(
+    target: tuple[Path, LayerStack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison above is sensitive to the caches: a tree's path is kept with rows off by one."""
+    path, stack = target
+    keep = RowCache.keep
+    monkeypatch.setattr(RowCache, "keep", lambda self, base, rows: keep(self, base, [*rows[:1], *rows[:-1]]))
+    source = SmallLMSource(WholeModel(of(path)))
+    made = make_structure(method_of(STRUCTURES["static"]), Streams(0))
+    rounds = list(speculative(stack, ModelDrafter(source, made), random_prompt(14), max_new_tokens=21))
+    assert [t for r in rounds for t in r.tokens] != reference_generate(of(path), random_prompt(14), 21)
+
+
+@pytest.mark.slow
+def test_the_report(target: tuple[Path, LayerStack], tmp_path: Path, config: Callable[..., EvaluateConfig]) -> None:
+    path, _ = target
+    made = config(
+        "out", target=str(path), checkpoint=None, small_lm=None, table=None, methods=LOOKUP, compare_transformers=True
+    )
+    evaluate(made)
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())
+    assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+
+
+@pytest.mark.parametrize("name", [*TARGETS, "mamba", "opt"])
+def test_a_drafter_that_needs_layers_is_refused_before_weights_are_read(tmp_path: Path, name: str) -> None:
+    """There are no weights here. The error names the family."""
+    others = {"mamba": MambaConfig(), "opt": OPTConfig(do_layer_norm_before=False)}
+    (TARGETS | others)[name].save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    said, data = {"target": str(tmp_path), "out_dir": str(tmp_path / "out")}, DataConfig()
+    commands: list[Callable[[], object]] = [
+        lambda: train_early_exit(EesdConfig(data=data, fit=FitConfig(steps=1), **said)),
+        lambda: train_eagle3(Eagle3Config(data=data, fit=FitConfig(steps=1), **said)),
+        lambda: find_setup(EvaluateConfig(methods={"m": MethodConfig("skip_layers")}, **said)),
+        lambda: find_setup(EvaluateConfig(methods={"m": MethodConfig("eagle3")}, eagle3="head", **said)),
+    ]
+    by_name = f"architecture '{name}' cannot be run layer by layer"
+    family = "an OPT with layer norms behind its layers" if name == "opt" else by_name
+    for command in commands:
+        with pytest.raises(UserError, match=family):
+            command()
+
+
+def test_a_drafter_on_layers_that_no_method_uses_is_refused_too(
+    target: tuple[Path, LayerStack], config: Callable[..., EvaluateConfig]
+) -> None:
+    """It would be loaded with the target all the same."""
+    made = config("out", target=str(target[0]), checkpoint=None, small_lm=None, table=None, methods=LOOKUP)
+    assert find_target(made)
+    with pytest.raises(UserError, match="cannot be run layer by layer"):
+        find_target(replace(made, eagle3="head"))
+
+
+def test_a_target_that_proves_neither_is_refused(tmp_path: Path) -> None:
+    path = save_plain(tmp_path, BloomConfig(hidden_size=64, n_layer=2, n_head=4, **OF_TARGET))
+    with pytest.raises(UserError, match=r"neither by layers nor by its own forward \(its forward does not take a 4-D"):
+        load_stack(open_target(str(path), by_layers=False), None, torch.float32, CPU, by_layers=False)
+
+
+def test_a_window_that_is_applied_unasked_is_refused(tmp_path: Path) -> None:
+    """GPT-Neo's local layers apply their window to any mask, and by rows, not by positions."""
+    kinds = [[["global", "local"], 1]]
+    shape = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 128}
+    for window, refused in ((20, True), (128, False)):
+        config = GPTNeoConfig(**shape, attention_types=kinds, window_size=window, **OF_TARGET)
+        target = open_target(str(save_plain(tmp_path / str(window), config)), by_layers=False)
+        if refused:
+            with pytest.raises(UserError, match=r"neither by layers nor .* a branch of a tree|token \d+ of a text of"):
+                load_stack(target, None, torch.float32, CPU, by_layers=False)
+        else:
+            assert load_stack(target, None, torch.float32, CPU, by_layers=False)

@@ -1,0 +1,293 @@
+"""Kinds of drafters in commands: one from outside, what `checkpoint` holds, and those without a directory of ours."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import outrider
+from data_prep.text.prompts import Prompt
+from draft_models.eagle3.checkpoint import load_head
+from draft_models.targets.open_target import open_target
+from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from inference.core.drafter import Drafter
+from inference.core.tree import DraftTree, chain_parents
+from inference.drafters.eagle3 import PLUGIN as HEADS
+from inference.engines.graphs.cuda_graphs import Graphed
+from inference.evaluate import compare
+from inference.evaluate.compare import evaluate as command
+from inference.loading.memory_plan import Place, cache_bytes, drafter_memory
+from inference.loading.rehearsal import small
+from inference.loading.targets import find_target
+from inference.measure import probe
+from inference.measure.arms import make_arms
+from inference.report.facts import drafter_folders
+from inference.settings.evaluate import EvaluateConfig
+from inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in, register
+from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from inference.sizing.policy import Tuning
+from outrider.errors import UserError
+from outrider.files import PACKAGES
+from outrider.streams import Streams
+from tests.eagle3_heads import DIALECTS, head_weights, write_head
+from tests.inference.evaluate.evaluating import evaluate
+from tests.tiny import random_prompt
+
+ROOT = Path(__file__).parents[3]
+
+
+class Cycle(Drafter):
+    """Drafts the tokens of a file, over and over."""
+
+    max_rows = 3
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+
+    def begin(self, session: Any, selector: Any, watch: Any) -> None:
+        pass
+
+    def draft(self, root: torch.Tensor, limit: int) -> DraftTree:
+        tokens = (self.tokens * 3)[: min(limit, self.max_rows)]
+        return DraftTree(torch.tensor(tokens, dtype=torch.long), chain_parents(0, len(tokens)), (-1,) * len(tokens))
+
+    def commit(self, tree: DraftTree, nodes: Any, tokens: Any) -> None:
+        pass
+
+
+class CyclePlugin(DrafterPlugin):
+    """The model is a list of token ids."""
+
+    def identity(self, where: str | None) -> dict[str, Any]:
+        return {"cycle": None if where is None else Path(where).read_text()}
+
+    def load(self, where: str, target: Any, methods: Mapping[str, MethodConfig], **_: Any) -> list[int]:
+        tokens: list[int] = json.loads(Path(where).read_text())
+        return tokens
+
+    def make(
+        self, model: list[int], method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
+    ) -> Drafter:
+        return Cycle(model)
+
+
+PLUGIN = CyclePlugin()
+
+
+@pytest.fixture
+def cycle() -> Iterator[Kind]:
+    """The kind, known while a test runs."""
+    kind = Kind("cycle", f"{__name__}:PLUGIN", option="cycle", needs="a JSON list of token ids", shaped=False)
+    yield register(kind)
+    KINDS.pop("cycle", None)
+
+
+def test_it_decodes_and_is_reported(
+    cycle: Kind, models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig]
+) -> None:
+    (tmp_path / "tokens.json").write_text("[97, 98]")
+    made = config(
+        "out", methods={"toy": MethodConfig(source="cycle")}, drafters={"cycle": str(tmp_path / "tokens.json")}
+    )
+    evaluate(made)
+    report = json.loads((Path(made.out_dir) / "report.json").read_text())
+    assert (report["method"], report["lossless"]["identical"]) == ("toy", report["lossless"]["checked"])
+    assert report["drafted_tokens_per_round"] > 2
+    assert str(tmp_path / "tokens.json") in report["drafter"]
+    (tmp_path / "tokens.json").write_text("[97, 99]")
+    with pytest.raises(UserError, match="other settings: cycle="):  # it is part of what a resumed run must agree on
+        evaluate(config("out", methods=made.methods, drafters=made.drafters, resume=True))
+
+
+def test_python_knows_it(cycle: Kind, tiny_models: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokens.json").write_text("[97, 98]")
+    given = {"method": MethodConfig("cycle"), "drafters": {"cycle": str(tmp_path / "tokens.json")}}
+    model = outrider.load(str(tiny_models / TARGET), device="cpu", **given)
+    alone = outrider.load(str(tiny_models / TARGET), device="cpu")
+    assert model.generate("to be or ", max_new_tokens=12) == alone.generate("to be or ", max_new_tokens=12)
+    assert model.drafters == {"cycle": [97, 98]}
+
+
+def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"\+drafters\.cycle=None: expected a JSON list of token ids for m"):
+        EvaluateConfig(target="t", methods={"m": MethodConfig(source="cycle")})
+    with pytest.raises(UserError, match=r"drafters.cicle='x': expected one of cycle"):
+        EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")}, drafters={"cicle": "x"})
+    with pytest.raises(UserError, match=r"stop.max_draft=3: expected None, its default: source=cycle does not read it"):
+        MethodConfig(source="cycle", stop=StopConfig(max_draft=3))
+    with pytest.raises(ValueError, match="registered already"):
+        register(cycle)
+    monkeypatch.delitem(KINDS, "cycle")
+    with pytest.raises(UserError, match="source='cycle': expected one of"):
+        MethodConfig(source="cycle")
+
+
+NAMED = {"early_exit": 6, "small_lm": 10, "eagle3": 11, "ngrams": 4, "skip_layers": 1, "prompt_lookup": 3}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_few_files_name_a_kind(name: str) -> None:
+    """Outside its own folder and of what drafts: commands and options of that name among them. It may only fall."""
+    own = (f"draft_models/{name}/", "inference/drafters/")
+    files = [file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    naming = [file for file in files if not file.startswith(own) and f'"{name}"' in (ROOT / file).read_text("utf-8")]
+    assert len(naming) <= NAMED[name], naming
+
+
+# --- what lies in checkpoint=
+
+
+FOLDERS = {"early_exit": EARLY_EXIT, "small_lm": SMALL_LM, "eagle3": EAGLE3, "ngrams": TABLE}
+LOOKUP = {"m": MethodConfig("prompt_lookup")}
+
+
+@pytest.mark.parametrize(("name", "folder"), FOLDERS.items())
+def test_a_checkpoint_is_what_lies_there(tiny_models: Path, name: str, folder: str) -> None:
+    where, methods = str(tiny_models / folder), {"m": MethodConfig(name)}
+    config = EvaluateConfig(checkpoint=where, target="t", methods=methods)
+    assert drafter_folders(config) == {name: where}
+    debug = small(replace(config, debug=True), tiny_models.parent, tiny_models)
+    assert drafter_folders(debug) == {name: where}
+    if name != "early_exit":  # which knows its target
+        with pytest.raises(UserError, match=f"target=None: expected the model.*holds {name}, for method="):
+            replace(config, target=None)
+        other = next(kind for kind in KINDS.values() if kind.name == name)
+        with pytest.raises(UserError, match=f"{other.option}='b': expected null where checkpoint="):
+            replace(config, **{str(other.option): "b"})
+        with pytest.raises(UserError, match=f"checkpoint=.*: expected an early-exit .*holds {name}, for method="):
+            replace(config, methods={"m": MethodConfig()})
+
+
+def test_a_head_is_known_by_its_tensors(tmp_path: Path, tiny_models: Path) -> None:
+    """Of any trainer; EAGLE's own configs are those of a causal LM."""
+    for dialect, facts in DIALECTS.items():
+        found = kind_in(write_head(tmp_path / dialect, facts, head_weights(facts)))
+        assert found is not None, dialect
+        assert found.name == "eagle3", dialect
+    assert kind_in(str(tiny_models / TARGET)) == KINDS["small_lm"]
+
+
+def test_a_head_there_decodes(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = EvaluateConfig(
+        checkpoint=str(tiny_models / EAGLE3), target=str(tiny_models / TARGET), methods={"m": MethodConfig("eagle3")},
+        prompt_text=["once upon"], max_new_tokens=8, device="cpu", compare_transformers=False,
+        out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    command(config)
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["drafter"], report["draft_vocabularies"]["eagle3"]["tokens"]) == (config.checkpoint, 256)
+    assert report["doctor"] == {}  # it was written here
+    capsys.readouterr()
+    command(replace(config, plan=True))
+    assert "eagle3's weights: " in capsys.readouterr().out
+
+
+def test_what_is_no_drafter_is_refused(
+    models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/weights.pt").write_text("")
+    target = str(models / "target")
+    for name, found in (("empty", "found nothing"), ("other", r"found weights\.pt"), ("none", "no such directory")):
+        made = config("out", checkpoint=str(tmp_path / name), target=target, methods=LOOKUP)
+        expected = (
+            rf"{name}: {found}.* drafter\.json \(early_exit\), config\.json \(small_lm or eagle3\), table\.safetensors"
+        )
+        for plan in (False, True):
+            with pytest.raises(UserError, match=expected):
+                command(replace(made, plan=plan))
+    with pytest.raises(UserError, match=r"eagle3=None: expected .* for m; checkpoint=.*other holds no drafter"):
+        config("out", checkpoint=str(tmp_path / "other"), target=target, methods={"m": MethodConfig("eagle3")})
+    assert find_target(config("out", checkpoint=str(models / "drafter"), methods=LOOKUP)).source == target
+
+
+# --- an EAGLE-3 head, and the target without some layers
+
+
+QUESTIONS = [Prompt("a", "text", ("once upon",), False), Prompt("b", "text", ("def add(",), False)]
+CHAIN = MethodConfig("eagle3", stop=StopConfig(max_draft=3))
+
+
+def test_a_head_is_reported_tuned_and_resumed(
+    tiny_models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 0.0)  # it measures for no longer than it must
+    (tmp_path / "head").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "head" / name).write_bytes((tiny_models / EAGLE3 / name).read_bytes())
+    tree = MethodConfig("eagle3", StructureConfig("opt_tree", nodes="auto", max_depth="auto"))
+    methods = {"chain": CHAIN, "auto": replace(CHAIN, stop=StopConfig(max_draft="auto")), "tree": tree}
+    models = {"checkpoint": None, "target": str(tiny_models / TARGET), "eagle3": str(tmp_path / "head")}
+    made = config("out", methods=methods, **models)
+    evaluate(made, QUESTIONS)
+    for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
+        assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+        assert report["drafter"] == str(tmp_path / "head")
+        assert report["draft_vocabularies"]["eagle3"]["tokens"] == 256
+        assert report["seconds"]["draft"] > 0
+    evaluate(replace(made, resume=True), QUESTIONS)
+    weights = load_file(tmp_path / "head/model.safetensors")
+    save_file({**weights, "fc.weight": 2 * weights["fc.weight"]}, tmp_path / "head/model.safetensors")
+    monkeypatch.setattr(compare, "load_models", None)  # it is refused before anything is loaded
+    with pytest.raises(UserError, match=r"other settings: eagle3\.tensors\.fc"):
+        evaluate(replace(made, resume=True), QUESTIONS)
+
+
+def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
+    """In passes of fixed shape, for texts as long as were planned."""
+    target = open_target(str(tiny_models / TARGET))
+    where, place, runtime = str(tiny_models / EAGLE3), Place(4, 100), Graphed()
+    head = load_head(where, target.config, dtype=torch.float32)
+    stack = target.stack(dtype=torch.float32)
+    HEADS.prepare(head, stack)
+    runtime.prepare(100, ())
+    arms = make_arms(stack, {"eagle3": head}, {"m": CHAIN}, None, max_new_tokens=40, eos=(), runtime=runtime)
+    arms["m"](random_prompt(60), Streams(0))
+    (own,) = (arena for arena in runtime._arenas.values() if arena.layers is head)
+    weights, caches = (one.size for one in drafter_memory(KINDS["eagle3"], HEADS, where, target.config, place))
+    held = load_file(tiny_models / EAGLE3 / "model.safetensors")
+    assert weights == sum(tensor.nbytes for name, tensor in held.items() if name not in ("d2t", "t2d"))
+    assert own.first._buffer is not None
+    buffers = sum(buffer.nbytes for buffer in own.buffers.values())
+    (arena,) = (arena for arena in runtime._arenas.values() if arena.layers is stack)
+    (taps,) = (buffer for (name, output), buffer in arena.buffers.items() if "aux_hidden" in name and output == 2)
+    taken = own.first._buffer.nbytes + buffers + taps.nbytes
+    assert taken <= caches < taken + cache_bytes(target.config, place)
+
+
+def test_a_rehearsal_has_a_head(tmp_path: Path) -> None:
+    command(
+        EvaluateConfig(
+            target="nowhere",
+            eagle3="nowhere",
+            methods={"m": CHAIN},
+            debug=True,
+            out_dir=str(tmp_path / "run"),
+            compare_transformers=False,
+        )
+    )
+    report = json.loads((tmp_path / "run-debug/run/report.json").read_text())
+    assert report["drafter"].endswith(EAGLE3)
+    assert report["drafted_tokens_per_round"] > 1
+
+
+def test_a_target_without_layers_is_reported_tuned_and_resumed(
+    models: Path, config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "SECONDS", 0.0)
+    fixed = MethodConfig("skip_layers", skip=(1,), stop=StopConfig(max_draft=3))
+    auto = replace(fixed, stop=StopConfig(max_draft="auto"))
+    made = config("out", checkpoint=None, target=str(models / "target"), methods={"fixed": fixed, "auto": auto})
+    evaluate(made, QUESTIONS)
+    for report in json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]:
+        assert report["lossless"]["identical"] == report["lossless"]["checked"] > 0
+        assert (report["drafter"], report["settings"]["skip"]) == ("none", [1])
+        assert report["seconds"]["draft"] > 0
+    with pytest.raises(UserError, match="other settings: methods"):
+        evaluate(replace(made, methods={"fixed": replace(fixed, skip=(2,)), "auto": auto}, resume=True), QUESTIONS)
