@@ -47,6 +47,7 @@ class Stage(AbstractContextManager["Stage"]):
         """
         self.what, self.total, self.unit, self.done = what, total, unit, first
         self._first, self._most, self._left, self._told = first, most, left, math.inf
+        self.after = 0.0  # seconds from the last unit to the end
         self.began = time.monotonic()
 
     def advance(self, count: float = 1) -> None:
@@ -65,7 +66,7 @@ class Stage(AbstractContextManager["Stage"]):
             return self._left()
         done, known = self.done - self._first, []
         if self.total is not None and done:
-            known.append(self.spent / done * (self.total - self.done))
+            known.append(self.spent / done * (self.total - self.done) + self.after)
         if self._most < math.inf:
             known.append(self._most - self.spent)
         return max(0.0, min(known)) if known else None

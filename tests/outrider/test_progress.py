@@ -49,6 +49,8 @@ def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     given.advance(9)
     assert given.left == pytest.approx(60 / 9)
     assert Stage("e", 10, most=50.0).left == 0.0  # its time is over
+    counting.after = 30.0
+    assert counting.left == 150.0
     assert Stage("f", 10, left=lambda: None).left is None
 
 

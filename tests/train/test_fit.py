@@ -22,7 +22,7 @@ from tests.train.jobs import log
 from train.core import run_dir
 from train.core.fit import fit
 from train.core.loop import epoch_order, own_share, step_rows
-from train.core.progress import start_wandb, tracker_of
+from train.core.progress import start_wandb
 from train.core.sharding import WEIGHTS_FILE, trained_parameters
 
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
@@ -286,12 +286,12 @@ def test_a_resumed_run_continues_its_wandb_curves(tmp_path, monkeypatch):
         asked[-1] += (values["seed"],)
 
     online, disabled = WandbConfig(mode="online"), WandbConfig(mode="disabled")
-    accelerators = [Accelerator(log_with=tracker_of(online)) for _ in range(2)]
+    accelerators = [Accelerator(log_with="wandb" if online.is_on() else None) for _ in range(2)]
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, config=SimpleNamespace(update=update)))
     for accelerator in accelerators:
         start_wandb(accelerator, online, tmp_path, {"seed": 7})
     assert asked == [(None, None, "online", 7), ("abc", "allow", "online", 7)]
-    without = Accelerator(log_with=tracker_of(disabled))
+    without = Accelerator(log_with="wandb" if disabled.is_on() else None)
     assert start_wandb(without, disabled, tmp_path, {}) is None
     assert without.trackers == []
 

@@ -26,7 +26,6 @@ from outrider.errors import UserError, reason, warn
 from outrider.processes import join_processes
 from train.core import sharding
 from train.core.optimizers import build_optimizer
-from train.core.progress import tracker_of
 from train.core.sharding import load_trained
 from train.settings.fit import FitConfig
 
@@ -51,7 +50,7 @@ class Engine:
         self.accelerator = Accelerator(
             mixed_precision="no",  # `fit` autocasts: with the launcher's setting, DeepSpeed and FSDP hold bf16 weights
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulated, sync_with_dataloader=False),
-            log_with=tracker_of(config.wandb),
+            log_with="wandb" if config.wandb.is_on() else None,
         )
         kind = self.accelerator.distributed_type
         self._deepspeed, self._fsdp = kind == DistributedType.DEEPSPEED, kind == DistributedType.FSDP

@@ -157,7 +157,7 @@ def fit(
             with report.paused():
                 _save(engine, model, run, reached, out_dir, config.keep_checkpoints)
 
-        with report.stage:
+        with report:
             total = train(
                 engine,
                 rows,

@@ -90,13 +90,13 @@ def train(
         report.advance()
 
         done = step + 1
-        total = report.end_at(budget.decide(done))
+        report.total = total = budget.decide(done)
         logged = done == 1 or is_due(done, config.log_every, total)  # the first loss says early that all is well
         if logged:
             report.log_interval(done, engine.rate, norm)
         if evaluate is not None and is_due(done, config.eval_every, total):
             evaluate(done)
-            total = report.end_at(budget.decide(done))
+            report.total = total = budget.decide(done)
             if done == total and not logged:
                 report.log_interval(done, engine.rate, norm)
         if is_due(done, config.save_every, total):

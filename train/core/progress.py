@@ -20,35 +20,24 @@ LOG_FILE = "log.jsonl"
 FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta": "{:.0f}s"}
 
 
-class Report:
-    """Metrics of `steps`, aggregated over all processes: printed by the main process, and sent to log.jsonl and W&B.
+class Report(Stage):
+    """The stage of `steps`, and their metrics over all processes: printed by the main process, and sent to log.jsonl
+    and W&B.
 
-    Every process has one and calls every method. The clock starts at construction. evaluates: an evaluation follows
-    the last step.
+    Every process has one and calls every method. evaluates: an evaluation follows the last step.
     """
 
     def __init__(self, accelerator: Accelerator, out_dir: Path, steps: range, evaluates: bool = False) -> None:
-        self._evaluates = evaluates
-        self._evaluation: float | None = None  # seconds of the last evaluation
-        self.accelerator, self.out_dir, self.steps = accelerator, out_dir, steps
+        super().__init__("training", steps.stop, "steps", first=steps.start)
+        self.accelerator, self.out_dir, self._evaluates = accelerator, out_dir, evaluates
         self._sums: list[Tensor] = []  # [summed loss, supervised tokens, tokens] of this process since the last line
-        self._start = self._interval_start = time.perf_counter()
-        self.stage = Stage("training", steps.stop, "steps", first=steps.start, left=lambda: self.left(self.stage.done))
+        self._interval_start = time.perf_counter()
 
     def add(self, summed: Tensor, labels: Tensor) -> None:
         """Count a micro batch: its summed loss (scalar) and its labels [B, T], on the CPU."""
         counts = [int((labels != IGNORE).sum()), labels.numel()]
         counted = torch.tensor(counts, dtype=torch.float64, device=summed.device)
         self._sums.append(torch.cat([summed.detach().double().reshape(1), counted]))
-
-    def advance(self) -> None:
-        """Count a finished step."""
-        self.stage.advance()
-
-    def end_at(self, total: int) -> int:
-        """Set the run's last step to `total`; returns it."""
-        self.steps, self.stage.total = range(self.steps.start, total), total
-        return total
 
     def drain(self) -> tuple[float, float, float]:
         """Sums of [loss, supervised tokens, tokens] over all rows since the last call."""
@@ -69,15 +58,7 @@ class Report:
         began = time.perf_counter()
         with self.paused(), Stage(f"evaluating after step {step}"):
             yield
-        self._evaluation = time.perf_counter() - began
-
-    def left(self, done: float) -> float | None:
-        """Seconds until the end of the run after `done` steps: the remaining steps, and the last evaluation once one
-        has been timed. None before the first step."""
-        if done == self.steps.start:
-            return None
-        per_step = (time.perf_counter() - self._start) / (done - self.steps.start)
-        return per_step * (self.steps.stop - done) + (self._evaluation or 0.0)
+        self.after = time.perf_counter() - began
 
     def log_interval(self, done: int, rate: float, norm: float | None) -> None:
         """Log the steps since the previous line, after `done` steps. rate: the learning rate of the last step."""
@@ -86,8 +67,8 @@ class Report:
         interval, self._interval_start = now - self._interval_start, now
         values = {"loss": summed / supervised, "lr": rate, "tokens_per_s": tokens / interval}
         values |= {} if norm is None else {"grad_norm": norm}
-        more = "+evaluation" if self._evaluates and self._evaluation is None else ""
-        self.log(done, {**values, "eta": self.left(done) or 0.0}, more)
+        more = "+evaluation" if self._evaluates and not self.after else ""
+        self.log(done, {**values, "eta": self.left or 0.0}, more)
 
     def log(self, done: int, values: Mapping[str, float], more: str = "") -> None:
         """Log one line of named numbers, after `done` steps. more: printed after the last number."""
@@ -95,7 +76,7 @@ class Report:
             return
         values = {key: float(value) for key, value in values.items()}
         shown = " ".join(f"{key}={FORMATS.get(key, '{:.4f}').format(value)}" for key, value in values.items())
-        print(f"step={done}/{self.steps.stop} {shown}{more}", flush=True)
+        print(f"step={done}/{self.total} {shown}{more}", flush=True)
         with (self.out_dir / LOG_FILE).open("a", encoding="utf-8") as log:
             log.write(json.dumps({"step": done, **values}) + "\n")
         self.accelerator.log(values, step=done)
@@ -125,13 +106,8 @@ def _step_of(line: bytes) -> float:
         return math.inf
 
 
-def tracker_of(config: WandbConfig) -> str | None:
-    """The tracker of an `Accelerator`; None if W&B is disabled. Else raises `UserError` if wandb is not installed."""
-    return "wandb" if config.is_on() else None
-
-
 def start_wandb(accelerator: Accelerator, config: WandbConfig, out_dir: Path, run: Mapping[str, object]) -> None:
-    """Start the W&B run of an accelerator that logs with `tracker_of(config)`; its id is stored in `out_dir`.
+    """Start the W&B run of an accelerator that logs there; its id is stored in `out_dir`.
 
     run: JSON-able, the run's config in W&B. Does nothing if W&B is disabled.
     """
