@@ -75,7 +75,7 @@ COMMANDS = {
             "finetune_drafter", "train.finetune_drafter", "train.settings.drafters:FinetuneConfig",
             "train a small LM as a drafter",
         ),
-        Command("eagle3", "train.eagle3", "train.settings.eagle3:Eagle3Config", "train an EAGLE-3 head"),
+        Command("eagle3", "train.eagle3", "train.settings.drafters:Eagle3Config", "train an EAGLE-3 head"),
         Command(
             "build_trigrams", "data_prep.build_trigrams", "data_prep.ngrams.settings:TrigramConfig",
             "count a corpus into an n-gram table",

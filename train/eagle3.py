@@ -1,7 +1,7 @@
 """Train an EAGLE-3 head for a target."""
 
 from conf import entry
-from train.settings.eagle3 import Eagle3Config
+from train.settings.drafters import Eagle3Config
 
 
 @entry("eagle3", Eagle3Config)

@@ -64,8 +64,7 @@ from tests.tiny import (
 )
 from train.recipes.eagle3 import train_eagle3
 from train.recipes.early_exit import train_early_exit
-from train.settings.drafters import EesdConfig
-from train.settings.eagle3 import Eagle3Config
+from train.settings.drafters import Eagle3Config, EesdConfig
 from train.settings.fit import FitConfig
 
 COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": None}

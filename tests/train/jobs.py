@@ -26,8 +26,7 @@ from outrider.wandb_config import WandbConfig
 from tests.forked import Fork
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
 from train.core import run_dir
-from train.settings.drafters import CalibrateConfig, DrafterConfig, EesdConfig, FinetuneConfig
-from train.settings.eagle3 import Eagle3Config
+from train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
 from train.settings.fit import FitConfig
 
 ROOT = Path(__file__).parents[2]

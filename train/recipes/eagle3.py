@@ -54,7 +54,7 @@ from train.core.training import Batch, Metrics, Trained, Training
 from train.parts.drafter import fit_memory, frozen_dtype, parameters_of, pick_tokens, require_context, write_record
 from train.parts.heldout import WATCHED_DRAFT, Decoding, batches_of, evaluation
 from train.parts.target_states import RowsWithStates, with_states
-from train.settings.eagle3 import Eagle3Config
+from train.settings.drafters import Eagle3Config
 
 
 @rehearsable

@@ -10,11 +10,13 @@ from draft_models.targets.settings import (
     Divergence,
     DrafterFolder,
     FloatDtype,
+    Head,
     Model,
     ReadingChanges,
     RehearsedConfig,
     RunDtype,
     TargetConfig,
+    Written,
 )
 from outrider.errors import require
 from outrider.settings import Count, Place, Positive, Settings, Share, free, opt, require_default
@@ -24,19 +26,71 @@ NotNegative = Annotated[int, Ge(0)]
 Width = Annotated[int, Ge(2)]  # of a row in tokens
 Objective = Literal["cross_entropy", Divergence]
 Teacher = Literal["online", "cached"]
-# options that a finished early exit has decided
+# options that a finished head or early exit has decided
+OF_A_NEW_HEAD = ("version", "taps", "intermediate", "draft_vocabulary")
 OF_A_NEW_EXIT = ("exit_layer", "exit_depth", "train_head", "train_layer", "draft_vocabulary")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EesdConfig(TargetConfig):
+class DrafterTraining(TargetConfig):
+    """What the training of any drafter is told."""
+
+    data: DataConfig
+    fit: FitConfig
+    objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
+    draft_vocabulary: Count | None = opt(None, "tokens that it predicts, the text's most frequent; null: all")
+    seq_len: Width = opt(2048, "tokens of a row")
+    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
+    decode_prompts: Count = opt(16, "held-out prompts that give eval_tau, which chooses the drafter")
+    decode_tokens: Annotated[int, Ge(2)] = opt(64, "new ones of each of those prompts; the first is the prefill's")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_heldout(self.data, "the drafter is watched and chosen on held-out text")
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss compares with the target's distribution."""
+        return self.objective != "cross_entropy"
+
+    def deciding(self) -> dict[str, object]:
+        """As of all settings; besides, the best drafter of those evaluated is kept."""
+        return super().deciding() | {"eval_every": self.fit.eval_every}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaughtTraining(DrafterTraining):
+    """One that may learn from distributions of the target that are cached."""
+
+    teacher: Teacher = "online"
+    """where any objective but cross_entropy has the target's distribution from: the whole target, run along, or cached
+    top-k beside `data`"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cached = self.teacher == "cached"
+        require(not (self.debug and cached), "debug", self.debug, "teacher=online: a tiny target has no cached answers")
+        require(
+            not cached or (self.distils and self.data.source == "local"),
+            "teacher",
+            self.teacher,
+            "online; cached needs a divergence as objective and data=local with the responses of "
+            "outrider generate-responses (top_k_logits=K)",
+        )
+
+    @property
+    def online(self) -> bool:
+        """Whether the whole target runs along for the loss."""
+        return self.distils and self.teacher == "online"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EesdConfig(TaughtTraining):
     """EESD: train an early-exit drafter on the first layers of `target`."""
 
     by_layers: ClassVar[bool] = True  # it needs the layers of the target
 
     target: Model = free(help="model directory, GGUF file or Hub name; only the layers needed are read")
-    data: DataConfig
-    fit: FitConfig
     start: DrafterFolder | None = None
     """an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
     layer, norm and head"""
@@ -51,13 +105,8 @@ class EesdConfig(TargetConfig):
     objective: Literal[Objective, "kl"] = "cross_entropy"
     """cross_entropy: the paper's, on the text's tokens; others: from the target's distribution, see
     draft_models/losses.py; kl: forward_kl by its first name"""
-    teacher: Teacher = "online"
-    """where any but cross_entropy has that distribution from: the whole target, run along, or cached top-k beside
-    `data`"""
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
     """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
-    seq_len: Width = opt(2048, "tokens of a row")
-    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
     eval_rows: Count = free(64, "held-out rows that give eval_top1 and eval_tau_analytic")
     eval_batch_rows: Count = free(4, "held-out rows run together")
     decode_prompts: NotNegative = 0
@@ -77,23 +126,11 @@ class EesdConfig(TargetConfig):
             "adamw for train_layer=false: muon is for a layer's matrices",
         )
         require(self.train_layer or self.exit_depth == 1, "exit_depth", self.exit_depth, "1 with train_layer=false")
-        require_cache(self.teacher, self.objective, self.data, self.debug)
-        require_heldout(self.data, "training is watched on held-out text")
 
     @property
     def loss(self) -> str:
         """The objective by the one name that `draft_models.losses` has for it."""
         return "forward_kl" if self.objective == "kl" else self.objective
-
-    @property
-    def distils(self) -> bool:
-        """Whether the loss compares with the target's distribution."""
-        return self.objective != "cross_entropy"
-
-    @property
-    def online(self) -> bool:
-        """Whether the whole target runs along for the loss."""
-        return self.distils and self.teacher == "online"
 
     def deciding(self) -> dict[str, object]:
         """As of all settings; what chooses among the weights on the way decides only where they are chosen from.
@@ -101,9 +138,8 @@ class EesdConfig(TargetConfig):
         forward_kl is recorded by its first name, so that a run may go on under either.
         """
         decided = super().deciding() | {"objective": "kl" if self.loss == "forward_kl" else self.objective}
-        if self.decode_prompts:
-            return decided | {"eval_every": self.fit.eval_every}
-        return {key: value for key, value in decided.items() if key not in ("decode_prompts", "decode_tokens")}
+        chosen = ("decode_prompts", "decode_tokens", "eval_every")
+        return {key: value for key, value in decided.items() if self.decode_prompts or key not in chosen}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +227,10 @@ class DrafterConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(TargetConfig):
+class FinetuneConfig(TaughtTraining):
     """A small LM as a drafter for `target`, trained on text or towards the target's own distribution."""
 
-    data: DataConfig
     drafter: DrafterConfig
-    fit: FitConfig
-    objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy needs no target")
-    teacher: Teacher = opt("online", "where a divergence has the target from: run along, or cached top-k beside `data`")
     on_policy: Share = opt(0.0, "share of the steps on continuations that the drafter itself has sampled")
     on_policy_tokens: int = opt(64, "sampled per row in such a step")
     draft_vocabulary: Count | None = None
@@ -208,10 +240,6 @@ class FinetuneConfig(TargetConfig):
     lora_alpha: Positive | None = opt(None, "null: 2 · lora_rank")
     frozen_dtype: RunDtype = "auto"
     """of the target; auto: float32 on a CPU, else its own; fast: also bfloat16 on a CPU that has instructions for it"""
-    seq_len: Width = opt(2048, "tokens of a row")
-    minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
-    decode_prompts: Count = opt(16, "held-out prompts that give eval_tau, which chooses the drafter")
-    decode_tokens: Annotated[int, Ge(2)] = opt(64, "new ones of each of those prompts; the first is the prefill's")
     out_dir: str = free("runs/finetune_drafter", "where everything goes")
 
     def __post_init__(self) -> None:
@@ -246,39 +274,57 @@ class FinetuneConfig(TargetConfig):
             self.lora_rank,
             "0 for a drafter from random weights, which adapters cannot train; or drafter.path",
         )
-        require_cache(self.teacher, self.objective, self.data, self.debug)
-        require_heldout(self.data, "the drafter is chosen on held-out text")
-
-    @property
-    def distils(self) -> bool:
-        """Whether the loss compares with the target's distribution."""
-        return self.objective != "cross_entropy"
-
-    @property
-    def online(self) -> bool:
-        """Whether the target runs along for the loss."""
-        return self.distils and self.teacher == "online"
 
     def deciding(self) -> dict[str, object]:
-        """As of all settings; besides, the best one of those evaluated is exported."""
-        return super().deciding() | {"revision": self.revision, "eval_every": self.fit.eval_every}
+        """As of all drafters, and the target's revision."""
+        return super().deciding() | {"revision": self.revision}
 
 
-def require_cache(teacher: Teacher, objective: str, data: DataConfig, debug: bool) -> None:
-    """With teacher=cached there must be something to learn from the cache, and data that has one."""
-    require(
-        not debug or teacher == "online",
-        "debug",
-        debug,
-        "teacher=online: a tiny target has no cached answers",
-    )
-    require(
-        teacher == "online" or (objective != "cross_entropy" and data.source == "local"),
-        "teacher",
-        teacher,
-        "online; cached needs a divergence as objective and data=local with the responses of "
-        "outrider generate-responses (top_k_logits=K)",
-    )
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DrafterTraining):
+    """EAGLE-3: train a head on hidden states of `target`, which runs along, by training-time test."""
+
+    by_layers: ClassVar[bool] = True  # it needs the layers of the target
+
+    start: Head | None = None
+    """an EAGLE-3 head to go on with, a directory or Hub name; null: a new one, of random weights but for its logits',
+    which begin as the target's"""
+    reading: ReadingChanges = opt(factory=ReadingChanges, help="how that head is read where its config.json is wrong")
+    version: Literal["3", "3.1"] = "3.1"
+    """of a new head: 3.1 norms each tap and what a step hands on; 3: neither, as first published"""
+    taps: tuple[NotNegative, ...] = ()
+    """of a new head: boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
+    intermediate: Count | None = opt(None, "of a new head: width inside its MLP; null: the target's")
+    draft_vocabulary: Count | None = None
+    """of a new head: tokens that it predicts, the text's most frequent; null: all"""
+    train_head: bool = opt(True, "false: the matrix of its logits stays as it begins")
+    draft_steps: Count = opt(7, "of training-time test: as many tokens in a row as it learns to draft")
+    step_decay: Annotated[Share, Ge(0)] = opt(0.8, "a step counts so many times what the one before counts")
+    frozen_dtype: Literal["fast", FloatDtype] = "fast"
+    """of the target's layers, which are not trained; fast: bfloat16, or float32 on a CPU without instructions for it"""
+    dialect: Written = "specforge"
+    """whose names and words config.json and the tensors have: SpecForge's heads have three taps"""
+    features: str | None = None
+    """a folder for what the target makes of the rows of text: filled at first, then read instead of running the target;
+    null: it runs along"""
+    features_dtype: Literal["int8", FloatDtype] = opt("float16", "of what is kept there; int8: 32 values share a scale")
+    eval_rows: Count = free(64, "held-out rows that give eval_loss_1, eval_agree_1, … and eval_tau_analytic")
+    eval_batch_rows: Count = free(4, "held-out rows run together")
+    plan: bool = free(False, "only say what it would hold and compute; needs no weights")
+    out_dir: str = free("runs/eagle3", "where everything goes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in OF_A_NEW_HEAD if self.start is not None else ():
+            require_default(self, name, f"start={self.start} has decided it")
+        started = self.start is not None or not self.reading.stated()
+        require(started, "reading", str(self.reading), "nothing without start=, which it is about")
+        ascending = all(low < high for low, high in zip(self.taps, self.taps[1:], strict=False))
+        require(ascending, "taps", self.taps, "boundaries in ascending order, or none")
+        longest = self.seq_len - 2
+        require(self.draft_steps <= longest, "draft_steps", self.draft_steps, f"at most seq_len - 2 ({longest})")
+        if self.features is None:
+            require_default(self, "features_dtype", "features=null does not read it")
 
 
 def require_heldout(data: DataConfig, why: str) -> None:

@@ -37,8 +37,7 @@ from train.core.optimizers import build_optimizer
 from train.recipes.calibration import calibrate
 from train.recipes.eagle3 import train_eagle3
 from train.recipes.early_exit import empty_student, memory_of, plan_of, student_on, train_early_exit
-from train.settings.drafters import EesdConfig
-from train.settings.eagle3 import Eagle3Config
+from train.settings.drafters import Eagle3Config, EesdConfig
 from train.settings.fit import FitConfig
 
 LOOKUP = {"m": MethodConfig(source="prompt_lookup")}
