@@ -3,7 +3,8 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from draft_models.targets.vocabulary import vocabulary_digest
 from inference.loading.rehearsal import rehearsable
 from outrider.errors import UserError, require, warn
 from outrider.files import require_writable
-from outrider.run_dirs import only_run
+from outrider.run_dirs import check_identity, only_run
 from outrider.settings import default_at
 
 _GB = 10**9
@@ -62,13 +63,15 @@ def build_table(config: TrigramConfig) -> None:
                 "removing it starts afresh"
             )
         require_writable(work / "shards")
-        _tidily(work, lambda: _build(config, encoder, others, work, began))
+        with _tidily(work):
+            _build(config, encoder, others, work, began)
 
 
-def _tidily(work: Path, build: Callable[[], None]) -> None:
-    """Build in `work` and remove it; after a failure keep only the shards for a resumed build."""
+@contextmanager
+def _tidily(work: Path) -> Iterator[None]:
+    """Remove `work` after what builds in it; after a failure keep only the shards for a resumed build."""
     try:
-        build()
+        yield
         shutil.rmtree(work)
     except BaseException as error:
         shutil.rmtree(work / "counts", ignore_errors=True)  # never resumed
@@ -207,8 +210,4 @@ def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, 
     wanted = {key: value for key, value in config.deciding().items() if key != "data"} | config.corpus()
     wanted |= {"orders": sorted(config.orders), "merge": [other.facts for other in others]}
     was = {key: found.get(key, default_at(config, key)) for key in wanted}
-    differences = [f"{key}={was[key]!r}, not {wanted[key]!r}" for key in wanted if was[key] != wanted[key]]
-    if differences:
-        raise UserError(
-            f"out_dir={config.out_dir}: holds a table built with {'; '.join(differences)}; choose another out_dir"
-        )
+    check_identity(was, wanted, Path(config.out_dir), config)

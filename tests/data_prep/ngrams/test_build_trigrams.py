@@ -182,7 +182,7 @@ def test_tables_are_added_up(config: TrigramConfig) -> None:
     build_table(small)
     build_table(replace(small, resume=True))
     assert TrigramTable.open(small.out_dir).level_bytes <= 10_000 < table.level_bytes
-    with pytest.raises(UserError, match=r"max_mb=0\.01, not None"):
+    with pytest.raises(UserError, match=r"max_mb=null \(was 0\.01\)"):
         build_table(replace(small, max_mb=None, resume=True))
     with pytest.raises(UserError, match=f"occurs min_count=99999 times in {table.facts['tokens']} tokens"):
         build_table(replace(more, min_count=99_999, out_dir=f"{config.out_dir}.rare"))
@@ -273,9 +273,9 @@ def test_a_finished_table_is_neither_built_again_nor_overwritten(
     assert not work.exists()
     for other, message in [
         (config, "holds an n-gram table already"),
-        (replace(config, resume=True, min_count=2), "min_count=1, not 2"),
-        (replace(config, resume=True, orders=(3,)), r"orders=\[2, 3, 4\], not \[3\]"),
-        (replace(config, resume=True, text="all"), "text='assistant', not 'all'"),
+        (replace(config, resume=True, min_count=2), r"min_count=2 \(was 1\)"),
+        (replace(config, resume=True, orders=(3,)), "orders="),
+        (replace(config, resume=True, text="all"), 'text="all"'),
     ]:
         with pytest.raises(UserError, match=message):
             build_table(other)
