@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
 import pytest
 from filelock import FileLock
-from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 from data_prep.ngrams import building, token_shards
@@ -21,7 +19,6 @@ from draft_models.ngrams.table_files import TABLE_FILE
 from draft_models.targets.encoder import open_encoder
 from draft_models.targets.vocabulary import vocabulary_digest
 from outrider.errors import UserError
-from tests.conf.test_configs import compose_and_build
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
 from tests.forked import Fork
 from tests.full_disk import largest_file
@@ -50,36 +47,6 @@ def config(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> Trigr
 def with_records(config: TrigramConfig, records: Sequence[object], **data: Any) -> TrigramConfig:
     path = write_jsonl(Path(config.out_dir).with_name("records.jsonl"), records)
     return replace(config, data=replace(config.data, path=str(path), **data))
-
-
-@pytest.mark.parametrize(
-    ("name", "records", "documents"),
-    [
-        # its own files: "data" holds the turns, the user's first
-        ("ultrachat", {"id": ["0", "1"], "data": [["how are you", "hello there"], ["add it", "return it"]]}, 4),
-        ("the_stack", {"hexsha": ["0", "1"], "lang": ["Python"] * 2, "content": ["def add", "return first"]}, 2),
-    ],
-)
-def test_the_papers_corpora_in_their_own_layout(
-    tmp_path: Path, model: str, name: str, records: dict[str, list], documents: int
-) -> None:
-    """A parquet sample in the columns of each dataset, with the settings of its experiment."""
-    sample = tmp_path / "sample.parquet"
-    parquet.write_table(pyarrow.table(records), sample)
-    given = [f"experiment=build_trigrams/{name}", "data.source=local", f"data.path={sample}", "data.data_dir=null"]
-    given += [f"tokenizer={model}", "orders=[2,3]", "workers=1", f"out_dir={tmp_path / 'table'}"]
-    config = compose_and_build("build_trigrams", given)
-    build_table(config)
-    built = TrigramTable.open(config.out_dir)
-    column = records["data"] if name == "ultrachat" else [[text] for text in records["content"]]
-    encode, eos = open_encoder(model, None).encode, open_encoder(model, None).eos
-    ids = []
-    for turns in column:
-        for number, text in enumerate(turns):
-            asked = name == "ultrachat" and number % 2 == 0
-            ids.append([*encode([text])[0], *([] if asked else [eos])])
-    assert built.facts["documents"] == documents == len(ids)
-    require_same_counts(built, TrigramTable.from_documents(ids, [2, 3], built.vocabulary, built.tokenizer))
 
 
 def content(folder: str | Path) -> dict[str, bytes]:
