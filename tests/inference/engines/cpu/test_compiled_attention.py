@@ -1,13 +1,17 @@
-"""Attention of the compiled passes, against the formula."""
+"""Attention of the compiled passes, by vectors and by AMX: against the formula, and to the bit in other parts."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from numba import njit
 from torch import Tensor
 
 from inference.engines.cpu.attention import NEAR, AttentionTask, attend, softmax
+from inference.engines.cpu.attention_amx import USED, attend_by_amx
+from inference.engines.cpu.by_amx import BLOCK, STEP, has_amx
 from inference.engines.cpu.linear import Linear
 from inference.engines.cpu.passes import product
 from inference.engines.cpu.vectors import LANES
@@ -23,6 +27,15 @@ def attended(queries, keys, values, seen, mask, scale, first, last, out):  # typ
     sums, near = np.full(queries.shape, np.float32(np.nan)), np.empty((NEAR, width), np.float32)
     task = AttentionTask(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
     attend(task, first, last, False, out)
+
+
+@njit
+def attended_by_amx(queries, keys, values, seen, mask, scale, first, last, out):  # type: ignore[no-untyped-def]
+    rows, width = queries.shape[0], keys.shape[2]
+    scores = np.full((queries.shape[1] // width * rows, -(-seen // STEP) * STEP), np.float32(np.nan))
+    sums, near = np.full(queries.shape, np.float32(np.nan)), np.full((NEAR, width), np.float32(np.nan))
+    task = AttentionTask(queries, keys, values, seen, mask, scale, scores, sums, near, 0, rows)
+    attend_by_amx(task, first, last, False, out)
 
 
 @kernel_of_a_test
@@ -119,11 +132,13 @@ def test_what_is_hidden_at_the_end_changes_no_bit() -> None:
 
 
 def test_what_is_not_a_number_stays_that() -> None:
+    for way, kind in ((run, torch.float32), *([(by_amx, torch.bfloat16)] if has_amx() else [])):
+        queries, keys, values = given(2 * STEP, kind)
+        for place in (0, 20, POSITIONS - 1):
+            broken = keys.clone()
+            broken[:, place, 3] = torch.nan
+            assert way(queries, broken, values, POSITIONS).isnan().all()
     queries, keys, values = given()
-    for place in (0, 20, POSITIONS - 1):
-        broken = keys.clone()
-        broken[:, place, 3] = torch.nan
-        assert run(queries, broken, values, POSITIONS).isnan().all()
     queries[:, 0] = torch.inf
     assert run(queries, keys, values, POSITIONS)[:, :WIDTH].isnan().all()
 
@@ -157,3 +172,50 @@ def test_weights_after_the_last_seen_position_are_zero(seen: int) -> None:
         weighted(scores.numpy(), seen, size, mask.numpy())
         torch.testing.assert_close(scores[0, :seen], exact, rtol=1e-5, atol=1e-7)
         assert not scores[0, seen:].any()
+
+
+# --- by AMX -------------------------------------------------------------------------------------------------------
+
+needs_amx = pytest.mark.skipif(not has_amx(), reason="this processor has no AMX, or it is not to be used")
+by_amx = partial(run, by=attended_by_amx)
+
+
+def rows_of(count: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [count, H·D] that bfloat16 keeps, keys and values [G, positions, D] of bfloat16."""
+    _, keys, values = given(width, torch.bfloat16)
+    generator = torch.Generator().manual_seed(3)
+    queries = torch.randn(count, HEADS * width, generator=generator).bfloat16().float()
+    return queries, keys, values
+
+
+def lower_triangle(rows: int) -> Tensor:
+    """A mask [rows, POSITIONS] of a chain whose last row sees all."""
+    seen = torch.arange(POSITIONS)[None] <= torch.arange(POSITIONS - rows, POSITIONS)[:, None]
+    return torch.zeros(rows, POSITIONS, dtype=torch.bfloat16).masked_fill(~seen, torch.finfo(torch.bfloat16).min)
+
+
+@needs_amx
+@pytest.mark.parametrize("width", [STEP, 2 * STEP, 3 * STEP, 4 * STEP])
+def test_amx_gives_the_mean_of_values_by_the_softmax(width: int) -> None:
+    """Where registers are full, and where keys, or the positions that there are, end before one does."""
+    assert USED <= NEAR
+    queries, keys, values = rows_of(3, width)
+    for seen in (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, STEP, STEP + 1, POSITIONS):
+        for mask in (None, hidden(torch.bfloat16)):
+            found, exact = (way(queries, keys, values, seen, mask).double() for way in (by_amx, exactly))
+            torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+            few = keys[:, :seen].contiguous(), values[:, :seen].contiguous()
+            assert torch.equal(by_amx(queries, *few, seen, mask).double(), found)
+
+
+@needs_amx
+def test_amx_gives_the_same_in_any_parts_and_for_a_row_alone() -> None:
+    """To the bit, with more queries of a key head than a register has rows; other rows see more positions."""
+    queries, keys, values = rows_of(2 * BLOCK // (HEADS // KEY_HEADS) + 1, 2 * STEP)
+    mask = lower_triangle(len(queries))
+    whole = by_amx(queries, keys, values, POSITIONS, mask)
+    for parts in (2, 3, 7, len(queries) * HEADS):
+        assert torch.equal(by_amx(queries, keys, values, POSITIONS, mask, parts), whole)
+    for row in range(len(queries)):
+        seen = POSITIONS - len(queries) + row + 1
+        assert torch.equal(by_amx(queries[row : row + 1], keys, values, seen)[0], whole[row])
