@@ -4,10 +4,10 @@ Each variant of an EAGLE-3 head's reading changes one thing of the declared read
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -338,7 +338,8 @@ def _neighbours(reading: Reading, tensors: Mapping[str, Tensor], target: OpenTar
     yield from _ropes(target)
     for name, (what, said) in _SWITCHES.items():
         on = not getattr(reading, name)
-        changes = replace(ReadingChanges(), **{name: on})
+        switch: dict[str, Any] = {name: on}
+        changes = ReadingChanges(**switch)
         meaning = f"{what} {said if on else said.replace('is', 'is not').replace('are', 'are not')}"
         yield f"{name} {'on' if on else 'off'}", changes, meaning
     if D2T in tensors and reading.draft_vocabulary < reading.vocabulary:
