@@ -112,7 +112,7 @@ def evaluation(options: Sequence[str]) -> EvaluateConfig:
     try:
         config = build(EvaluateConfig, compose_defaults("evaluate_checkpoint", list(options)))
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, EvaluateConfig)) from None
+        raise UserError(explain(error)) from None
     require(config.sampling.temperature == 0, "sampling.temperature", config.sampling.temperature, "0: texts compare")
     require(config.target != "replay", "target", config.target, "a model: a recording has no speed")
     return config

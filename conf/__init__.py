@@ -75,12 +75,14 @@ def entry(
         @crashing()
         def main() -> None:
             print_anything()
+            lines = usage(name.replace("_", "-"))
             if {"--help", "-h"} & set(sys.argv[1:]):
                 with reported():
-                    print_help(name, schema)
+                    overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
+                    say("\n".join([*lines, "", help_text(name, schema, overrides)]))
                 return
             if not sys.argv[1:] and not is_whole(name, schema, complete([])):
-                print("\n".join([*usage_of(name), "--help says all options"]), file=sys.stderr)
+                print("\n".join([*lines, "--help says all options"]), file=sys.stderr)
                 sys.exit(USER_ERROR_STATUS)
             os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
             for library in ("HUB", "DATASETS"):  # progress is ours to show; transformers' bars go by the first
@@ -92,9 +94,8 @@ def entry(
             # Importing accelerate loads DeepSpeed, which warns on every machine without a GPU.
             logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
             try:
-                hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
-            except (HydraException, OmegaConfBaseException) as error:
-                _fail(explain(error, schema))
+                with reported():
+                    hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
             except KeyboardInterrupt:
                 print("\n".join(["interrupted", *how_to_go_on(schema, sys.argv)]), file=sys.stderr)
                 sys.exit(INTERRUPTED_STATUS)
@@ -116,7 +117,7 @@ def config_for(script: str, words: Sequence[str]) -> Any:
     try:
         return build(schema, compose_defaults(name, overrides), overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, schema)) from None
+        raise UserError(explain(error)) from None
 
 
 def value_of(word: str) -> object:
@@ -125,11 +126,6 @@ def value_of(word: str) -> object:
         return OmegaConf.create([OverridesParser.create().parse_override(word).value()])[0]
     except (HydraException, OmegaConfBaseException):
         return word.partition("=")[2]
-
-
-def usage_of(name: str) -> list[str]:
-    """The usual command lines of the command whose config is conf/<name>.yaml."""
-    return usage(name.replace("_", "-"))
 
 
 def is_whole(name: str, schema: type, overrides: list[str]) -> bool:
@@ -185,19 +181,9 @@ def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
     return [f"go on with: {clean(shlex.join([*start, *words, 'resume=true']))}"]
 
 
-def print_help(name: str, schema: type) -> None:
-    """Print the options of a command, with the overrides in sys.argv applied."""
-    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-    try:
-        text = "\n".join([*usage_of(name), "", help_text(name, schema, overrides)])
-    except (HydraException, OmegaConfBaseException) as error:
-        _fail(explain(error, schema))
-    say(text)
-
-
 @contextmanager
 def reported(goes_on: bool = False) -> Iterator[None]:
-    """Within it, a `UserError` or a storage error ends the process, with one line on stderr and status 2.
+    """Within it, a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
 
     goes_on: whether the same command continues where it was stopped, which Ctrl-C then prints.
     """
@@ -210,6 +196,8 @@ def reported(goes_on: bool = False) -> Iterator[None]:
         sys.exit(INTERRUPTED_STATUS)
     except UserError as error:
         _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(explain(error))
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:
             raise
@@ -258,7 +246,7 @@ def _at_home(value: object) -> object:
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
-def explain(error: Exception, schema: type) -> str:
+def explain(error: Exception) -> str:
     """One readable message for a Hydra or OmegaConf error: the key, and the options or values allowed there."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_such_choice(error.missing_cfg_file)

@@ -86,9 +86,6 @@ def test_the_command_prints_it_without_torch_and_whoever_reads_may_leave() -> No
     reader.stdout.close()
     assert reader.stderr.read() == ""
     assert reader.wait() == 0
-    bad = subprocess.run([*command, "nonsense=1"], capture_output=True, text=True, check=False)
-    assert bad.returncode == 2
-    assert bad.stderr.startswith("error: nonsense: no such option")
 
 
 # ---------------------------------------------------------------------- every option of every command
