@@ -13,6 +13,7 @@ from inference.core.sampling import Sampler, invert
 from inference.settings.sampling import SamplingConfig
 
 MODELS = b'{"data": [{"id": "tiny"}]}'
+Said = tuple[int, dict[str, str], bytes] | None  # status, headers, content; None: the connection is dropped
 Fault = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]
 
 
@@ -67,46 +68,34 @@ class Engine:
 
 
 @contextmanager
-def serving(engine: Engine) -> Iterator[str]:
-    """The URL of a server on this machine."""
+def listening(say: Callable[[str, Any, dict[str, str]], Said]) -> Iterator[str]:
+    """The URL of a local server while the context lasts. say: of a request's path, its JSON, None for GET, and headers:
+    status, headers and content of the reply; None drops the connection."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send(200, {"data": [{"id": name} for name in engine.models]})
+            self.answer(None)
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with engine.lock:
-                number, engine.count = engine.count, engine.count + 1
-                reply = engine.complete(body)
-            if "error" in reply:
-                self.send(404 if "model" in reply["error"] else 400, reply)
-                return
-            found = engine.fault(number, reply)
-            if found is None:
+            self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def answer(self, body: Any) -> None:
+            said = say(self.path, body, dict(self.headers))
+            if said is None:
                 self.close_connection = True
                 self.connection.close()
                 return
-            self.send(found, {"error": "planted"}) if isinstance(found, int) else self.send(200, found)
-
-        def send(self, status: int, content: dict[str, Any]) -> None:
-            data = json.dumps(content).encode()
+            status, headers, content = said
             self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
+            for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(data)
+            self.wfile.write(content)
 
         def log_message(self, *_: Any) -> None:
             pass
 
-    with listening(Handler) as url:
-        yield url
-
-
-@contextmanager
-def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The URL of a local server while the context lasts."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *_: None
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -118,27 +107,35 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         thread.join()
 
 
+def as_json(status: int, content: Any) -> Said:
+    return status, {"Content-Type": "application/json"}, json.dumps(content).encode()
+
+
+def serving(engine: Engine) -> Any:
+    """The URL of a server on this machine."""
+
+    def say(path: str, body: Any, _: dict[str, str]) -> Said:
+        if body is None:
+            return as_json(200, {"data": [{"id": name} for name in engine.models]})
+        with engine.lock:
+            number, engine.count = engine.count, engine.count + 1
+            reply = engine.complete(body)
+        if "error" in reply:
+            return as_json(404 if "model" in reply["error"] else 400, reply)
+        found = engine.fault(number, reply)
+        if isinstance(found, int):
+            return as_json(found, {"error": "planted"})
+        return None if found is None else as_json(200, found)
+
+    return listening(say)
+
+
 def replying(post: bytes, models: bytes = MODELS, seen: list[Any] | None = None, **sent: Any) -> Any:
     """The URL of a server that says `post` to every request and `models` of its models. sent: status and headers."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send(models)
+    def say(path: str, body: Any, headers: dict[str, str]) -> Said:
+        if seen is not None:
+            seen.append(headers)
+        return sent.get("status", 200), sent.get("headers", {}), models if body is None else post
 
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send(post)
-
-        def send(self, content: bytes) -> None:
-            if seen is not None:
-                seen.append(dict(self.headers))
-            self.send_response(sent.get("status", 200))
-            for name, value in {"Content-Length": str(len(content)), **sent.get("headers", {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    return listening(Handler)
+    return listening(say)

@@ -16,7 +16,7 @@ import torch
 from tokenizers import processors
 from torch import nn
 
-from data_prep.responses import batch_decoder, directory
+from data_prep.responses import directory
 from data_prep.responses import generate as responses_module
 from data_prep.responses.batch_decoder import Generator
 from data_prep.responses.compiled_batch import CompiledBatch, CompiledSteps
@@ -447,23 +447,11 @@ def test_training_reads_the_answers(make, tmp_path):
     assert sorted(trained) == sorted(answers)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"target": ""}, "^target=''"),
-        ({"turns": "last"}, "^turns='last': expected 'all' or 'first'"),
-        ({"max_new_tokens": 0}, "^max_new_tokens=0: expected a number greater than or equal to 1"),
-        ({"greedy_tokens": -1}, "^greedy_tokens=-1"),
-        ({"temperature": -1.0}, "^temperature=-1.0"),
-        ({"top_p": 0.0}, "^top_p=0.0"),
-        ({"dtype": "int8"}, "^dtype='int8'"),
-        ({"seed": -1}, "^seed=-1"),
-    ],
-)
-def test_impossible_options_are_named(values, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("values", [{"temperature": -1.0}, {"top_p": 0.0}, {"dtype": "int8"}])
+def test_impossible_options_are_named(values):
+    """Those that the sampling settings check, and a number format of which no answers are made."""
+    with pytest.raises(UserError, match=f"^{next(iter(values))}="):
         GenerateConfig(**{"target": "t", "data": DataConfig(), **values})
-    assert batch_decoder._FAILED < 0  # no token id
 
 
 def test_a_mix_is_answered_whole_and_weighed_later():

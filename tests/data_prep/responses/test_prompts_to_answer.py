@@ -2,16 +2,14 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from data_prep.responses import directory, tasks
+from data_prep.responses import tasks
 from data_prep.responses.generate import generate_responses
 from data_prep.responses.tasks import Todo, read_tasks
 from data_prep.text.chat import render_prompt
-from data_prep.text.documents import encode
 from data_prep.text.settings import DataConfig
 from data_prep.text.sources import read_records
 from outrider.errors import UserError
@@ -30,7 +28,7 @@ def _tasks(config):
 
 
 @pytest.mark.parametrize("layout", ["auto", "prompts"])
-@pytest.mark.parametrize(("row", "prompt"), LAYOUTS)
+@pytest.mark.parametrize(("row", "prompt"), LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_of_prompts_is_asked_as_evaluation_asks_it(make, row, prompt, layout):
     config = make([row])
     (task,), _ = _tasks(replace(config, data=replace(config.data, layout=layout)))
@@ -72,39 +70,6 @@ def test_answers_to_several_questions_are_those_of_generate_turn_by_turn(make, m
         assert [m["content"] for m in messages[::2]] == asked[: len(messages) // 2]
         answered.append(len(messages) // 2)
     assert max(answered) > 1
-
-
-def test_all_answers_to_a_prompt_are_learned_from(make):
-    config = make(QUESTIONS, max_new_tokens=20, greedy_tokens=20)
-    generate_responses(config)
-    tokenizer = letter_tokenizer()
-    for record in responses(config).values():
-        messages = record["messages"]
-        (document,) = encode([{"id": "x", "messages": messages}], tokenizer, "tokenizer")
-        learned = tokenizer.decode(document.ids[document.supervised], skip_special_tokens=True)
-        assert learned == "".join(message["content"] for message in messages[1::2])
-
-
-def test_answers_to_prompts_go_on_where_a_run_was_stopped(make, monkeypatch):
-    whole, config = make(QUESTIONS, name="whole"), make(QUESTIONS, name="stopped", shard_size=1, batch_size=2)
-    generate_responses(whole)
-    real, saved = directory.Shard.save, []
-
-    def save(self, folder, number):
-        if saved:
-            raise KeyboardInterrupt
-        saved.append(number)
-        real(self, folder, number)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(directory.Shard, "save", save)
-        with pytest.raises(KeyboardInterrupt):
-            generate_responses(config)
-    before = {path: path.read_bytes() for path in Path(config.out_dir).glob("responses-*.jsonl")}
-    assert 0 < len(responses(config)) < len(QUESTIONS)
-    generate_responses(replace(config, resume=True))
-    assert responses(config) == responses(whole)
-    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_what_is_no_prompt_is_named(make):

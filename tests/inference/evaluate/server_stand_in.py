@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from threading import Lock
 from typing import Any
 
-from tests.data_prep.responses.serving import listening
+from tests.data_prep.responses.serving import Said, as_json, listening
 from tests.inference.serving.engine_stand_in import steps
 
 Json = dict[str, Any]
@@ -81,36 +79,20 @@ class Plan:
         yield {"choices": [], "usage": usage} | ({"timings": counted} if self.timings else {})
 
 
-@contextmanager
-def running(plan: Plan) -> Iterator[str]:
+def running(plan: Plan) -> Any:
     """The URL of a server on this machine."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/metrics":
-                self.send(404 if plan.timings else 200, "text/plain", plan.page())
-            else:
-                self.send(200, "application/json", json.dumps({"data": [{"id": "tiny", "owned_by": "vllm"}]}))
+    def say(path: str, body: Any, _: dict[str, str]) -> Said:
+        if path == "/metrics":
+            return 404 if plan.timings else 200, {"Content-Type": "text/plain"}, plan.page().encode()
+        if body is None:
+            return as_json(200, {"data": [{"id": "tiny", "owned_by": "vllm"}]})
+        if not body["stream"] or not plan.streams:
+            tokens = [token for step in plan.chunks(body) for token in step]
+            choice = {"text": plan.decode(tokens), "token_ids": tokens, "finish_reason": "length"}
+            return as_json(200, {"choices": [choice]})
+        lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in plan.events(body)]
+        content = "".join([*lines, "data: [DONE]\n\n"]).encode()
+        return 200, {"Content-Type": "text/event-stream; charset=utf-8"}, content
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if not body["stream"] or not plan.streams:
-                tokens = [token for step in plan.chunks(body) for token in step]
-                choice = {"text": plan.decode(tokens), "token_ids": tokens, "finish_reason": "length"}
-                self.send(200, "application/json", json.dumps({"choices": [choice]}))
-                return
-            lines = [f"data: {json.dumps(event)}\n\n" for event in plan.events(body)]
-            self.send(200, "text/event-stream; charset=utf-8", "".join([*lines, "data: [DONE]\n\n"]))
-
-        def send(self, status: int, kind: str, content: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content.encode())))
-            self.end_headers()
-            self.wfile.write(content.encode())
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with listening(Handler) as url:
-        yield url
+    return listening(say)

@@ -18,7 +18,6 @@ from numpy.random import default_rng
 from inference.core.rounds import Generation, Round
 from inference.measure.lossless import WORST, Deviation
 from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
-from inference.measure.speed import speedup
 from inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
@@ -45,7 +44,6 @@ from inference.report.wording import recommendation
 from inference.settings.method import MethodConfig
 from inference.settings.sampling import SamplingConfig
 from outrider.machine import describe_machine
-from outrider.streams import Streams
 from tests.tiers import as_many
 
 
@@ -144,21 +142,6 @@ def test_units_are_drawn_whole(observed: list[tuple[int, float]], seed: int) -> 
     assert interval == pytest.approx(medians.tolist())
     alone = bootstrap_median(values, default_rng(seed), draws=200, units=[str(place) for place in range(len(values))])
     assert alone == bootstrap_median(values, default_rng(seed), draws=200)
-
-
-def test_turns_make_an_interval_no_narrower() -> None:
-    """As many texts that are no turns of one conversation do."""
-    plain = [r.generations[AUTOREGRESSIVE] for r in results()]
-    made = [
-        replace(r, generations={**r.generations, AUTOREGRESSIVE: replace(own, decode_seconds=2.0 + place)})
-        for place, (r, own) in enumerate(zip(results(), plain, strict=True))
-    ]
-    talks = [replace(r, prompt_id=f"{r.prompt_id}/turn{n}", conversation=r.prompt_id) for r in made for n in (1, 2, 3)]
-    texts = [replace(r, conversation=None) for r in talks]
-    alone, turns, apart = (speedup(given, "m", AUTOREGRESSIVE, Streams(0))["ci95"] for given in (made, talks, texts))
-    assert turns == alone
-    assert apart[0] > turns[0]
-    assert apart[1] < turns[1]
 
 
 def test_turns_are_no_prompts() -> None:
