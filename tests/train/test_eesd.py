@@ -99,20 +99,25 @@ def test_a_finished_exit_goes_on(tmp_path: Path, corpus: DataConfig) -> None:
     assert not (tmp_path / "three" / WEIGHTS_FILE).exists()
 
 
-@pytest.mark.parametrize("minutes", [None, 1000])
+@pytest.mark.parametrize("cached", [False, True])
 def test_training_reads_only_what_it_needs(
-    tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture, minutes: float | None
+    tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture, cached: bool
 ) -> None:
-    """And that once. With the shards of every other layer deleted it still trains."""
+    """And that once, from cached distributions too. With the shards of every other layer deleted it still trains."""
     path = save_target(tmp_path / "target", shard="40KB")
+    data = jobs.save_responses(path, tmp_path / "responses") if cached else corpus
     files = open_tensors(str(path))
     needed = {n for n in files.file_of if not n.startswith(("model.layers.1.", "model.layers.2."))}
     size = sum(t.nbytes for t in open_tensors(str(path)).read(needed).values())
     for file in set(files.file_of.values()) - {files.file_of[name] for name in needed}:
         (path / file).unlink()
     assert len(list(path.glob("*.safetensors"))) < len(set(files.file_of.values()))
-    train_early_exit(distilling(path, corpus, tmp_path / "eesd", exit_layer=1, minutes=minutes))
-    assert f"read_bytes={size} read_tensors={len(needed)}/{len(files.file_of)} " in capsys.readouterr().out
+    taught = {"objective": "acceptance", "teacher": "cached"} if cached else {}
+    train_early_exit(distilling(path, data, tmp_path / "eesd", exit_layer=1, **taught))
+    said = capsys.readouterr().out
+    assert f"read_bytes={size} read_tensors={len(needed)}/{len(files.file_of)} " in said
+    assert f"tau_analytic={'top_k_lower_bound' if cached else 'none'}" in said
+    assert ("eval_tau_analytic" in jobs.log(tmp_path / "eesd")[-1]) == cached
 
 
 @pytest.mark.parametrize(("supported", "expected"), [(False, torch.float32), (True, torch.bfloat16)])

@@ -17,7 +17,6 @@ from draft_models.early_exit.checkpoint import WEIGHTS_FILE
 from draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
 from draft_models.targets.open_target import OpenTarget, open_target
-from draft_models.targets.tensor_files import open_tensors
 from outrider.errors import UserError
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
@@ -101,24 +100,6 @@ def test_every_objective_makes_the_drafter_like_the_target(tmp_path: Path, objec
     assert 1 < taus[0] < taus[1] <= 5
 
 
-def test_from_cached_distributions_only_the_first_layers_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """It trains with the shards of every other layer deleted."""
-    path = save_target(tmp_path / "target", shard="40KB")
-    data = save_responses(path, tmp_path / "responses")
-    files = open_tensors(str(path))
-    needed = {n for n in files.file_of if not n.startswith(("model.layers.1.", "model.layers.2."))}
-    size = sum(t.nbytes for t in open_tensors(str(path)).read(needed).values())
-    for file in set(files.file_of.values()) - {files.file_of[name] for name in needed}:
-        (path / file).unlink()
-    train_early_exit(distilling(path, data, tmp_path / "out", exit_layer=1, objective="acceptance", teacher="cached"))
-    said = capsys.readouterr().out
-    assert f"read_bytes={size} " in said
-    assert "objective=acceptance tau_analytic=top_k_lower_bound" in said
-    assert "eval_tau_analytic" in log(tmp_path / "out")[-1]
-
-
 def windows_mean(rows: list[dict[str, Tensor]], accepted: list[Tensor]) -> float:
     """1 + α₁ + α₁α₂ + … over the four positions from each on, where all are supervised and of one document."""
     found = []
@@ -172,20 +153,6 @@ def test_the_analytic_tau_uses_the_best_distribution_available(
         assert evaluate is not None
         metrics = evaluate(student, 1)
         assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
-
-
-def test_heldout_distributions_are_not_trained_on(tmp_path: Path, target: Path) -> None:
-    data = replace(save_responses(target, tmp_path / "responses"), heldout_fraction=0.5)
-    texts = []
-    for split in ("train", "heldout"):
-        rows = load_top_k_rows(data, byte_tokenizer(), 120, split)
-        parts = [(rows[i]["input_ids"], rows[i]["documents"]) for i in range(len(rows))]
-        texts.append({str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}})
-    assert all(texts)
-    assert not texts[0] & texts[1]
-    every, few = (load_top_k_rows(data, byte_tokenizer(), 120, "heldout", max_rows=most) for most in (None, 2))
-    assert len(every) > len(few) == 2
-    assert torch.equal(every[1]["top_logprobs"], few[1]["top_logprobs"])
 
 
 def test_a_cache_is_asked_for_where_there_can_be_one(target: Path, corpus: DataConfig) -> None:

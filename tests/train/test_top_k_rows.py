@@ -122,3 +122,17 @@ def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus:
     data = replace(corpus, path=str(plain / "responses-00000.jsonl"))
     with pytest.raises(UserError, match=r"no response with the target's top-k .*without_top_k=1.*top_k_logits=K"):
         load_top_k_rows(data, byte_tokenizer(), 64)
+
+
+def test_heldout_distributions_are_not_trained_on(tmp_path: Path, target: Path) -> None:
+    data = replace(save_responses(target, tmp_path / "responses"), heldout_fraction=0.5)
+    texts = []
+    for split in ("train", "heldout"):
+        rows = load_top_k_rows(data, byte_tokenizer(), 120, split)
+        parts = [(rows[i]["input_ids"], rows[i]["documents"]) for i in range(len(rows))]
+        texts.append({str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}})
+    assert all(texts)
+    assert not texts[0] & texts[1]
+    every, few = (load_top_k_rows(data, byte_tokenizer(), 120, "heldout", max_rows=most) for most in (None, 2))
+    assert len(every) > len(few) == 2
+    assert torch.equal(every[1]["top_logprobs"], few[1]["top_logprobs"])

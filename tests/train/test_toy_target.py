@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from outrider.processes import join_processes
 from outrider.run_dirs import LOCK_FILE
 from outrider.settings import differences
 from outrider.wandb_config import WandbConfig
+from train import toy_target
 from train.parts.drafter import export
 from train.recipes.toy import (
     ToyTarget,
@@ -37,7 +36,6 @@ from train.recipes.toy import (
 from train.settings.fit import FitConfig
 from train.settings.toy import TOY_REPORT, ToyTargetConfig
 
-REPOSITORY = Path(__file__).parents[2]
 TEXTS = [
     "def f(x):\n    return x + 1\n",
     "class A:\n    pass  # naïve 😀\n",
@@ -110,42 +108,20 @@ def test_the_same_settings_give_the_same_bits(finished, tmp_path):
         assert (Path(again.out_dir) / name).read_bytes() == (Path(finished.out_dir) / name).read_bytes()
 
 
-@pytest.mark.slow
-def test_the_command_finds_it_finished(finished):
-    overrides = [
-        f"out_dir={finished.out_dir}",
-        *(f"data.{key}={getattr(finished.data, key)}" for key in ("max_records", "heldout_fraction")),
-        *(
-            f"{key}={getattr(finished, key)}"
-            for key in ("vocabulary", "layers", "hidden", "intermediate", "heads", "kv_heads", "seq_len")
-        ),
-        "max_positions=64",
-        "fit.steps=6",
-        "fit.batch_rows=4",
-        "fit.lr=0.004",
-        "fit.save_every=2",
-        "fit.schedule=linear",
-    ]
+def test_the_command_finds_it_finished(finished, capsys):
+    command = toy_target.main.__wrapped__
+    command(replace(finished, resume=True))
+    assert capsys.readouterr().out == f"{finished.out_dir}: finished already\n"
+    for changes, message in (({}, "holds a finished run"), ({"resume": True, "layers": 3}, r"layers=3 \(was 2\)")):
+        with pytest.raises(UserError, match=message):
+            command(replace(finished, **changes))
 
-    def command(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "train/toy_target.py", *overrides, *more],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
 
-    resumed = command("resume=true")
-    assert resumed.stderr == ""
-    assert resumed.stdout == f"{finished.out_dir}: finished already\n"
-    refused = command()
-    assert refused.returncode == 2
-    assert "holds a finished run" in refused.stderr
-    other = command("resume=true", "layers=3")
-    assert other.returncode == 2
-    assert "layers=3 (was 2)" in other.stderr
+def test_minutes_end_it(tmp_path):
+    config = _config(tmp_path, minutes=1e-9)
+    train_toy_target(config)
+    report = json.loads((Path(config.out_dir) / TOY_REPORT).read_text())
+    assert (report["steps"], report["settings"]["minutes"]) == (1, 1e-9)
 
 
 @pytest.mark.slow
@@ -159,18 +135,6 @@ def test_a_killed_run_is_exported_after_resume(finished, tmp_path):
         train_toy_target(replace(config, data=replace(config.data, max_records=7)))
     train_toy_target(config)
     assert AutoModelForCausalLM.from_pretrained(out_dir).config.num_hidden_layers == 2
-
-
-@pytest.mark.slow
-def test_minutes_decide_the_steps_and_nothing_else(finished, tmp_path):
-    config = _config(tmp_path / "long", minutes=1000)  # so the 6 steps of `fit` are the limit
-    train_toy_target(config)
-    assert json.loads((Path(config.out_dir) / TOY_REPORT).read_text())["steps"] == 6
-    assert _weights(config) == _weights(finished)
-    config = _config(tmp_path / "short", minutes=1e-9)
-    train_toy_target(config)
-    report = json.loads((Path(config.out_dir) / TOY_REPORT).read_text())
-    assert (report["steps"], report["settings"]["minutes"]) == (1, 1e-9)
 
 
 def _weights(config: ToyTargetConfig) -> bytes:

@@ -19,7 +19,7 @@ from data_prep.text.settings import DataConfig
 from draft_models import calibration
 from draft_models.early_exit import checkpoint
 from tests.launched import launched
-from tests.train import two_processes_job
+from tests.train import fit_job
 from tests.train.fit_runs import fit_tiny
 from tests.train.jobs import (
     CALIBRATING,
@@ -32,6 +32,7 @@ from tests.train.jobs import (
     options_of,
     save_for_calibration,
 )
+from tests.train.sharded_job import run_command
 from train.core.loop import own_share, step_rows
 from train.core.sharding import WEIGHTS_FILE
 from train.recipes.calibration import calibrate
@@ -84,7 +85,9 @@ def do_what_is_said(folder: Path, rank: int) -> None:
     said = (folder / f"said-{rank}.txt").open("w", buffering=1)
     os.dup2(said.fileno(), 1)
     sys.stdout = sys.stderr = said
-    two_processes_job.main(str(folder))
+    fit_job.main(f"{folder}/fit", json.dumps({"micro_batch_rows": 2, "optimizer": "adamw"}), "0")
+    for words in json.loads((folder / "commands.json").read_text()):
+        run_command(*words)
 
 
 def said_in(folder: Path) -> str:
