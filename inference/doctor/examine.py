@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data_prep.text.prompts import Prompt
+from data_prep.text.prompt_records import Prompt
 from draft_models.targets.target import Target
 from inference.doctor.examinees import DECLARED, EXAMINERS, UNSEEN, Examinee, Variant, training_facts
 from inference.doctor.scores import Recording, Scores, answer_of, is_better, join, record, score

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.text.prompts import Prompt
+from data_prep.text.prompt_records import Prompt
 from data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
 from draft_models.early_exit.checkpoint import open_target_of, read_meta
 from draft_models.targets.attention import ATTENTION

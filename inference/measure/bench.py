@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from data_prep.text.chat import render_prompt, spoken
-from data_prep.text.prompts import Prompt
+from data_prep.text.prompt_records import Prompt
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.vocabulary import UnusableTextError
 from inference.core.rounds import Clock, synchronized_clock

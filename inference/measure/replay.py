@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from data_prep.text.chat import VICUNA_SYSTEM
-from data_prep.text.prompts import Prompt
+from data_prep.text.prompt_records import Prompt
 from data_prep.text.sources import read_file
 from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.encoder import open_encoder

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from conf.options import known_as, settings_of
 from data_prep.text.chat import StreamedText, render_prompt
-from data_prep.text.prompts import Prompt
+from data_prep.text.prompt_records import Prompt
 from data_prep.text.records import Message
 from data_prep.text.settings import PromptTemplate
 from draft_models.targets.model_spec import context_limit
