@@ -206,14 +206,18 @@ def _joined_bias(linears: Sequence[Linear], like: Tensor) -> Tensor | None:
 def _join_floats(linears: Sequence[nn.Linear]) -> nn.Linear:
     sizes = [linear.out_features for linear in linears]
     weight = torch.cat([linear.weight.detach() for linear in linears])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
     for linear, part in zip(linears, weight.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)
-    bias = _joined_bias(linears, weight)
+    return frozen_linear(weight, _joined_bias(linears, weight))
+
+
+def frozen_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear layer of these very tensors, without gradient."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
-        joined.bias = nn.Parameter(bias, requires_grad=False)
-    return joined
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
 
 
 def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:

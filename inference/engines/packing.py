@@ -18,7 +18,7 @@ from draft_models.targets.stack import LayerStack
 from inference.engines.blocked import PackedLinear, can_pack
 from inference.engines.cpu.at_once import COLD, ONE_BY_ONE, REPEATS, PanelLinear, fits_panels
 from inference.engines.cpu.recorded import settle
-from inference.engines.fused_layers import FusedLayer, fuse_layers, run_at_once
+from inference.engines.fused_layers import FusedLayer, frozen_linear, fuse_layers, run_at_once
 
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
 FEWEST = 16  # layers that are timed in turn, including copies if needed, unless fewer exceed the caches
@@ -32,9 +32,7 @@ class WidenedLinear(nn.Module):
 
     def __init__(self, linear: Int8Linear, lay_out: Callable[[nn.Linear], nn.Module]):
         super().__init__()
-        whole = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-        whole.weight = nn.Parameter(linear.codes.to(linear.scale.dtype), requires_grad=False)
-        self.product: Any = lay_out(whole)
+        self.product: Any = lay_out(frozen_linear(linear.codes.to(linear.scale.dtype)))
         self.scale, self.bias = linear.scale, linear.bias
 
     @property
@@ -190,7 +188,5 @@ def _bind(model: nn.Module) -> None:
 
 def first_outputs(linear: nn.Linear, count: int) -> nn.Linear:
     """A layer of the first `count` outputs of `linear`, whose weights are views of `linear`'s."""
-    cut = nn.Linear(linear.in_features, count, bias=linear.bias is not None, device="meta")
-    for name, whole in linear.named_parameters():
-        setattr(cut, name, nn.Parameter(whole.detach()[:count], requires_grad=False))
-    return cut
+    bias = None if linear.bias is None else linear.bias.detach()[:count]
+    return frozen_linear(linear.weight.detach()[:count], bias)
