@@ -23,7 +23,7 @@ from inference.shapes.shapes import EAGLE_25, k_config, static
 from inference.shapes.token_graph import token_graph
 from inference.stopping.interface import Step, StopRule
 from inference.stopping.plain import Confidence, FixedLength
-from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior
+from inference.stopping.thompson import BetaThompson
 from outrider.streams import Streams
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.known_targets import Target, targets
@@ -128,31 +128,6 @@ def test_a_rule_sees_the_node_that_stands_for_the_level(name: str, q: Q, seed: i
             assert (*above, token) == first[depth]
             assert above == first.get(depth - 1, ())
             assert name.endswith("replacement") or q(above)[token] == max(q(above))
-
-
-class Scripted:
-    """A head that notes the hidden states it is asked about, and is sure."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
-
-    def __call__(self, target_hidden: Tensor, hidden: Tensor, position: Tensor, _: Tensor) -> Tensor:
-        self.asked.append((int(position), int(hidden)))
-        return torch.full((1,), 50.0)
-
-
-@every_builder
-def test_the_calibrated_rule_reads_the_row_its_node_was_predicted_from(name: str) -> None:
-    for seed in range(10):
-        q, head = random_q(seed), Scripted()
-        generator = random.Random(seed)
-        posterior = Posterior(head, 1e-9, 1.0, 0.5, "sample")  # type: ignore[arg-type]
-        rule = CalibratedThompson(99, posterior, generator)
-        source, other, seen = KnownSource(q), KnownSource(q), At(99)
-        build(name, source, seed, limit=LIMIT, rule=rule)
-        build(name, other, seed, limit=LIMIT, rule=seen)
-        assert head.asked == [(depth, row) for depth, _, _, row in seen.seen]
-        assert len(head.asked) > 1
 
 
 @pytest.mark.parametrize("structure", TREES)

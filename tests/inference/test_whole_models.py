@@ -51,6 +51,7 @@ from inference.shapes.factory import make_structure
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import evaluate
+from tests.known_targets import PROMPT, Target, targets, tokens_of
 from tests.tiers import typical_where
 from tests.tiny import (
     STRUCTURES,
@@ -111,35 +112,15 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> WholeModel:
     return lm
 
 
-def decode(stack: LayerStack, source: SmallLMSource, structure: str, prompt: list[int], count: int) -> tuple:
-    """The new tokens, and how many were drafted and accepted."""
-    drafting = make_structure(method_of(STRUCTURES[structure]), Streams(0))
-    rounds = list(speculative(stack, ModelDrafter(source, drafting), prompt, max_new_tokens=count))
-    return [t for r in rounds for t in r.tokens], sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+make = pytest.fixture(scope="module")(targets)
 
 
-def knowing(target: LayerStack, text: list[int], path: Path) -> Path:
-    """A GPT-2 in `path` trained on the one `text`, so that it guesses much of it."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(GPT2).train()
-    optimizer, ids = torch.optim.Adam(model.parameters(), lr=3e-3), torch.tensor([text])
-    for _ in range(25):
-        optimizer.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-    model.save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[LayerStack, Path, list[int], list[int]]:
-    """A target, a GPT-2 that guesses well, a prompt and the target's own continuation."""
-    folder = tmp_path_factory.mktemp("trained")
-    model, stack = open_stack(save_target(folder / "target", kv_heads=2), torch.float64)
-    prompt = random_prompt(20)
-    expected = reference_generate(model, prompt, 40)
-    return stack, knowing(stack, prompt + expected, folder / "small"), prompt, expected
+def decode(target: Target, lm: WholeModel, structure: str, prompt: list[int], count: int) -> tuple[list[int], Any]:
+    """The new tokens, and the session of the small LM that drafted for them."""
+    source, shape = SmallLMSource(lm), make_structure(method_of(STRUCTURES[structure]), Streams(0))
+    rounds = list(speculative(target.stack, ModelDrafter(source, shape), prompt, max_new_tokens=count))
+    assert any(r.drafted for r in rounds)
+    return tokens_of(rounds), source.session
 
 
 def session_after(prompt: list[int], lm: WholeModel) -> WholeSession:
@@ -151,39 +132,30 @@ def session_after(prompt: list[int], lm: WholeModel) -> WholeSession:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_greedy_equals_generate(trained: tuple, structure: str) -> None:
-    stack, path, prompt, expected = trained
-    tokens, drafted, accepted = decode(stack, SmallLMSource(load(path)), structure, prompt, 40)
-    assert tokens == expected
-    assert drafted >= accepted > 20
-
-
-@pytest.mark.parametrize("name", RUN)
-def test_other_architectures_run(trained: tuple, tmp_path: Path, name: str) -> None:
-    stack, _, prompt, expected = trained
-    lm = load(save_plain(tmp_path, RUN[name]))
-    assert decode(stack, SmallLMSource(lm), "k_config", prompt, 40)[0] == expected
-    if can_pack(torch.device("cpu"), torch.float32):
-        before = session_after(prompt, lm).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
-        pack_linears(lm)
-        assert any(isinstance(module, PackedLinear) for module in lm.modules())
-        after = session_after(prompt, lm).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
-        torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_its_cache_equals_a_fresh_prefill(trained: tuple, structure: str) -> None:
-    stack, path, prompt, _ = trained
-    lm = load(path, torch.float64)
-    source = SmallLMSource(lm)
-    text = prompt + decode(stack, source, structure, prompt, 30)[0]
-    session = source.session
-    assert isinstance(session, WholeSession)
-    fresh = session_after(text[: session.base], lm)
-    assert session.base > len(prompt) + 15
+def test_its_text_is_the_targets_and_its_cache_a_fresh_prefills(make: Callable[..., Target], structure: str) -> None:
+    """Of a small LM that is often right."""
+    target = make("llama")
+    lm = target.small("small_lm")
+    assert isinstance(lm, WholeModel)
+    tokens, session = decode(target, lm, structure, PROMPT, 40)
+    assert tokens == target.text_after(PROMPT, 40)
+    fresh = session_after((PROMPT + tokens)[: session.base], lm)
+    assert session.base > len(PROMPT) + 15
     for layer, expected in zip(session.cache.layers, fresh.cache.layers, strict=True):
         torch.testing.assert_close(layer.keys[:, :, : session.base], expected.keys, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(layer.values[:, :, : session.base], expected.values, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_other_architectures_run(make: Callable[..., Target], tmp_path: Path, name: str) -> None:
+    target, lm = make("llama"), load(save_plain(tmp_path, RUN[name]))
+    assert decode(target, lm, "k_config", PROMPT, 40)[0] == target.text_after(PROMPT, 40)
+    if can_pack(torch.device("cpu"), torch.float32):
+        before = session_after(PROMPT, lm).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
+        pack_linears(lm)
+        assert any(isinstance(module, PackedLinear) for module in lm.modules())
+        after = session_after(PROMPT, lm).extend(torch.tensor([1, 2]), (-1, 0), 2)[1]
+        torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -232,12 +204,11 @@ def test_the_check_notices_what_a_forward_ignores(
         prove_rows(lm)
 
 
-def test_a_text_longer_than_its_learned_positions_is_refused(trained: tuple, tmp_path: Path) -> None:
-    stack, path, _, _ = trained
-    prompt = random_prompt(120)
-    assert len(decode(stack, SmallLMSource(load(path)), "k_config", prompt, 8)[0]) == 8
+def test_a_text_longer_than_its_learned_positions_is_refused(make: Callable[..., Target], tmp_path: Path) -> None:
+    target, lm, prompt = make("llama"), load(save_plain(tmp_path, GPT2)), random_prompt(120)
+    assert len(decode(target, lm, "k_config", prompt, 8)[0]) == 8
     with pytest.raises(UserError, match=r"prompt \+ max_new_tokens = 129 positions, but the drafter .* only 128"):
-        decode(stack, SmallLMSource(load(path)), "k_config", prompt, 9)
+        decode(target, lm, "k_config", prompt, 9)
 
 
 def test_prompts_are_checked_against_both_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

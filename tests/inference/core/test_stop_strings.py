@@ -59,7 +59,9 @@ def run_arms(target: SimpleNamespace, prompt: list[int], stops: Sequence[str], t
     drafters = {"small_lm": target.stack}
     options = {"max_new_tokens": NEW, "eos": (), "stops": stops, "tokenizer": tokenizer}
     arms = make_arms(target.stack, drafters, METHODS, target.model, **options)
-    return {name: list(arm(prompt, Streams(0)).tokens) for name, arm in arms.items()}
+    found = {name: arm(prompt, Streams(0)) for name, arm in arms.items()}
+    assert all(r.accepted <= len(r.tokens) for generation in found.values() for r in generation.rounds)
+    return {name: list(generation.tokens) for name, generation in found.items()}
 
 
 def tokenizer_of(tokens: Sequence[str], decoder: object, **options: object) -> PreTrainedTokenizerFast:

@@ -11,7 +11,7 @@ from inference.evaluate.compare import evaluate
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
 from inference.settings.method import MethodConfig, NgramConfig, StopConfig
-from inference.settings.serving import DRAFTS, Engine
+from inference.settings.serving import MODULES, Engine, why_not
 from tests.tiers import typical_where
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ def test_every_kind_that_lies_here_is_measured() -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("engine", typical_where("transformers".__ne__, DRAFTS))  # that one is always there
+@pytest.mark.parametrize("engine", typical_where("transformers".__ne__, MODULES))  # that one is always there
 def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
     place = ROOT / ".engines" / engine
     if engine != "transformers" and not place.exists():
@@ -40,7 +40,7 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
     config = EvaluateConfig(
         target=str(tmp_path / "target"), checkpoint=str(DRAFTERS / "eesd"), small_lm=str(DRAFTERS / "small_lm"),
         table=str(DRAFTERS / "trigrams"), template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu",
-        methods={name: one for name, one in METHODS.items() if KINDS[one.source].served in DRAFTS[engine]},
+        methods={name: one for name, one in METHODS.items() if why_not(engine, one) is None},
         engine=engine, engine_python=None if engine == "transformers" else str(place), out_dir=str(tmp_path / "out"),
         concurrency=(1, 4) if engine == "vllm" else (1,),
     )  # fmt: skip

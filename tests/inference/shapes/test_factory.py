@@ -12,7 +12,7 @@ from torch import Tensor
 from draft_models.calibration_head import CalibrationHead
 from inference.core.tree import ROOT, DraftTree
 from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.shapes.factory import Chain, make_structure, make_tree
+from inference.shapes.factory import make_structure, make_tree
 from inference.shapes.opt_tree import opt_tree
 from inference.shapes.shapes import binary_shape, k_config, plain_probs, static
 from inference.shapes.token_graph import token_graph
@@ -88,23 +88,6 @@ def test_a_tree_is_drafted_by_its_settings(name: str) -> None:
     assert bool(processed) == (settings.rank == "sampler")
 
 
-@pytest.mark.parametrize("kind", ["opt_tree", "token_graph"])
-def test_whose_q_ranks_a_tree_matters_when_sampling_only(kind: str) -> None:
-    """The distribution of what is sampled is the target's by either: `test_distributions.py`."""
-
-    def draft(rank: str, to_probs: Any) -> tuple:
-        settings = StructureConfig(kind, nodes=14, rank=rank, **({"delta": 0.0} if kind == "opt_tree" else {}))  # type: ignore[arg-type]
-        source = KnownSource(random_q(1, order=2))
-        source.to_probs = to_probs
-        return as_drafted(make_tree(settings).draft(source, root(), 9))
-
-    def sharper(logits: Tensor, rows: Any) -> Tensor:
-        return plain_probs(logits / 0.3, rows)
-
-    assert draft("sampler", None) == draft("drafter", None) == draft("drafter", sharper)
-    assert draft("sampler", sharper) != draft("drafter", sharper)
-
-
 @pytest.mark.parametrize("draw", ["with_replacement", "without_replacement", "top_k"])
 def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
     settings = StructureConfig(kind="k_config", widths=(3, 2), draw=draw)
@@ -149,13 +132,6 @@ def test_how_likely_a_drawn_token_was_hardly_matters(score: str, verify: str) ->
         made: Any = make_structure(method, Streams(0), drawn, CalibrationHead(2, 2), Tuning(costs))
         unlikely, likely = (made.rule.trust.probability(odds) for odds in (-3.0, 3.0))
         assert (0 < likely - unlikely < 0.2) == (drawn and verify == "exact")
-
-
-def test_a_chain_tells_its_rule_what_was_accepted() -> None:
-    structure = make_structure(MethodConfig(stop=StopConfig(rule="beta", max_draft=9, alpha=4.0, beta=2.0)), Streams(0))
-    assert isinstance(structure, Chain)
-    structure.observe(DraftTree(torch.arange(5), (ROOT, 0, 1, 2, 3), (-1,) * 5), [0, 1, 2])
-    assert (structure.rule.alpha, structure.rule.beta) == (4.0 + 3, 2.0 + 1)  # type: ignore[attr-defined]
 
 
 def test_candidates_are_counted_at_every_node_the_target_went_through() -> None:

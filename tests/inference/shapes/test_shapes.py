@@ -209,24 +209,6 @@ def test_draws_without_replacement_follow_the_sequential_distribution(k: int) ->
     assert (exhausted[:, -1] == -1).all()
 
 
-@pytest.mark.slow
-def test_k_config_draws_have_their_distributions() -> None:
-    """Through the tree, both sampled modes: sequences of two draws at the root."""
-    total = 4000
-    generator = random.Random(0)
-    iid = {(a, b): WEIGHTS[a] * WEIGHTS[b] for a in range(5) for b in range(5)}
-    counts: dict[str, Counter] = {"with_replacement": Counter(), "without_replacement": Counter()}
-    for mode, counter in counts.items():
-        for _ in range(total):
-            source = KnownSource(lambda path: [float(w) for w in WEIGHTS])
-            tree = k_config(source, root(), limit=1, widths=(2,), mode=mode, generator=generator)
-            tokens = tree.tokens.tolist()
-            counter[tuple(tokens[i] for i in tree.draws.get(ROOT, range(len(tree))))] += 1
-    assert chi_square(counts["with_replacement"], iid, total) < 5
-    assert chi_square(counts["without_replacement"], sequential_distribution(2), total) < 5
-    assert chi_square(counts["with_replacement"], sequential_distribution(2), total) == math.inf
-
-
 def test_draws_see_tiny_and_huge_vocabularies() -> None:
     generator = random.Random(0)
     spike = torch.zeros(3, 100_000)

@@ -136,19 +136,6 @@ def test_estimates_by_hand() -> None:
     assert found == [pytest.approx(pair) for pair in expected]
 
 
-def test_the_printed_mean_only_rises() -> None:
-    rule, estimates = posterior("printed"), []
-    for accepted in (0, 3, 0, 1, 0, 0, 4):
-        rule.observe(4, accepted)
-        estimates.append(rule.estimate)
-    assert estimates == sorted(estimates)
-    assert estimates[-1] > 0.9
-    fair = posterior("sample")
-    for _ in range(50):
-        fair.observe(4, 0)
-    assert fair.estimate < 0.05
-
-
 def test_evidence_of_one_kind_alone() -> None:
     """The paper's ablations: the head alone never moves, the sample alone never asks the head."""
     model, sample = posterior(evidence="model"), posterior(evidence="sample", prior=0.2)
@@ -170,17 +157,6 @@ def test_the_head_is_asked_about_the_token_just_drafted() -> None:
     rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), source, row=1))
     found = [tensor.tolist() for tensor in asked[0]]
     assert found == [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
-
-
-def test_the_head_decides_the_length_at_first() -> None:
-    means = []
-    for bias in (-2.0, 0.0, 2.0):
-        lengths = [draft_length(calibrated(seed=seed, bias=bias)) for seed in range(300)]
-        means.append(sum(lengths) / len(lengths))
-    assert means == sorted(means)
-    assert means[2] > 2 * means[0]
-    sure = calibrated(bias=50.0, model_sigma=1e-9)
-    assert [sure.stop(step(drafted)) for drafted in (1, 49, 50)] == [False, False, True]  # max_draft is 50
 
 
 def test_the_mean_alone_decides_without_chance() -> None:
