@@ -29,6 +29,12 @@ def until(stream: io.StringIO, said: str) -> bool:
     return False
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any silence is long."""
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+
+
 def refresh() -> None:
     """tqdm's monitor has its turn."""
     assert progress._bar is not None
@@ -54,8 +60,7 @@ def test_the_time_left_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Stage("f", 10, left=lambda: None).left is None
 
 
-def test_all_stages_are_named_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+def test_all_stages_are_named_by_a_thread(impatient: None) -> None:
     err = io.StringIO()
     with redirect_stderr(err), Stage("outer"):
         for item in counted("xyz", "inner", "letters"):
@@ -103,16 +108,14 @@ def test_only_the_main_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert progress._bar is None
 
 
-def test_a_reader_that_has_gone_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+def test_a_reader_that_has_gone_ends_nothing(impatient: None) -> None:
     for err in (io.StringIO(), Terminal()):
         with redirect_stderr(err), Stage("some"):
             err.close()
             refresh()
 
 
-def test_threads_of_a_server_load_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+def test_threads_of_a_server_load_at_the_same_time(impatient: None) -> None:
     err, begun = io.StringIO(), threading.Barrier(3)
 
     def load(name: str) -> None:
@@ -148,9 +151,8 @@ def test_on_a_terminal_there_is_a_bar_under_what_is_printed() -> None:
     assert "progress:" not in screen.getvalue()
 
 
-def test_on_a_terminal_without_a_size_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_without_a_size_there_are_lines(impatient: None) -> None:
     """As `script` and some containers make them: nothing that is drawn there would be seen."""
-    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w") as screen, redirect_stderr(screen), Stage("some"):
         assert screen.isatty()

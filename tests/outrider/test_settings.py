@@ -33,6 +33,13 @@ class Inner(Settings):
 
 
 @dataclass(frozen=True)
+class Given:
+    """A record, which is no settings."""
+
+    size: Count
+
+
+@dataclass(frozen=True)
 class Outer(Settings):
     kind: Literal["plain", "deep", "wide"] = "plain"
     depth: Annotated[Count | Literal["auto"], only(kind=("deep", "wide"))] = 3
@@ -86,6 +93,17 @@ def test_items_are_checked_too() -> None:
         with pytest.raises(UserError, match=f"^{said}"):
             Outer(**changes)
     assert Outer(kind="wide", widths=(2, 5), depth="auto", ends=(0.5, 0.5), share=0).widths == (2, 5)
+
+
+def test_a_key_that_is_unknown_or_missing_is_named() -> None:
+    for kind, value, said in (
+        (Outer, {"inner": {"sise": 1}}, "a.inner.sise: unknown"),
+        (Outer, {"by_name": {"b": {"sise": 1}}}, "a.by_name.b.sise: unknown"),
+        (Given, {}, "a.size: missing"),
+        (dict[str, Given], {"b": {}}, "a.b.size: missing"),
+    ):
+        with pytest.raises(UserError, match=f"^{said}$"):
+            construct(kind, value, "a")
 
 
 def test_what_is_not_marked_decides() -> None:
