@@ -58,7 +58,7 @@ def count_order(
 def write_level(parts: Iterable[Sequence[np.ndarray]], order: int, vocabulary: int, folder: Path) -> Level:
     """The level of parts of `Grouped` by ascending keys; its arrays are mapped from files in `folder`."""
     u4, u8 = np.dtype(np.uint32), np.dtype(np.uint64)
-    types = Grouped(u8, u4, u4, token_type(vocabulary), u4)._asdict()
+    types: dict[str, np.dtype] = dict(zip(Grouped._fields, (u8, u4, u4, token_type(vocabulary), u4), strict=True))
     grouped = Grouped(**_written(folder, types, (Grouped(*part)._asdict() for part in parts)))
     contexts = len(grouped.keys)
     require(contexts < 2**32, "orders", contexts, f"fewer than 2^32 contexts of order {order}; raise min_count")
@@ -104,7 +104,11 @@ def runs_of(shards: Shards, order: int, vocabulary: int, memory: int, folder: Pa
                 grams = grams._replace(keys=(grams.keys << np.uint64(bits)) | grams.tokens, tokens=grams.tokens[:0])
             yield grams._asdict()
 
-    types = {"keys": np.dtype(np.uint64), "tokens": np.dtype(np.uint32), "counts": np.dtype(np.uint32)}
+    types: dict[str, np.dtype] = {
+        "keys": np.dtype(np.uint64),
+        "tokens": np.dtype(np.uint32),
+        "counts": np.dtype(np.uint32),
+    }
     with Stage(f"counting order {order}", shards.tokens, "tokens") as stage:
         stored = Grams(**_written(folder, types, runs(stage)))
     return Runs(stored, np.concatenate(bounds), bits if narrow else 0)

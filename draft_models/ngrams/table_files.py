@@ -29,7 +29,7 @@ TABLE_FILE = "table.safetensors"
 _FORMAT = 3
 _FORMER = "table.json"  # of formats 1 and 2
 _AGAIN = "build it again with outrider build-trigrams"
-_TYPES = {"U16": np.dtype(np.uint16), "U32": np.dtype(np.uint32), "U64": np.dtype(np.uint64)}
+_TYPES: dict[str, np.dtype] = {"U16": np.dtype(np.uint16), "U32": np.dtype(np.uint32), "U64": np.dtype(np.uint64)}
 Arrays = Mapping[str, np.ndarray]  # by name
 
 
