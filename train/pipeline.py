@@ -9,8 +9,7 @@ def main(config: PipelineConfig) -> None:
     from train.pipeline_run import check_steps, fitted, run_pipeline
 
     config = fitted(config)
-    check_steps(config, config_for)
-    run_pipeline(config)
+    run_pipeline(config, more=check_steps(config, config_for))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Run the pipeline: each step in a separate process, skipped if it is done; then write a summary of all steps.
 
-This is not a Makefile or a shell script: those neither know the options that a product was made with, nor detect early
-that a step cannot read an input that it gets hours later.
+A step is a process because it leaves memory, threads and the launcher's state as it found them, on a GPU too, and may
+be killed or repeated by its line in the log. This is not a Makefile: that neither knows the options that a product was
+made with, nor detects early that a step cannot read an input that it gets hours later.
 """
 
 import os
@@ -19,22 +20,23 @@ from typing import Any
 import outrider
 from draft_models.targets.model_spec import context_limit
 from draft_models.targets.open_target import open_target
-from inference.loading.rehearsal import read_some
+from inference.loading.rehearsal import read_some, small
 from inference.measure.time_limit import TimeLimit
 from outrider.errors import UserError
-from outrider.files import read_json, require_writable, write_json
+from outrider.files import read_mapping, require_writable, write_json
 from outrider.progress import RELAY, Stage, relayed
 from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
-from outrider.settings import read_as
-from outrider.words import Table, clean, in_words, option
-from train.pipeline_settings import HERE, ROOT, STEPS, TIME, PipelineConfig, key_of
+from outrider.settings import ABSENT, Settings, differences, read_as
+from outrider.words import Table, clean, in_words, option, quoted
+from train.pipeline_settings import HERE, MAKERS, ROOT, STEPS, TIME, PipelineConfig, key_of
 
 IMPORTED = Path(outrider.__file__).parents[1]  # where steps import this project from
 LOGS = "logs"  # <step>.log: its output; .json: the record of a finished step; .seconds.json: time of interrupted runs
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
 _AGAIN = "remove it, and resume=true does the step again"
-FACTS = {"target": ("parameters", "steps", "bits_per_byte"), "fetch": ("made_of",)}  # of a target, by its step
+FACTS = ("parameters", "steps", "bits_per_byte", "made_of")  # of a target, by the step that made it
+_SHARED = ("machine", "made_with", "dtype", "device", "runtime", "prompts", "max_new_tokens", "temperature")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Record:
 
 
 ConfigFor = Callable[[str, Sequence[str]], Any]  # the settings of a script, by its options
+Words = Mapping[str, Sequence[str]]  # options by step
 
 
 def fitted(config: PipelineConfig) -> PipelineConfig:
@@ -65,19 +68,17 @@ def fitted(config: PipelineConfig) -> PipelineConfig:
         key, _, value = option.partition("=")
         return f"{key}={min(int(value), most[key])}" if key in most and value.isdecimal() else option
 
-    steps = {
-        name: replace(step, overrides=[*map(cut, step.overrides)], debug=[*map(cut, step.debug)])
-        for name, step in config.steps.items()
-    }
+    steps = {name: replace(step, overrides=[*map(cut, step.overrides)]) for name, step in config.steps.items()}
     return replace(config, steps=steps)
 
 
-def check_steps(config: PipelineConfig, config_for: ConfigFor) -> None:
+def check_steps(config: PipelineConfig, config_for: ConfigFor) -> Words:
     """Raise `UserError`, naming the step, for options that a command refuses and for inputs that it cannot read.
 
     Inputs are files, a target with its tokenizer, and records, unless an earlier step writes them. Finished steps are
-    skipped.
+    skipped. Returns the options that make each step small with debug=true, and otherwise none.
     """
+    config, found = _placed(config), {}
     for name in config.to_do:
         if not config.debug and (Path(config.out_dir) / STEPS[name].product).exists():
             continue
@@ -88,26 +89,48 @@ def check_steps(config: PipelineConfig, config_for: ConfigFor) -> None:
             return key not in left
 
         try:
-            settings = config_for(STEPS[name].script, config.placed(options))
+            settings = given = config_for(STEPS[name].script, config.placed(options))
+            if config.debug:
+                settings = small(given, Path(config.out_dir))
+                found[name] = words_between(given, settings)
             settings.require_places(wanted)
             read_some(settings, wanted)
         except UserError as error:
             raise UserError(f"step {name}, before any has run: {error}") from None
+    return found
 
 
-def run_pipeline(config: PipelineConfig, limit: TimeLimit | None = None) -> None:
+def words_between(before: Settings, after: Settings) -> list[str]:
+    """The options that make `after` of `before`."""
+    changed = differences(asdict(before), asdict(after))
+    return [f"~{key}" if new is ABSENT else f"{key}={_value(new)}" for key, _, new in changed]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_value(inner)}' for key, inner in value.items())}}}"
+    return quoted(value) if isinstance(value, str) else "null" if value is None else str(value).lower()
+
+
+def _placed(config: PipelineConfig) -> PipelineConfig:
+    """`config`, of a rehearsal in the directory where it lies."""
+    return replace(config, out_dir=str(rehearsal_folder(config.out_dir))) if config.debug else config
+
+
+def run_pipeline(config: PipelineConfig, limit: TimeLimit | None = None, more: Words | None = None) -> None:
     """Run the unfinished steps, in order, and write `SUMMARY`.
 
     A step is done when its product exists and was made from the current products of earlier steps. limit: for all
-    steps, of all runs; what they leave of it goes to the last one with a time limit.
+    steps, of all runs; what they leave of it goes to the last one with a time limit. more: see `check_steps`.
 
     Raises `UserError` if the directory holds a run and resume is off, or a run with other options. Also raises it for a
     step that fails, naming it and its log; the summary then covers the finished steps.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("pipeline: started as several processes; start one, its steps are processes of their own")
-    if config.debug:
-        config = replace(config, out_dir=str(rehearsal_folder(config.out_dir)))
+    config = _placed(config)
     starts_over = config.debug and not config.resume
     if starts_over:
         require_rehearsal(Path(config.out_dir), LOGS)
@@ -126,17 +149,7 @@ def run_pipeline(config: PipelineConfig, limit: TimeLimit | None = None) -> None
             limit = replace(limit, earlier=limit.earlier + _seconds(records) + cut)
         try:
             for name in config.to_do:
-                if _is_done(out_dir, name, records):
-                    print(f"pipeline step={name} seconds={records[name].seconds:.1f} state=done-before", flush=True)
-                    if name == "report":  # running the step would have shown it
-                        print((out_dir / name / "report.md").read_bytes().decode(errors="replace"), flush=True)
-                else:
-                    if _is_outdated(name, records):  # its command would refuse to continue from the old product
-                        with only_run(require_writable(out_dir / name), f"the product of step {name}"):
-                            shutil.rmtree(out_dir / name, ignore_errors=True)
-                            _cut(out_dir, name).unlink(missing_ok=True)
-                    records.pop(name, None)
-                    records[name] = _run_step(config, name, records, limit)
+                _do_step(config, name, records, limit, (more or {}).get(name, ()))
         finally:
             done = summary(config, records)
             write_json(out_dir / SUMMARY, done)
@@ -150,21 +163,30 @@ def _records(config: PipelineConfig) -> dict[str, Record]:
     for name in config.to_do:
         path = Path(config.out_dir) / LOGS / f"{name}.json"
         if path.exists():
-            found[name] = read_as(Record, path, "record of a step", "remove it, and resume=true does the step again")
+            found[name] = read_as(Record, path, "record of a step", _AGAIN)
             check_identity(_by_key(found[name].options), _by_key(config.options(name)), path)
     return found
 
 
-def _is_done(out_dir: Path, name: str, records: Mapping[str, Record]) -> bool:
-    """Whether step `name` is done. records: of finished steps; those of earlier steps are final."""
-    product = (out_dir / STEPS[name].product).exists()
-    return product and name in records and records[name].made_from == _finish_times(name, records)
-
-
-def _is_outdated(name: str, records: Mapping[str, Record]) -> bool:
-    """Whether a step's product was made from a product that has been remade since."""
-    made_from = records[name].made_from if name in records else {}
-    return any(made_from.get(before, finished) != finished for before, finished in _finish_times(name, records).items())
+def _do_step(
+    config: PipelineConfig, name: str, records: dict[str, Record], limit: TimeLimit | None, more: Sequence[str]
+) -> None:
+    """Run a step unless it is done, and put its record into `records`, where those of earlier steps are final."""
+    out_dir, made_from = Path(config.out_dir), _finish_times(name, records)
+    before = records.pop(name, None)
+    if before is not None and (out_dir / STEPS[name].product).exists() and before.made_from == made_from:
+        records[name] = before
+        print(f"pipeline step={name} seconds={before.seconds:.1f} state=done-before", flush=True)
+        if name == "report":  # running the step would have shown it
+            print((out_dir / name / "report.md").read_bytes().decode(errors="replace"), flush=True)
+        return
+    known = {} if before is None else before.made_from
+    if any(known.get(step, finished) != finished for step, finished in made_from.items()):
+        # Made from a product that has been made anew: its command would refuse to continue from it.
+        with only_run(require_writable(out_dir / name), f"the product of step {name}"):
+            shutil.rmtree(out_dir / name, ignore_errors=True)
+            _cut(out_dir, name).unlink(missing_ok=True)
+    records[name] = _run_step(config, name, records, limit, more)
 
 
 def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:
@@ -192,13 +214,13 @@ def step_stage(
 
 
 def _run_step(
-    config: PipelineConfig, name: str, records: Mapping[str, Record], limit: TimeLimit | None = None
+    config: PipelineConfig, name: str, records: Mapping[str, Record], limit: TimeLimit | None, more: Sequence[str]
 ) -> Record:
     """Run one step to its end, with its output on the screen and in its log. Raises `UserError` if it fails."""
     out_dir, options = Path(config.out_dir), config.options(name)
     log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
     (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
-    words = [*config.placed(options), option("out_dir", out_dir / name), "resume=true"]
+    words = [*config.placed(options), *more, option("out_dir", out_dir / name), "resume=true"]
     began, cut, before = time.time(), _cut(out_dir, name), _seconds_cut(out_dir, name)
     if limit is not None and [name] == [step for step in config.to_do if config.steps[step].minutes][-1:]:
         loading = (config.steps[name].expected_minutes or 0) - config.steps[name].minutes
@@ -230,8 +252,7 @@ def _cut(out_dir: Path, name: str) -> Path:
 def _seconds_cut(out_dir: Path, name: str) -> float:
     """Seconds of the runs of a step that did not end."""
     file = _cut(out_dir, name)
-    spent = read_as(dict[str, float], file, "seconds of a step that was cut", "remove it") if file.exists() else {}
-    return spent.get("seconds", 0.0)
+    return read_as(dict[str, float], file, "seconds of a step", "remove it")["seconds"] if file.exists() else 0.0
 
 
 def run_command(script: str, words: Sequence[str], log: Path) -> int:
@@ -270,33 +291,31 @@ def _tee(command: list[str], log: Path) -> int:
 
 def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, Any]:
     """The costs and results of the finished steps, and the `FIGURES` of each compared method; JSON-able."""
-    out_dir = Path(config.out_dir)
-    steps: dict[str, dict[str, Any]] = {
-        name: {"seconds": record.seconds, "options": record.options} for name, record in records.items()
-    }
-    for name in steps:
-        if (seconds := _trained_seconds(out_dir, name)) is not None:
-            steps[name]["training_seconds"] = seconds
-    found: dict[str, Any] = {
-        "complete": set(steps) == set(config.to_do),
-        "debug": config.debug,
-        "seconds": _seconds(records),
-        "steps": steps,
-    }
-    report = out_dir / STEPS["report"].product
-    for name, facts in FACTS.items():
-        path = out_dir / STEPS[name].product
-        if name in config.to_do and path.exists():
-            told = _mapping(read_json(path, "report of a target", _AGAIN), path, facts)
-            found["target"] = {key: told[key] for key in facts}
+    out_dir, steps = Path(config.out_dir), dict[str, dict[str, Any]]()
+    for name, record in records.items():
+        steps[name] = {"seconds": record.seconds, "options": record.options}
+        told = _told(out_dir / STEPS[name].product)
+        if "training_seconds" in (training := told.get("training", told)):
+            steps[name]["training_seconds"] = training["training_seconds"]
+    found: dict[str, Any] = {"complete": set(steps) == set(config.to_do), "debug": config.debug}
+    found |= {"seconds": _seconds(records), "steps": steps}
+    for name in MAKERS if config.target is None else ():
+        if told := _told(out_dir / STEPS[name].product):
+            found["target"] = {key: told[key] for key in FACTS if key in told}
     if config.target:
         found["target"] = {"path": config.target}
+    report = out_dir / STEPS["report"].product
     if report.exists():  # also a "not lossless" report, with which the step fails
-        reports = [_mapping(one, report, ("method", *FIGURES)) for one in reports_in(report)]
-        shared = ("machine", "made_with", "dtype", "device", "runtime", "prompts", "max_new_tokens", "temperature")
-        found |= {key: reports[0][key] for key in shared if key in reports[0]}
+        reports = reports_in(report)
+        found |= {key: reports[0][key] for key in _SHARED if key in reports[0]}
         found["methods"] = {one["method"]: {key: one[key] for key in FIGURES} for one in reports}
     return found
+
+
+def _told(product: Path) -> dict[str, Any]:
+    """What the product of a step says in JSON; nothing where it is of another kind, or missing."""
+    told = product.suffix == ".json" and product.exists()
+    return read_mapping(product, "product of a step", _AGAIN) if told else {}
 
 
 def steps_table(steps: Mapping[str, Mapping[str, Any]]) -> str:
@@ -308,35 +327,11 @@ def steps_table(steps: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(Table({"step": "", "took": "", "trained": ""}, rows).markdown())
 
 
-def _trained_seconds(out_dir: Path, name: str) -> float | None:
-    """The training seconds of a step, from its product; None if that is missing or does not record them."""
-    path, keys = out_dir / STEPS[name].product, STEPS[name].trained
-    if not keys or not path.exists():
-        return None
-    value = read_json(path, "product of a training", _AGAIN)
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return float(value) if isinstance(value, int | float) else None
-
-
 def reports_in(path: Path) -> list[dict[str, Any]]:
     """The reports, one per method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged file."""
-    content = _mapping(read_json(path, "report", _AGAIN), path)
-    reports = content.get("reports", [content])
-    if not isinstance(reports, list) or not reports:
-        raise UserError(f"{path}: damaged report (reports={reports!r}: expected a list); {_AGAIN}")
-    found = [_mapping(report, path, ("method",)) for report in reports]
-    if not all(isinstance(report["method"], str) for report in found):
-        raise UserError(f"{path}: damaged report (method: expected a text); {_AGAIN}")
-    return found
-
-
-def _mapping(value: Any, path: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
-    """`value`, read from `path`, which must have `keys`."""
-    missing = [key for key in keys if not isinstance(value, dict) or key not in value]
-    if missing or not isinstance(value, dict):
-        raise UserError(f"{path}: damaged report (expected a mapping with {', '.join(keys)}); {_AGAIN}")
-    return value
+    content = read_mapping(path, "report", _AGAIN)
+    reports: list[dict[str, Any]] = content.get("reports") or [content]
+    return reports
 
 
 def _seconds(records: Mapping[str, Record]) -> float:

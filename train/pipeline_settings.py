@@ -24,15 +24,13 @@ class PipelineStep:
     """A command of this project as one step of the pipeline.
 
     product: the file it writes last, relative to the pipeline's directory. after: the steps whose products it reads.
-    links: the options that locate these products; links to omitted steps are dropped. trained: the keys, outermost
-    first, under which `product` records the training seconds.
+    links: the options that locate these products; links to omitted steps are dropped.
     """
 
     script: str
     product: str
     after: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
-    trained: tuple[str, ...] = ()
 
     def read_links(self, steps: Collection[str]) -> list[str]:
         """The links to the products of `steps`, and to the target."""
@@ -40,42 +38,22 @@ class PipelineStep:
         return [link for link in self.links if link.partition("=")[2] not in unread]
 
 
+_ANSWERED, _OF_TARGET = (*MAKERS, "responses"), ("target={target}",)
 STEPS = {
-    "target": PipelineStep("train/toy_target.py", "target/toy_target.json", trained=("training_seconds",)),
+    "target": PipelineStep("train/toy_target.py", "target/toy_target.json"),
     "fetch": PipelineStep("data_prep/fetch_target.py", "fetch/fetched.json"),
     "prompts": PipelineStep("data_prep/write_prompts.py", "prompts/prompts.json"),
     "responses": PipelineStep(
-        "data_prep/generate_responses.py", "responses/summary.json", (*MAKERS, "prompts"), ("target={target}",)
+        "data_prep/generate_responses.py", "responses/summary.json", (*MAKERS, "prompts"), _OF_TARGET
     ),
-    "eesd": PipelineStep(
-        "train/eesd.py",
-        "eesd/drafter.json",
-        (*MAKERS, "responses"),
-        ("target={target}",),
-        ("training", "training_seconds"),
-    ),
+    "eesd": PipelineStep("train/eesd.py", "eesd/drafter.json", _ANSWERED, _OF_TARGET),
     "calibrate": PipelineStep(
-        "train/calibrate.py",
-        "calibrate/calibration.json",
-        (*MAKERS, "responses", "eesd"),
-        ("checkpoint={out_dir}/eesd",),
+        "train/calibrate.py", "calibrate/calibration.json", (*_ANSWERED, "eesd"), ("checkpoint={out_dir}/eesd",)
     ),
-    "eagle3": PipelineStep(
-        "train/eagle3.py",
-        "eagle3/eagle3.json",
-        (*MAKERS, "responses"),
-        ("target={target}",),
-        ("training_seconds",),
-    ),
-    "small_lm": PipelineStep(
-        "train/finetune_drafter.py",
-        "small_lm/finetune_drafter.json",
-        (*MAKERS, "responses"),
-        ("target={target}",),
-        ("training_seconds",),
-    ),
+    "eagle3": PipelineStep("train/eagle3.py", "eagle3/eagle3.json", _ANSWERED, _OF_TARGET),
+    "small_lm": PipelineStep("train/finetune_drafter.py", "small_lm/finetune_drafter.json", _ANSWERED, _OF_TARGET),
     "trigrams": PipelineStep(
-        "data_prep/build_trigrams.py", "trigrams/table.safetensors", (*MAKERS, "responses"), ("tokenizer={target}",)
+        "data_prep/build_trigrams.py", "trigrams/table.safetensors", _ANSWERED, ("tokenizer={target}",)
     ),
     "report": PipelineStep(
         "inference/evaluate_checkpoint.py",
@@ -101,14 +79,13 @@ class StepConfig(Settings):
     """
 
     overrides: list[str] = opt(factory=list, help="what an experiment says")
-    debug: list[str] = opt(factory=list, help="with debug=true: these as well")
     more: list[str] = field(default_factory=list)
     """what you say: 'steps.eesd.more=["fit.steps=900","exit_layer=3"]'"""
     expected_minutes: Positive | None = free(None, "on the experiment's machine; null: unknown. Tells the time left")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("overrides", "debug", "more"):
+        for name in ("overrides", "more"):
             for option in getattr(self, name):
                 given = "=" in option or option.startswith("~")
                 require(given, name, option, "KEY=VALUE, an option of the step's command")
@@ -185,7 +162,7 @@ class PipelineConfig(RunConfig):
         step = self.steps[name]
         target = self.target or f"{HERE}/{'fetch' if 'fetch' in self.steps else 'target'}"
         timed = [f"{TIME}={self._share * step.minutes:.3g}"] if self.minutes is not None and step.minutes else []
-        given = [*STEPS[name].read_links(self.steps), *step.overrides, *(step.debug if self.debug else ()), *timed]
+        given = [*STEPS[name].read_links(self.steps), *step.overrides, *timed]
         kept: dict[str, str] = {}
         for option in [*given, *step.more]:
             if option.startswith("~") and key_of(option) in kept:

@@ -134,6 +134,8 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
             changes[name] = min(value, most[name])
         elif name == "per_object" and getattr(config, "file", None) is None:
             changes[name] = 1
+    if "path" in changes and changes["path"] is None:  # a finished small LM that is left out: a new one
+        changes |= {"layers": 1, **_GIVEN}
     if isinstance(config, EvaluateConfig):
         kept = config.methods if models else _that_run(config, changes)
         changes["methods"] = {name: replace(method, skip=None) for name, method in kept.items()}

@@ -48,7 +48,7 @@ from outrider.words import option
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.tiers import as_many
 from tests.tiny import byte_tokenizer, save_target
-from train.auto_plan import Choice, Look, pipeline_of
+from train.auto_run import Choice, Look, pipeline_of
 from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
 from train.settings.auto import TRAINED, AutoConfig
 
@@ -79,8 +79,7 @@ def test_any_text_is_a_value_of_a_command(one: str, other: str) -> None:
 @example("a=b,(c)", "p [1].jsonl", "out{x}${y}")
 def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: str) -> None:
     config = AutoConfig(target=target, prompts=prompts, out_dir=out_dir)
-    base = config_for("train/pipeline.py", ["experiment=auto"])
-    pipeline = pipeline_of(config, base, Choice(TRAINED, {}, {}), Look("cpu", 4))
+    pipeline = pipeline_of(config, Choice(TRAINED, {}, {}), Look("cpu", 4))
     built = {name: config_for(STEPS[name].script, pipeline.placed(pipeline.options(name))) for name in pipeline.to_do}
     assert built["prompts"].file == prompts
     assert {built[name].target for name in ("responses", "eesd", "eagle3", "small_lm", "report")} == {target}

@@ -31,10 +31,11 @@ from tests.data_prep.responding import skipped
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import byte_tokenizer, save_target
 from tests.train import jobs
-from train import auto_plan
+from train import auto_run
 from train.auto_run import run_auto
 from train.exporting import export_drafter
 from train.pipeline_run import fitted
+from train.pipeline_settings import PipelineConfig, StepConfig
 from train.recipes import calibration
 from train.recipes.calibration import calibrate
 from train.recipes.eagle3 import train_eagle3
@@ -244,13 +245,13 @@ def test_where_it_refuses_all_of_them_its_own_words_say_why(tmp_path: Path) -> N
 def test_numbers_of_an_experiment_are_cut_to_the_target(tmp_path: Path) -> None:
     """And yours are not: the steps refuse them."""
     target = save(tmp_path / "target", max_position_embeddings=100)
-    base = config_for("train/pipeline.py", ["experiment=auto", 'steps.eesd.more=["draft_vocabulary=9000"]'])
+    sizes = ["draft_vocabulary=8192", "seq_len=512"]
+    base = PipelineConfig(steps={"eesd": StepConfig(sizes, ["draft_vocabulary=9000"]), "eagle3": StepConfig(sizes)})
     pipeline = fitted(replace(base, target=str(target)))
     said = {name: dict(option.split("=", 1) for option in pipeline.options(name)) for name in pipeline.steps}
-    assert said["small_lm"]["draft_vocabulary"] == said["eagle3"]["draft_vocabulary"] == "260"
+    assert said["eagle3"]["draft_vocabulary"] == "260"
     assert said["eesd"]["draft_vocabulary"] == "9000"
     assert said["eesd"]["seq_len"] == said["eagle3"]["seq_len"] == "100"
-    assert "seq_len=100" in pipeline.steps["eesd"].debug
     assert fitted(base) == base
 
 
@@ -283,7 +284,7 @@ def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
 def test_minutes_that_are_never_enough_are_refused_before_anything_is_answered(minutes: float) -> None:
     with pytest.raises(UserError, match=r"minutes=.*3\.5"):
         AutoConfig(target="org/model", minutes=minutes)
-    assert auto_plan._QUICK + auto_plan._FEWEST == 3.5
+    assert auto_run._QUICK + auto_run._FEWEST == 3.5
 
 
 def test_fewer_prompts_than_asked_for_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

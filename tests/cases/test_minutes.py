@@ -37,15 +37,13 @@ from tests.conf.test_configs import compose_and_build
 from tests.test_shape import sources
 from tests.tiny import byte_tokenizer
 from train import auto
-from train.auto_plan import Choice, Look, choose, describe, pipeline_of
-from train.auto_run import run_auto
+from train.auto_run import Choice, Look, choose, describe, pipeline_of, run_auto
 from train.core.time_budget import ENOUGH, StepBudget
 from train.pipeline_run import _tee, run_pipeline
-from train.pipeline_settings import STEPS, TIME, PipelineConfig
+from train.pipeline_settings import STEPS, TIME
 from train.settings.auto import AutoConfig
 from train.settings.fit import FitConfig
 
-BASE: PipelineConfig = config_for("train/pipeline.py", ["experiment=auto"])
 CONFIG = AutoConfig(target="org/model", prompts="p.jsonl", minutes=15.0)
 # thirty prompts on two shared cores: the look has answered all that are not held out, and a step takes long to load
 BUSY = Look("cpu", 20, tokens_per_second=14.0, answer_tokens=157.0, prompts=20, answered=20, loading=0.5, spent=5.0)
@@ -84,7 +82,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize("slow", [20.0, 200.0])
 def test_what_a_step_leaves_goes_to_the_report(tmp_path: Path, steps: SimpleNamespace, slow: float) -> None:
     """And what it takes too long for is taken from there; a resumed run knows what the one before has spent."""
-    pipeline = replace(pipeline_of(CONFIG, BASE, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
+    pipeline = replace(pipeline_of(CONFIG, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
     steps.seconds = {"responses": slow}
     run_pipeline(pipeline, TimeLimit(15.0, earlier=300.0, clock=steps.clock))
     left = (15 * 60 - 300 - slow) / 60
@@ -96,7 +94,7 @@ def test_what_a_step_leaves_goes_to_the_report(tmp_path: Path, steps: SimpleName
 
 
 def test_without_a_limit_a_step_has_the_minutes_of_its_experiment(tmp_path: Path, steps: SimpleNamespace) -> None:
-    pipeline = replace(pipeline_of(CONFIG, BASE, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
+    pipeline = replace(pipeline_of(CONFIG, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
     run_pipeline(pipeline)
     planned = dict(option.split("=", 1) for option in pipeline.options("report"))
     assert steps.given["report"][TIME] == planned[TIME]
@@ -114,7 +112,7 @@ def test_a_report_is_planned_with_its_loading_or_the_plan_says_that_it_is_too_lo
         config = replace(CONFIG, minutes=minutes)
         choice = choose(config, BUSY, {})
         held, tokens = choice.minutes["report"], BUSY.length((), choice.minutes["report"])
-        assert f"max_new_tokens={tokens}" in pipeline_of(config, BASE, choice, BUSY).options("report")
+        assert f"max_new_tokens={tokens}" in pipeline_of(config, choice, BUSY).options("report")
         fits = BUSY.report((), tokens) <= held + 0.1
         assert fits == ("cannot hold" not in describe(choice, BUSY))
         assert fits or tokens == 64
@@ -274,7 +272,7 @@ def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: P
         run_auto(config, config_for)
     assert {*re.findall(r"\S*template=\w+", str(raised.value))} == {"template=none", "template=vicuna"}
     assert not (tmp_path / "out").exists()
-    pipeline = pipeline_of(replace(config, template="none"), BASE, Choice(("early_exit",), {}, {}), BUSY)
+    pipeline = pipeline_of(replace(config, template="none"), Choice(("early_exit",), {}, {}), BUSY)
     given = {step: " ".join(pipeline.options(step)) for step in pipeline.to_do}
     assert {step for step in given if " data.template=none" in given[step]} == {"responses", "eesd", "trigrams"}
     assert " template=none" in given["report"]

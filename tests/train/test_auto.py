@@ -15,15 +15,13 @@ from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.train.test_pipeline import said_by
 from train.auto import main
-from train.auto_plan import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of
-from train.auto_run import run_auto
+from train.auto_run import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of, run_auto
 from train.pipeline_run import reports_in
 from train.pipeline_settings import HERE, STEPS, TIME
 from train.settings.auto import TRAINED, AutoConfig
 
 LOOK = Look("cpu", 40, tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
 CONFIG = AutoConfig(target="org/model", minutes=60.0)
-BASE = config_for("train/pipeline.py", ["experiment=auto"])
 
 
 def test_what_is_trained_follows_from_what_was_measured() -> None:
@@ -78,7 +76,7 @@ def test_of_few_answers_enough_are_held_out() -> None:
     shares = {}
     for prompts in (10, 40, 4000):
         look = replace(LOOK, prompts=prompts, context=120)
-        pipeline = pipeline_of(replace(CONFIG, train=TRAINED), BASE, Choice(TRAINED, {}, {}), look)
+        pipeline = pipeline_of(replace(CONFIG, train=TRAINED), Choice(TRAINED, {}, {}), look)
         said = [option for option in pipeline.options("eesd") if option.startswith("data.heldout_fraction=")]
         shares[prompts] = float(said[0].partition("=")[2]) if said else None
         assert "max_new_tokens=60" in pipeline.options("report")
@@ -92,7 +90,7 @@ def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...
     config = replace(CONFIG, prompts="p.jsonl", template="vicuna", train=kinds)
     look = replace(LOOK, device=device)
     choice = choose(config, look, {})
-    pipeline = pipeline_of(config, BASE, choice, look)
+    pipeline = pipeline_of(config, choice, look)
     scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
     made = {"eesd", "small_lm", "eagle3"} & {*pipeline.to_do}
     assert made == {"eesd" if kind == "early_exit" else kind for kind in kinds}
@@ -120,7 +118,7 @@ def test_minutes_without_prompts_to_answer_go_to_the_report() -> None:
 
 def test_measured_texts_are_as_long_as_answers() -> None:
     for tokens, length in ((10.0, 64), (140.0, 140), (900.0, 256)):
-        pipeline = pipeline_of(CONFIG, BASE, Choice((), {}, {}), replace(LOOK, answer_tokens=tokens))
+        pipeline = pipeline_of(CONFIG, Choice((), {}, {}), replace(LOOK, answer_tokens=tokens))
         assert f"max_new_tokens={length}" in pipeline.options("report")
 
 
@@ -203,13 +201,13 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(tmp_path: Path, tiny_
 @pytest.mark.parametrize("own", [True, False])
 def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -> None:
     prompts = str(own_prompts(tmp_path)) if own else None
-    pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), BASE, Choice((), {}, {}), LOOK)
+    pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), Choice((), {}, {}), LOOK)
     step = config_for(STEPS["prompts"].script, pipeline.options("prompts"))
     assert (step.file, step.per_object == 1) == (prompts, not own)
 
 
 def test_a_choice_of_nothing_leaves_the_table() -> None:
-    pipeline = pipeline_of(CONFIG, BASE, Choice((), {}, {}), LOOK)
+    pipeline = pipeline_of(CONFIG, Choice((), {}, {}), LOOK)
     assert pipeline.to_do == ["prompts", "responses", "trigrams", "report"]
     assert ENOUGH_TOKENS > 281_548  # from which none of three drafters paid
 

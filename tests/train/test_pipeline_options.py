@@ -1,14 +1,15 @@
 """What every experiment of the pipeline asks of its steps: options that their commands take, minutes, targets."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from conf import config_for
 from outrider.errors import UserError
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
-from tests.tiers import quick_where, typical_where
+from tests.tiers import quick_where
+from train.pipeline_run import check_steps
 from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, StepConfig
 
 ROOT = Path(__file__).parents[2]
@@ -17,38 +18,39 @@ PAPERS = {  # experiments about targets of the papers: the target, and the steps
     "llama2_13b": ("meta-llama/Llama-2-13b-hf", {"small_lm"}),
     "opt_13b": ("facebook/opt-13b", {"eesd", "calibrate"}),
 }
-EXPERIMENTS = ("auto", "demo", *PAPERS, "smollm2_demo")
+EXPERIMENTS = ("demo", *PAPERS, "smollm2_demo")
 
 
 def steps_of(experiment: str) -> set[str]:
     if experiment == "smollm2_demo":
         return {"fetch", "prompts", "report"}
-    if experiment == "auto":
-        return set(STEPS) - {"target"}
     return set(STEPS) - {"eagle3", "fetch", "prompts"} - PAPERS.get(experiment, ("", set()))[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "debug"),
-    typical_where(
-        lambda case: case[0] in ("demo", "auto") or not case[1],  # all steps as rehearsals
-        quick_where(lambda case: case[0] == "demo", list(itertools.product(EXPERIMENTS, (False, True)))),
-    ),
-)
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", quick_where(lambda name: name == "demo", EXPERIMENTS))
 def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
-    config = compose_and_build("pipeline", [f"experiment={name}", f"debug={str(debug).lower()}"])
+    """In a rehearsal without a network, in the directory of the rehearsal."""
+    words = [f"experiment={name}", f"debug={str(debug).lower()}"]
+    config = compose_and_build("pipeline", words)
     assert set(config.to_do) == (steps_of(name) - {"target"} if name in PAPERS and not debug else steps_of(name))
     scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
+    small = check_steps(config, config_for) if debug else {}
+    here = "o-debug" if debug else "o"
     for step in config.steps:
-        options = [option.replace(HERE, "o").replace(REPOSITORY, "r") for option in config.options(step)]
-        built = compose_and_build(scripts[STEPS[step].script], [*options, f"out_dir=o/{step}", "resume=true"])
+        options = [*config.options(step), *small.get(step, ())]
+        options = [option.replace(HERE, here).replace(REPOSITORY, "r") for option in options]
+        built = compose_and_build(scripts[STEPS[step].script], [*options, f"out_dir={here}/{step}", "resume=true"])
         if hasattr(built, "data") and (debug or name not in PAPERS):
             sources = [part.source for _, _, part in built.data.parts()] or [built.data.source]
             assert set(sources) <= {"python_stdlib", "local"}  # no network
         if hasattr(built, "fit"):
             assert built.fit.wandb.mode == "disabled"
         if debug:
-            assert not hasattr(built, "fit") or built.data.cache_dir == "o/cache"
+            fitted = hasattr(built, "fit") and (built.data.cache_dir, built.fit.steps)
+            assert fitted in (False, (f"{config.out_dir}-debug/cache", 2))
+            given = (getattr(built, name, None) for name in ("small_lm", "checkpoint", "table", "eagle3"))
+            assert all(Path(where).is_relative_to(here) for where in given if where is not None)
     if not debug:
         assert config.out_dir == f"runs/{name}"
 
@@ -76,17 +78,15 @@ def test_the_whole_takes_the_minutes_that_are_there(name: str) -> None:
 
 
 def test_minutes_that_cannot_be_kept_are_refused() -> None:
-    with pytest.raises(UserError, match=r"minutes=3\.0: expected more than the 9\.5 of loading, counting and saving"):
-        compose_and_build("pipeline", ["experiment=auto", "minutes=3"])
+    with pytest.raises(UserError, match=r"minutes=3\.0: expected more than the 3\.3 of loading, counting and saving"):
+        compose_and_build("pipeline", ["experiment=demo", "minutes=3"])
     with pytest.raises(UserError, match=r"expected null: how long eesd will take is not known"):
         PipelineConfig(steps={"eesd": StepConfig()}, minutes=30.0)
     with pytest.raises(UserError, match="expected null with debug=true"):
         compose_and_build("pipeline", ["experiment=demo", "minutes=30", "debug=true"])
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("demo", 12), ("smollm2_demo", 5), ("auto", 130), *((name, 185) for name in PAPERS)]
-)
+@pytest.mark.parametrize(("name", "most"), [("demo", 12), ("smollm2_demo", 5), *((name, 185) for name in PAPERS)])
 def test_the_time_left_is_told_by_what_steps_are_expected_to_take(name: str, most: int) -> None:
     """Each step, none less than it has by its options; in all what README says."""
     config = compose_and_build("pipeline", [f"experiment={name}"])
@@ -109,15 +109,6 @@ def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
         assert not hasattr(built, "decode_prompts") or built.fit.eval_every is None  # one evaluation, at the end
     assert sum(minutes.values()) <= 8
     assert minutes["target"] == max(minutes.values())
-
-
-def test_a_head_is_compared_where_one_is_trained() -> None:
-    options = compose_and_build("pipeline", ["experiment=auto"]).options("report")
-    assert "eagle3={out_dir}/eagle3" in options
-    assert "eagle3/opt_tree" in next(option for option in options if option.startswith("method="))
-    assert "eagle3={out_dir}/eagle3" not in compose_and_build("pipeline", ["experiment=auto", "~steps.eagle3"]).options(
-        "report"
-    )
 
 
 def test_drafters_that_no_step_trains_are_given() -> None:
@@ -192,13 +183,11 @@ def test_a_rehearsal_has_the_target_that_a_user_gives() -> None:
 
 
 def test_a_later_option_replaces_an_earlier_one() -> None:
-    step = StepConfig(["a=1", "data=x", "+c=3"], ["a=2", "b=2"], ["++c=4", "data=y"])
+    step = StepConfig(["a=1", "data=x", "+c=3"], ["++c=4", "data=y"])
     config = PipelineConfig(steps={"trigrams": step})
     assert config.options("trigrams") == ["tokenizer={out_dir}/target", "a=1", "data=y", "++c=4"]
-    taken_back = StepConfig(["a=1", "b=2"], ["~b"], ["~c", "~tokenizer"])  # of c nothing is known here: Hydra's own
-    assert PipelineConfig(steps={"trigrams": taken_back}, debug=True).options("trigrams") == ["a=1", "~c"]
-    debug = replace(config, debug=True).options("trigrams")
-    assert debug == ["tokenizer={out_dir}/target", "a=2", "data=y", "++c=4", "b=2"]
+    taken_back = StepConfig(["a=1", "b=2"], ["~b", "~c", "~tokenizer"])  # of c nothing is known here: Hydra's own
+    assert PipelineConfig(steps={"trigrams": taken_back}).options("trigrams") == ["a=1", "~c"]
     assert "tokenizer=mine" in replace(config, steps={"trigrams": StepConfig(more=["tokenizer=mine"])}).options(
         "trigrams"
     )
