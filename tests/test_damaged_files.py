@@ -43,7 +43,8 @@ from inference.measure.replay import read_transcripts
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.method import MethodConfig
 from inference.shapes.shapes import read_shape
-from outrider.files import require_writable
+from outrider.errors import UserError
+from outrider.files import parse_json, require_writable, sealed, unsealed
 from outrider.run_dirs import finished
 from tests.forked import Fork
 from tests.tiers import as_many
@@ -329,6 +330,20 @@ def test_shape_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 # ------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'"\xff"', b"9" * 5000])
+def test_what_is_no_json_is_refused(content: bytes) -> None:
+    with pytest.raises(UserError, match="not valid JSON"):
+        parse_json(content)
+
+
+def test_what_is_sealed_is_not_changed_unnoticed() -> None:
+    whole = sealed({"tokens": [1, 2], "names": {"b", "a"}})
+    assert unsealed(whole) == {"tokens": [1, 2], "names": ["a", "b"]}
+    for changed in ({**whole, "tokens": [1, 3]}, {**whole, "more": 1}, {"tokens": [1, 2]}, [whole]):
+        with pytest.raises(UserError, match="sha256"):
+            unsealed(changed)
 
 
 def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
