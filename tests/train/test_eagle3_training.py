@@ -24,7 +24,7 @@ from inference.stopping.plain import FixedLength
 from outrider.errors import UserError
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, heading, log, same
-from train.parts.target_states import GROUP, MADE_FROM_FILE, STATES_FILE, pack, packed_width, unpack
+from train.parts.target_states import DONE_FILE, GROUP, MADE_FROM_FILE, STATES_FILE, pack, packed_width, unpack
 from train.recipes.eagle3 import Eagle3Student, train_eagle3
 
 
@@ -134,7 +134,7 @@ def test_a_killed_filling_goes_on_with_the_rows_that_are_missing(
         killed.setattr(Eagle3Student, "states", killed_at_the_third)
         with pytest.raises(KeyboardInterrupt):
             train_eagle3(run)
-    assert not (tmp_path / "features" / MADE_FROM_FILE).exists()
+    assert (tmp_path / "features" / DONE_FILE).exists()
     capsys.readouterr()
     train_eagle3(run)
     assert "goes_on_after=2 of " in capsys.readouterr().out
@@ -171,7 +171,8 @@ def test_features_that_a_disk_or_a_dtype_cannot_hold_are_refused(
     monkeypatch.setattr(Eagle3Student, "states", lambda *own, **given: 1e6 * states(*own, **given))
     with pytest.raises(UserError, match="float16 cannot hold the target's states of rows 0 to 7"):
         train_eagle3(run)
-    assert not (tmp_path / "features" / MADE_FROM_FILE).exists()
+    monkeypatch.undo()
+    train_eagle3(replace(run, features_dtype="bfloat16"))  # in the place of what was not finished
 
 
 def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draft_models.card import write_card
 from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, save_tokens
 from draft_models.early_exit.checkpoint import provenance
 from draft_models.targets.model_spec import context_limit
@@ -19,9 +20,11 @@ from inference.loading.memory_plan import Held, training_memory
 from inference.loading.targets import end_tokens
 from outrider.errors import UserError
 from outrider.files import save_parts, write_json
+from outrider.processes import say
 from train.core import run_dir
 from train.core.optimizers import layer_matrices
 from train.core.training import Trained, TrainRows
+from train.settings.drafters import DrafterTraining
 from train.settings.fit import FitConfig
 
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
@@ -85,12 +88,28 @@ def fit_memory(
     )
 
 
-def write_record(file: Path, target: str, identity: Mapping[str, object], fit: FitConfig, trained: Trained) -> None:
-    """Write the record of a finished training, next to the weights: their target, metrics and provenance."""
-    result = trained.result
-    report = {"target": target, "step": trained.step, "metrics": trained.metrics, "steps": result.steps}
+def write_records(
+    file: Path,
+    config: DrafterTraining,
+    identity: Mapping[str, object],
+    trained: Trained,
+    use: str,
+    facts: Mapping[str, object],
+    shown: Collection[str] = (),
+) -> None:
+    """Write a finished drafter's card and, last, `file`, the record of its training; say that it is saved.
+
+    use: of it, for the card. facts: about it, for the card. shown: the metrics that both say; none: all.
+    """
+    result, metrics = trained.result, {name: trained.metrics[name] for name in shown or trained.metrics}
+    steps = {"steps": result.steps, "chosen step": trained.step}
+    rounded = {name: round(value, 3) for name, value in metrics.items()}
+    write_card(file.parent, use, config.target, {**facts, "data": config.data.source, **steps, **rounded})
+    report = {"target": config.target, "step": trained.step, "metrics": trained.metrics, "steps": result.steps}
     report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
-    write_json(file, {**report, "settings": identity, "fit": asdict(fit), "made_with": provenance()})
+    write_json(file, {**report, "settings": identity, "fit": asdict(config.fit), "made_with": provenance()})
+    said = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
+    say(f"saved drafter={file.parent} step={trained.step} {said}")
 
 
 _REMEDY = "free space, then resume=true"

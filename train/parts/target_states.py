@@ -1,12 +1,12 @@
 """The target's hidden states for all rows, stored on disk: a head then trains without running the target again.
 
-    states.bin     [rows, T, k + 1, H_t] of the dtype: the taps, ascending, and the states after the last norm; in int8
-                   as `pack` makes it
-    states.json    written last: what they were made from
+    states.bin     [rows, T, k + 1, H_t] of the dtype: the aux hidden states, ascending, and the states after the last
+                   norm; in int8 as `pack` makes it
+    states.json    what they are made from
+    states.done    while rows are missing: a byte for every block of rows, 1 if written
 
-Until then the identity is in states.filling.json, and states.done has a byte for every block of rows, 1 if written: a
-killed run continues with the missing blocks. Every process of a launcher writes its share of the rows to the same file,
-so the folder must be visible to all of them.
+A killed run continues with the missing blocks. Every process of a launcher writes its share of the rows to the same
+file, so the folder must be visible to all of them.
 """
 
 import math
@@ -59,8 +59,7 @@ def unpack(packed: Tensor, width: int) -> Tensor:
     return (groups[..., :GROUP] * scales.float()).flatten(-2)[..., :width]
 
 
-STATES_FILE, MADE_FROM_FILE = "states.bin", "states.json"
-FILLING_FILE, DONE_FILE = "states.filling.json", "states.done"
+STATES_FILE, MADE_FROM_FILE, DONE_FILE = "states.bin", "states.json", "states.done"
 ROWS_AT_ONCE = 8
 
 
@@ -103,63 +102,47 @@ def with_states(
     identity = {**made_from, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     size = math.prod(shape) * dtype.itemsize
     with only_run_of(state, folder, "states of a target"):
-        there = from_main(state, lambda: _is_there(folder, identity, size))
-        if not there:
-            if state.is_main_process:
-                said = f"rows={shape[0]} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}"
-                print(f"features={folder} {said}", flush=True)
-            from_main(state, lambda: _make_room(folder, identity, size, blocks))
+        there = from_main(state, lambda: _open(folder, identity, size, blocks))
         states = torch.from_file(str(folder / STATES_FILE), not there, math.prod(shape), dtype=dtype).view(shape)
         if not there:
             done = torch.from_file(str(folder / DONE_FILE), True, blocks, dtype=torch.uint8)
             _fill(states, done, rows, load(), folder, state)
             state.wait_for_everyone()
-            from_main(state, lambda: _finish(folder, identity))
+            from_main(state, lambda: (folder / DONE_FILE).unlink(missing_ok=True))
     return RowsWithStates(rows, states, width)
 
 
-def _finish(folder: Path, identity: Mapping[str, object]) -> None:
-    write_json(folder / MADE_FROM_FILE, identity)
-    for name in (FILLING_FILE, DONE_FILE):
-        (folder / name).unlink(missing_ok=True)
+def _open(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> bool:
+    """Whether all states are there, of `size` bytes; else the blocks of an earlier run for them stay, if there are any.
 
-
-def _is_there(folder: Path, identity: Mapping[str, object], size: int) -> bool:
-    """Whether the states are complete, with all `size` bytes. Raises `UserError` if they are other states."""
-    file, states = folder / MADE_FROM_FILE, folder / STATES_FILE
-    if not file.exists():
-        return False
-    found = changes(read_mapping(file, "record of a target's states", "remove its folder"), identity)
-    if found:
-        wrong = [f"{key}={new!r} (was {old!r})" for key, old, new in found]
+    Raises `UserError` if other states are there, and if there is too little space: writing to a mapped file on a full
+    disk kills the process.
+    """
+    made_from, done, states = (folder / name for name in (MADE_FROM_FILE, DONE_FILE, STATES_FILE))
+    record = read_mapping(made_from, "record of a target's states", "remove its folder") if made_from.exists() else {}
+    other = changes(record, identity)
+    if record and other and not done.exists():
+        wrong = [f"{key}={new!r} (was {old!r})" for key, old, new in other]
         raise UserError(
             f"features={folder}: holds what was made with other settings: {listed(wrong)}; give another folder"
         )
-    return states.exists() and states.stat().st_size == size
-
-
-def _make_room(folder: Path, identity: Mapping[str, object], size: int, blocks: int) -> None:
-    """Keep the blocks of an earlier run for the same states, or remove old files and start over.
-
-    Raises `UserError` if there is too little space: writing to a mapped file on a full disk kills the process.
-    """
-    filling, sizes = folder / FILLING_FILE, {STATES_FILE: size, DONE_FILE: blocks}
-    begun = read_mapping(filling, "record of a target's states", "remove its folder") if filling.exists() else {}
-    whole = all((folder / name).exists() and (folder / name).stat().st_size == own for name, own in sizes.items())
-    if whole and not changes(begun, identity):
-        there = int(torch.from_file(str(folder / DONE_FILE), False, blocks, dtype=torch.uint8).sum())
+    if not other and states.exists() and states.stat().st_size == size:
+        if not done.exists():
+            return True
+        there = int(torch.from_file(str(done), False, blocks, dtype=torch.uint8).sum())
         print(f"features={folder} goes_on_after={there} of {blocks} blocks of {ROWS_AT_ONCE} rows", flush=True)
-        return
-    for name in (MADE_FROM_FILE, STATES_FILE, FILLING_FILE, DONE_FILE):
-        (folder / name).unlink(missing_ok=True)
+        return False
+    print(f"features={folder} dtype={identity['dtype']} gigabytes={size / 1e9:.2f}", flush=True)
+    states.unlink(missing_ok=True)
     free = shutil.disk_usage(folder).free
     if free < size:
         raise UserError(
             f"features={folder}: the target's states take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there; "
             "free space, choose another folder, or leave it at null"
         )
-    (folder / DONE_FILE).write_bytes(bytes(blocks))
-    write_json(filling, identity)
+    done.write_bytes(bytes(blocks))
+    write_json(made_from, identity)
+    return False
 
 
 def _fill(

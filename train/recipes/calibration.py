@@ -284,11 +284,11 @@ def longest_prompt(config: CalibrateConfig, target: OpenTarget, limits: Sequence
 
 def texts_of(config: CalibrateConfig, target: OpenTarget, longest: int) -> dict[Split, list[Text]]:
     """The texts of each split to continue, of prompts of up to `longest` tokens. Raises `UserError` if one has none."""
-    found, counts = dict[Split, list[Text]](), {"train": config.prompts, "heldout": config.heldout_prompts}
-    recorded = config.answers == "recorded"
-    for split in ("train", "heldout"):
-        given = config.data, target.tokenizer, config.seq_len, split
-        rows = load_taught_rows(*given, cached=recorded, max_rows=counts[split])
+    counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
+    found, recorded = dict[Split, list[Text]](), config.answers == "recorded"
+    for split, count in counts.items():
+        given = config.data, target.tokenizer, config.seq_len
+        rows = load_taught_rows(*given, split, cached=recorded, max_rows=count)
         if recorded:
             texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
             say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
@@ -297,8 +297,8 @@ def texts_of(config: CalibrateConfig, target: OpenTarget, longest: int) -> dict[
             texts = [Text(heldout_prompt(rows[index])[-longest:]) for index in range(len(rows))]
         if not texts:
             raise UserError(f"data={config.data.source}: expected a text of the {split} split that can be continued")
-        if len(texts) < counts[split]:
-            say(f"calibrate split={split}: {len(texts)} texts, not {counts[split]}: there are no more")
+        if len(texts) < count:
+            say(f"calibrate split={split}: {len(texts)} texts, not {count}: there are no more")
         found[split] = texts
     return found
 

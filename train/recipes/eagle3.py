@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 
 from data_prep.text.rows import PackedRows, load_rows
 from draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
-from draft_models.card import write_card
 from draft_models.draft_vocabulary import places
 from draft_models.eagle3.checkpoint import (
     TRAINING_FILE,
@@ -51,7 +50,7 @@ from outrider.progress import counted
 from outrider.streams import Streams
 from train.core.driver import run_training
 from train.core.training import Batch, Metrics, Trained, Training
-from train.parts.drafter import fit_memory, frozen_dtype, parameters_of, pick_tokens, require_context, write_record
+from train.parts.drafter import fit_memory, frozen_dtype, parameters_of, pick_tokens, require_context, write_records
 from train.parts.heldout import WATCHED_DRAFT, Decoding, batches_of, evaluation
 from train.parts.target_states import RowsWithStates, with_states
 from train.settings.drafters import Eagle3Config
@@ -343,16 +342,13 @@ def save(
     trained: Trained,
 ) -> None:
     """Write the head, its card and, last, the record of its training."""
-    out_dir, tau, reading = Path(config.out_dir), trained.metrics["tau"], trained_head.reading
+    out_dir, reading = Path(config.out_dir), trained_head.reading
     head = copy.deepcopy(trained_head).to(stored_dtype(target)).requires_grad_(False)
     save_head(out_dir, head, config.dialect, target, config.target, min(config.draft_steps, 7), made_here=made_here)
     facts: dict[str, object] = {"taps": list(reading.taps), "objective": config.objective}
-    facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len, "data": config.data.source}
+    facts |= {"draft steps": config.draft_steps, "seq_len": config.seq_len}
     facts |= {"tokens": f"{reading.draft_vocabulary} of the target's {reading.vocabulary}"}
-    facts |= {"steps": trained.result.steps, "chosen step": trained.step, "tau": round(tau, 3)}
-    write_card(out_dir, use_of(config.dialect), config.target, facts)
-    write_record(out_dir / TRAINING_FILE, config.target, identity, config.fit, trained)
-    say(f"saved drafter={out_dir} step={trained.step} tau={tau:.4f}")
+    write_records(out_dir / TRAINING_FILE, config, identity, trained, use_of(config.dialect), facts, shown=("tau",))
 
 
 def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrainedConfig) -> Reading:

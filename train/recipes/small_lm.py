@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from data_prep.text.rows import load_rows
-from draft_models.card import write_card
 from draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, places, read_draft_vocabulary
 from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
 from draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
@@ -60,7 +59,7 @@ from train.parts.drafter import (
     pick_tokens,
     require_context,
     require_vocabulary,
-    write_record,
+    write_records,
 )
 from train.parts.heldout import Decoding, HeldOutText, evaluation, judged, packed_hidden
 from train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator
@@ -398,15 +397,10 @@ def save(
     trained: Trained,
 ) -> None:
     """Write the drafter, its card and, last, the record of its training."""
-    out_dir, metrics = Path(config.out_dir), trained.metrics
+    out_dir = Path(config.out_dir)
     drafter = student.merged(stored_dtype(target.config))
     drafter.set_attn_implementation(stock_name(drafter))  # ours does not exist outside this project
     export(drafter, target.tokenizer, out_dir)
-    facts: dict[str, object] = {"objective": config.objective, "data": config.data.source}
+    facts = {"objective": config.objective}
     facts |= {} if own is None else {"tokens": f"{len(own.tokens)} of the target's {own.vocabulary}"}
-    facts |= {"steps": trained.result.steps, "chosen step": trained.step}
-    facts |= {name: round(value, 3) for name, value in metrics.items()}
-    write_card(out_dir, USE if own is None else USE_OF_SOME, config.target, facts)
-    write_record(out_dir / TRAINING_FILE, config.target, identity, config.fit, trained)
-    shown = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
-    say(f"saved drafter={out_dir} step={trained.step} {shown}")
+    write_records(out_dir / TRAINING_FILE, config, identity, trained, USE if own is None else USE_OF_SOME, facts)

@@ -102,7 +102,7 @@ class EesdConfig(TaughtTraining):
     """of a new one: tokens that it predicts, the text's most frequent; null: all"""
     train_layer: bool = True
     """of a new one; false: no exit layer, norm and head sit on the first N layers (the paper's ablation)"""
-    objective: Literal[Objective, "kl"] = "cross_entropy"
+    objective: Literal[Objective, "kl"] = "cross_entropy"  # type: ignore[assignment]
     """cross_entropy: the paper's, on the text's tokens; others: from the target's distribution, see
     draft_models/losses.py; kl: forward_kl by its first name"""
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
