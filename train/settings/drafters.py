@@ -37,7 +37,7 @@ class DrafterTraining(TargetConfig):
 
     data: DataConfig
     fit: FitConfig
-    objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
+    objective: Literal[Objective, "kl"]
     draft_vocabulary: Count | None = opt(None, "tokens that it predicts, the text's most frequent; null: all")
     seq_len: Width = opt(2048, "tokens of a row")
     minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
@@ -102,7 +102,7 @@ class EesdConfig(TaughtTraining):
     """of a new one: tokens that it predicts, the text's most frequent; null: all"""
     train_layer: bool = True
     """of a new one; false: no exit layer, norm and head sit on the first N layers (the paper's ablation)"""
-    objective: Literal[Objective, "kl"] = "cross_entropy"  # type: ignore[assignment]
+    objective: Literal[Objective, "kl"] = "cross_entropy"
     """cross_entropy: the paper's, on the text's tokens; others: from the target's distribution, see
     draft_models/losses.py; kl: forward_kl by its first name"""
     frozen_dtype: Literal["fast", FloatDtype] = "fast"
@@ -231,6 +231,7 @@ class FinetuneConfig(TaughtTraining):
     """A small LM as a drafter for `target`, trained on text or towards the target's own distribution."""
 
     drafter: DrafterConfig
+    objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     on_policy: Share = opt(0.0, "share of the steps on continuations that the drafter itself has sampled")
     on_policy_tokens: int = opt(64, "sampled per row in such a step")
     draft_vocabulary: Count | None = None
@@ -289,6 +290,7 @@ class Eagle3Config(DrafterTraining):
     start: Head | None = None
     """an EAGLE-3 head to go on with, a directory or Hub name; null: a new one, of random weights but for its logits',
     which begin as the target's"""
+    objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     reading: ReadingChanges = opt(factory=ReadingChanges, help="how that head is read where its config.json is wrong")
     version: Literal["3", "3.1"] = "3.1"
     """of a new head: 3.1 norms each tap and what a step hands on; 3: neither, as first published"""
