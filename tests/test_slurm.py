@@ -96,32 +96,25 @@ def test_scripts_are_sound(script: Path) -> None:
         subprocess.run(["shellcheck", script], check=True)
 
 
-def test_one_gpu(cluster: Cluster) -> None:
+def test_one_gpu_several_nodes_and_a_strategy_of_choice(cluster: Cluster) -> None:
     cluster.run("train.sbatch", "train/eesd.py", "target=m", "prompt=two words", SLURM_CPUS_PER_TASK="8")
-    (launch,) = cluster.calls("accelerate")
-    assert launch[-4:] == ["train/eesd.py", "target=m", "prompt=two words", "out_dir=runs/eesd-4711"]
-    arguments = parsed(launch)
-    assert arguments.config_file == "conf/accelerate/one_gpu.yaml"
-    assert (arguments.num_machines, arguments.num_processes, arguments.multi_gpu) == (1, 1, False)
-
-
-def test_several_nodes(cluster: Cluster) -> None:
     cluster.run("train.sbatch", "train/eesd.py", "out_dir=o", SLURM_NNODES="3", SLURM_GPUS_ON_NODE="4")
-    launches = [parsed(call) for call in cluster.calls("accelerate")]
-    assert [launch.machine_rank for launch in launches] == [0, 1, 2]
+    config = "conf/accelerate/zero3.yaml"
+    cluster.run("train.sbatch", "s.py", ACCELERATE_CONFIG=config, SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8")
+    first, *launches = cluster.calls("accelerate")
+    assert first[-4:] == ["train/eesd.py", "target=m", "prompt=two words", "out_dir=runs/eesd-4711"]
+    alone = parsed(first)
+    assert alone.config_file == "conf/accelerate/one_gpu.yaml"
+    assert (alone.num_machines, alone.num_processes, alone.multi_gpu) == (1, 1, False)
+    *nodes, _, sharded = map(parsed, launches)
+    assert [launch.machine_rank for launch in nodes] == [0, 1, 2]
     host = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
-    for launch in launches:
+    for launch in nodes:
         assert (launch.num_machines, launch.num_processes, launch.multi_gpu) == (3, 12, True)
         assert (launch.main_process_ip, launch.main_process_port) == (host, 24711)
         assert launch.training_script_args == ["out_dir=o"]
-
-
-def test_a_strategy_of_choice(cluster: Cluster) -> None:
-    config = "conf/accelerate/zero3.yaml"
-    cluster.run("train.sbatch", "s.py", ACCELERATE_CONFIG=config, SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8")
-    launch = parsed(cluster.calls("accelerate")[1])
-    assert (launch.use_deepspeed, launch.zero_stage, launch.deepspeed_multinode_launcher) == (True, 3, "standard")
-    assert (launch.num_machines, launch.num_processes, launch.machine_rank) == (2, 16, 1)
+    assert (sharded.use_deepspeed, sharded.zero_stage, sharded.deepspeed_multinode_launcher) == (True, 3, "standard")
+    assert (sharded.num_machines, sharded.num_processes, sharded.machine_rank) == (2, 16, 1)
 
 
 def test_a_restarted_job_resumes_in_its_own_directory(cluster: Cluster) -> None:
@@ -242,22 +235,14 @@ def test_pipeline_stages_are_what_the_commands_take(cluster: Cluster) -> None:
             assert all(path == (("mine.jsonl",) if generated in given else RESPONSES) for path in paths)
 
 
-@pytest.mark.parametrize("data", ["responses", "self_distillation"])
-def test_answers_are_read_by_the_template_they_were_asked_with(cluster: Cluster, data: str) -> None:
-    given = ("generate.data=ultrachat", "generate.data.template=vicuna", f"eesd.data={data}")
-    given = (*given, "calibrate.data.template=tokenizer")
-    cluster.run("pipeline.sh", "target=m", "out_dir=o", *given)
-    _, *stages, _ = (call[call.index("--kill-on-invalid-dep=yes") + 3 :] for call in cluster.calls("sbatch"))
-    built = [compose_and_build(*pair).data for pair in zip(("eesd", "calibrate"), stages, strict=True)]
-    answers = [source.mix.get("generated", source) for source in built]
-    assert [source.template for source in answers] == ["vicuna", "tokenizer"]
-    assert {source.path for source in answers} == {RESPONSES}
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         (["template=vicuna", "eesd.data=ultrachat"], "vicuna vicuna vicuna vicuna"),
+        (
+            ["generate.data=ultrachat", "generate.data.template=vicuna", "calibrate.data.template=tokenizer"],
+            "vicuna vicuna tokenizer auto",
+        ),
         (["template=vicuna", "generate.data=ultrachat", "eesd.data=self_distillation"], "vicuna vicuna vicuna vicuna"),
         ([], "vicuna vicuna vicuna auto"),  # sharegpt's own
         (["generate.data=ultrachat"], "tokenizer tokenizer tokenizer auto"),

@@ -239,8 +239,8 @@ def pipeline_of(config: AutoConfig, choice: Choice, look: Look) -> PipelineConfi
         expected = minutes + look.loading if minutes else _EXPECTED.get(name)
         timed = {TIME: f"{minutes:.3g}"} if minutes else {}
         steps[name] = StepConfig([f"{key}={value}" for key, value in {**options, **timed}.items()], [], expected)
-    places = {"target": config.target, "out_dir": config.out_dir}
-    return fitted(PipelineConfig(steps=steps, **places, debug=config.debug, resume=True))
+    debug, out_dir = config.debug, config.out_dir
+    return fitted(PipelineConfig(steps=steps, target=config.target, out_dir=out_dir, debug=debug, resume=True))
 
 
 def describe(choice: Choice, look: Look) -> str:

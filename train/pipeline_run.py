@@ -109,8 +109,6 @@ def words_between(before: Settings, after: Settings) -> list[str]:
 def _value(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_value, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_value(inner)}' for key, inner in value.items())}}}"
     return quoted(value) if isinstance(value, str) else "null" if value is None else str(value).lower()
 
 
@@ -329,7 +327,7 @@ def steps_table(steps: Mapping[str, Mapping[str, Any]]) -> str:
 
 def reports_in(path: Path) -> list[dict[str, Any]]:
     """The reports, one per method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged file."""
-    content = read_mapping(path, "report", _AGAIN)
+    content: dict[str, Any] = read_mapping(path, "report", _AGAIN)
     reports: list[dict[str, Any]] = content.get("reports") or [content]
     return reports
 

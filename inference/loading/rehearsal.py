@@ -147,13 +147,14 @@ def _model(config: Settings, name: str, value: str | None, folder: Path, models:
     if models is None:
         return value if name in ("target", "tokenizer") or _is_in(folder, str(value)) else None
     held = kind_in(str(value)) if name == "checkpoint" else None
-    tiny = EAGLE3 if name == "start" and hasattr(config, "draft_steps") else _MODELS[name]
-    return str(models / ((held and held.tiny) or tiny))
+    if held is not None and held.tiny is not None:
+        return str(models / held.tiny)
+    return str(models / (EAGLE3 if name == "start" and hasattr(config, "draft_steps") else _MODELS[name]))
 
 
 def _that_run(config: EvaluateConfig, changes: Mapping[str, object]) -> dict[str, MethodConfig]:
     """The methods whose drafters are left."""
-    gone = {kind.name for kind in KINDS.values() if kind.option in changes and changes[kind.option] is None}
+    gone = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
     return {name: method for name, method in config.methods.items() if method.source not in gone}
 
 
