@@ -173,9 +173,6 @@ def _first_other(content: Mapping[object, object]) -> str | None:
             return f"{name!r}: {type(value).__name__}"
         if not isinstance(name, str) or value.layout is not torch.strided or value.dtype not in TYPES.values():
             return f"{name!r}: {value.dtype}"
-        held = value.untyped_storage().nbytes()
-        if value.nbytes > held:  # a view that repeats its memory: a small file could become arbitrarily large when read
-            return f"{name!r}: shape {list(value.shape)} in {held} bytes"
     return None
 
 

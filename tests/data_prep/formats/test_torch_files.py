@@ -169,9 +169,6 @@ def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, legacy: bool) -
         ({"step": 3}, "found 'step': int"),
         ({"a": torch.zeros(2).to_sparse()}, "found 'a': torch.float32"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, "found 'a': torch.complex64"),
-        # Views that repeat their memory: small files that would be of any size once they are read.
-        ({"a": torch.zeros(1).expand(60000, 16384)}, r"found 'a': shape \[60000, 16384\] in 4 bytes"),
-        ({"a": torch.zeros(15).as_strided((8, 8), (1, 1))}, r"found 'a': shape \[8, 8\] in 60 bytes"),
     ],
 )
 def test_what_holds_no_weights_is_refused(tmp_path: Path, content: object, message: str) -> None:

@@ -126,12 +126,17 @@ def batch(rows: int, length: int, most: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.roll(-1, 1), "positions": positions, "documents": packed}
 
 
+def in_blocks(patch: pytest.MonkeyPatch, size: int) -> None:
+    """Masks are made this many queries at a time."""
+    patch.setattr(Band, "BLOCK", size)
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 40, 200])
 @pytest.mark.parametrize(("rows", "heads", "key_heads", "length"), [(2, 4, 2, 100), (1, 6, 1, 33), (3, 2, 2, 48)])
 def test_a_band_is_the_dense_mask(
     monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, key_heads: int, length: int, window: int | None
 ) -> None:
-    monkeypatch.setattr(Band, "BLOCK", 16)
+    in_blocks(monkeypatch, 16)
     torch.manual_seed(0)
     distance = torch.arange(length)[:, None] - torch.arange(length)
     for most in (1, 9, 60, 1000):
@@ -158,7 +163,7 @@ def test_students_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = save_target(tmp_path, architecture, kv_heads=2, dropout=0.0)
     config, given, results = load_config(str(path)), batch(2, 90, 50), []
     for block, checkpointed in ((1000, False), (16, False), (16, True)):
-        monkeypatch.setattr(Band, "BLOCK", block)
+        in_blocks(monkeypatch, block)
         model = load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
         student = EarlyExitStudent(model, 2, train_head=True, objective="forward_kl").train()
         if checkpointed:
@@ -186,7 +191,7 @@ def test_a_long_prompt_of_a_windowed_target(tmp_path: Path, monkeypatch: pytest.
     _, stack = open_stack(path, torch.float64)
     drafter, found = make_drafter(path, 1, dtype=torch.float64), []
     for block in (1000, 16):
-        monkeypatch.setattr(Band, "BLOCK", block)
+        in_blocks(monkeypatch, block)
         session, logits = prefill(stack, random_prompt(70), 1)
         with torch.inference_mode():
             source = EarlyExitSource(drafter)
