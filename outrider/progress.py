@@ -192,7 +192,10 @@ class _Above(DummyTqdmFile):
     """A stream whose whole lines go above the bar, which is on another one."""
 
     def write(self, text: str, nolock: bool = False) -> None:
-        with tqdm.external_write_mode(file=None if _bar is None else _bar.fp):
+        if _bar is None or not speaks():  # a forked worker must not wait for a lock that was held at its fork
+            self._wrapped.write(text)
+            return
+        with tqdm.external_write_mode(file=_bar.fp):
             super().write(text, nolock=True)
 
 

@@ -104,8 +104,10 @@ def test_whatever_ends_a_command_ends_what_is_said_of_it(error: type[BaseExcepti
 
 def test_only_the_main_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    with Stage("some"):
-        assert progress._bar is None
+    out = io.StringIO()
+    with redirect_stdout(out), command("some"):
+        print("half a line", end="")
+        assert (progress._bar, out.getvalue()) == (None, "half a line")
 
 
 def test_a_reader_that_has_gone_ends_nothing(impatient: None) -> None:
