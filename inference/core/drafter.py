@@ -28,7 +28,7 @@ class Sizes(Protocol):
     most: int
     totals: Counter[str]
 
-    def room(self) -> int:
+    def search_size(self) -> int:
         """The number of nodes to search for in this round."""
         ...
 

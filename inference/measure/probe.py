@@ -255,10 +255,10 @@ class _SizesInTurn:
         drafter.sizes = self
         return drafter
 
-    def room(self) -> int:
+    def search_size(self) -> int:
         """See `Sizes`."""
         self._turn += 1
-        return next(room for room in SEARCH_SIZES if room >= self._size)
+        return next(size for size in SEARCH_SIZES if size >= self._size)
 
     @property
     def _size(self) -> int:

@@ -35,9 +35,9 @@ class BestNodes:
         self._chosen = 0
         self.totals: Counter[str] = Counter()
 
-    def room(self) -> int:
+    def search_size(self) -> int:
         """The smallest search that finds more nodes than the last choice, to limit wasted work."""
-        return next((room for room in SEARCH_SIZES if room > self._chosen), MOST_NODES)
+        return next((size for size in SEARCH_SIZES if size > self._chosen), MOST_NODES)
 
     def count(self, parents: np.ndarray, probs: np.ndarray) -> int:
         """See `Sizes`."""

@@ -77,30 +77,30 @@ class PromptLookup(Drafter):
             self._patience[self._tried] = _PATIENCE[0] if nodes else longer
         self._tried = 0
 
-    def _submitted(self, last: int, room: int) -> list[int]:
-        """The tokens to submit after the token `last`, at most `room`."""
-        found, size = self._found(last, room)
+    def _submitted(self, last: int, most: int) -> list[int]:
+        """The tokens to submit after the token `last`, at most `most`."""
+        found, size = self._found(last, most)
         if self.sizes is None:
             return found
-        room = min(room, self.sizes.room())
-        found = found[:room]
-        sure = [_FIRST[min(size, len(_FIRST)) - 1], *[_FURTHER] * room][: len(found)]
+        most = min(most, self.sizes.search_size())
+        found = found[:most]
+        sure = [_FIRST[min(size, len(_FIRST)) - 1], *[_FURTHER] * most][: len(found)]
         if self._allowance is None:  # the costs of lengths are being measured, so pad to the full length
-            sure += [_FILLING] * (room - len(found))
-            found += [last] * (room - len(found))
+            sure += [_FILLING] * (most - len(found))
+            found += [last] * (most - len(found))
         self._paths = np.cumprod(sure)
         count = self.sizes.count(*self._shape(len(found)))
         if found and not count and self._is_due(size):
             count, self._tried = min(_TRIAL, len(found)), size
         return found[:count]
 
-    def _found(self, last: int, room: int) -> tuple[list[int], int]:
-        """At most `room` tokens that followed an earlier occurrence of the longest suffix, and the suffix's length."""
+    def _found(self, last: int, most: int) -> tuple[list[int], int]:
+        """At most `most` tokens that followed an earlier occurrence of the longest suffix, and the suffix's length."""
         suffix = [*self._text[-self.max_ngram :], last]
         for size in range(min(self.max_ngram, len(suffix)), 0, -1):
             at = self._followed_at.get(tuple(suffix[-size:]))
             if at is not None:
-                return [*self._text[at : at + room], last][:room], size
+                return [*self._text[at : at + most], last][:most], size
         return [], 0
 
     def _is_due(self, size: int) -> bool:

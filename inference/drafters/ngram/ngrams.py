@@ -40,9 +40,9 @@ class _OverText(Drafter):
 
     def __init__(self, table: TrigramTable, config: NgramConfig):
         self.table, self.config = table, config
-        rooms = SEARCH_SIZES if config.nodes == AUTO else (number(config.nodes),)
-        self._rooms = {room: new_nodes(room) for room in rooms}
-        self.max_rows = rooms[-1]
+        sizes = SEARCH_SIZES if config.nodes == AUTO else (number(config.nodes),)
+        self._nodes = {size: new_nodes(size) for size in sizes}
+        self.max_rows = sizes[-1]
         self._draft: _Found = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
 
     @property
@@ -69,7 +69,7 @@ class _OverText(Drafter):
         self.read(int(root))
         if limit <= 0:
             return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
-        nodes = self._rooms[self.max_rows if self.sizes is None else self.sizes.room()]
+        nodes = self._nodes[self.max_rows if self.sizes is None else self.sizes.search_size()]
         tokens, parents, probs = self._search(self._ids, self._length + 1, limit, nodes)
         if self.sizes is not None:
             assert probs is not None

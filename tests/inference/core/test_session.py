@@ -94,7 +94,7 @@ _tree_targets: dict = {}
 
 @settings(deadline=None)
 @given(parents=trees())
-def test_lineages_are_the_transitive_closure(parents: list[int]) -> None:
+def test_ancestors_are_the_transitive_closure(parents: list[int]) -> None:
     closure = unpack(RoundRows(parents).ancestors, len(parents))
     for row in range(len(parents)):
         chain, node = set(), row

@@ -1,4 +1,4 @@
-"""Every setting of a method reaches what drafts; what it drafts fits the room that is kept for it."""
+"""Every setting of a method reaches what drafts; what it drafts fits the rows that are kept for it."""
 
 import random
 from collections.abc import Callable

@@ -98,11 +98,11 @@ def test_counts_follow_costs_and_what_comes_true() -> None:
     assert sizes.totals == {f"chosen_nodes={first}": 2, "chosen_nodes=0": 1}
 
 
-def test_the_search_has_room_for_more_than_was_chosen() -> None:
+def test_the_search_is_for_more_than_was_chosen() -> None:
     sizes = BestNodes(Tuning(FLAT, (9.0,) * BANDS, (9.0,) * BANDS))
-    rooms = []
+    sizes_searched = []
     for _ in range(5):
-        rooms.append(sizes.room())
-        parents = np.arange(-1, rooms[-1] - 1, dtype=np.int64)
+        sizes_searched.append(sizes.search_size())
+        parents = np.arange(-1, sizes_searched[-1] - 1, dtype=np.int64)
         sizes.count(parents, 0.99 ** np.arange(1.0, len(parents) + 1))
-    assert rooms == [*SEARCH_SIZES, MOST_NODES]
+    assert sizes_searched == [*SEARCH_SIZES, MOST_NODES]
