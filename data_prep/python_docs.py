@@ -131,9 +131,12 @@ def _write(config: PromptsConfig, modules: str, folder: Path) -> None:
         print(f"{folder}: finished already")
         return
     made: dict[str, dict[str, object]] = {}
-    for split, records in (
-        _documented(config, modules) if own is None else _parted(own, config.heldout_fraction)
-    ).items():
+    if own is None:
+        parted = _documented(config, modules)
+    else:
+        prompts = own_split(own, config.heldout_fraction)
+        parted = {split: [*map(as_record, some)] for split, some in prompts.items()}
+    for split, records in parted.items():
         content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
         write_atomically(folder / FILES[split], content)
         categories = dict(sorted(Counter(str(record["category"]) for record in records).items()))
@@ -153,10 +156,6 @@ def _documented(config: PromptsConfig, modules: str) -> dict[Split, list[Json]]:
     held = {turn_key(record["turns"][0]) for record in records["heldout"]}  # two names may differ in case alone
     records["train"] = [record for record in records["train"] if turn_key(record["turns"][0]) not in held]
     return {split: sorted(some, key=lambda record: str(record["id"])) for split, some in records.items()}
-
-
-def _parted(path: Path, heldout_fraction: float) -> dict[Split, list[Json]]:
-    return {split: [*map(as_record, some)] for split, some in own_split(path, heldout_fraction).items()}
 
 
 def own_split(path: Path, heldout_fraction: float = PromptsConfig.heldout_fraction) -> dict[Split, list[Prompt]]:

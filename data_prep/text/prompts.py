@@ -42,7 +42,10 @@ def read_prompts(
         require(prompt_chars >= 1, "prompt_chars", prompt_chars, "at least 1")
         found = _from_library(prompt_chars, heldout_fraction, limit)
     elif isinstance(prompts, str):
-        found = list(_from_file(prompts))
+        path, found = prompt_file(prompts), []
+        where = prompts if prompts in BENCHMARKS else str(path)
+        for number, raw in read_file(path):
+            found.append(to_prompt(raw, f"{where}:{number}" if number else where, number))
     else:
         found = [
             Prompt(f"inline:{i}", "inline", (prompt_text(t, f"inline:{i}"),), False) for i, t in enumerate(prompts, 1)
@@ -100,13 +103,6 @@ def _windows(text: str, prompt_chars: int) -> Iterator[tuple[int, str]]:
         start = text.find("\n", start + _STRIDE * prompt_chars) + 1
         if not start:
             return
-
-
-def _from_file(name: str) -> Iterator[Prompt]:
-    path = prompt_file(name)
-    where = name if name in BENCHMARKS else str(path)
-    for number, raw in read_file(path):
-        yield to_prompt(raw, f"{where}:{number}" if number else where, number)
 
 
 def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
