@@ -92,7 +92,7 @@ def test_a_conversation_is_the_later_turns_context() -> None:
 
 def test_an_answer_whose_space_merges_is_taken_alone() -> None:
     def merging(text: str) -> list[int]:
-        return characters(text.replace(": ", ";"))
+        return characters(text.replace(": ", ""))
 
     (only,) = recordings([asked("7", "q")], {"7": ("a",)}, Vocabulary(merging, None, 2, "d"))
     assert only.answer == (*characters("a"), 2)
