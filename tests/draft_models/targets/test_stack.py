@@ -114,14 +114,6 @@ def test_digest_tells_fine_tunes_apart(tmp_path: Path) -> None:
     assert before != open_tensors(str(path)).digest(names)
 
 
-def test_digest_reads_a_scalar_whole(tmp_path: Path) -> None:
-    def digest(value: float) -> str:
-        save_file({"model.a": torch.tensor(value), "model.b": torch.ones(3, 2)}, tmp_path / "model.safetensors")
-        return open_tensors(str(tmp_path)).digest(["model.a", "model.b"])
-
-    assert digest(1.0) == digest(1.0) != digest(2.0)
-
-
 def test_which_layers_see_a_window(tmp_path: Path) -> None:
     found = {name: open_stack(save_target(tmp_path / name, name))[1].windows for name in ("qwen2", "mistral", "llama")}
     assert found == {"qwen2": [None, None, 12, 12], "mistral": [12] * 4, "llama": [None] * 4}
