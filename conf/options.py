@@ -128,7 +128,7 @@ def options_of(schema: type, composed: DictConfig | None, prefix: str = "") -> I
         meaning = meanings.get(field.name, "")
         if read := conditions(kind):
             meaning = f"with {' and '.join(f'{option}={_either(values)}' for option, values in read)}: {meaning}"
-        yield Option(key, words(kind), "" if missing else shown(value), meaning)
+        yield Option(key, words(kind), "" if missing else typed(value), meaning)
 
 
 def _default(composed: DictConfig, name: str) -> typing.Any:
@@ -159,18 +159,18 @@ def words(kind: object) -> str:
 
 
 def _either(values: Sequence[object]) -> str:
-    *others, last = map(shown, values)
+    *others, last = map(typed, values)
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def shown(value: object) -> str:
+def typed(value: object) -> str:
     """A value as written on a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple | ListConfig):
-        return "[" + ",".join(map(shown, value)) + "]"
+        return "[" + ",".join(map(typed, value)) + "]"
     return "{}" if isinstance(value, dict | DictConfig) else str(value)
 
 

@@ -1,10 +1,13 @@
-"""`outrider COMMAND`: the list of commands, and any of them run by its name."""
+"""`outrider COMMAND`: the list of commands, any of them run by its name, and why names are gone."""
 
 import sys
 
 import pytest
 
+from conf.options import settings_of
 from outrider import cli
+from outrider.errors import UserError
+from outrider.words import GONE, did_you_mean
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *typed: str) -> int:
@@ -51,3 +54,13 @@ def test_a_mistyped_command_gets_what_was_likely_meant(
     error = capsys.readouterr().err
     assert "did you mean 'evaluate-checkpoint'" in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_the_suggestion_for_a_name_that_is_gone_is_why(name: str) -> None:
+    assert GONE[name] in did_you_mean(name, [name[:-1], f"{name}s"])
+
+
+def test_a_method_that_is_gone_says_why() -> None:
+    with pytest.raises(UserError, match=r"small_lm/fused: no such method; fused is gone: one tree .* There are"):
+        settings_of("small_lm/fused")
