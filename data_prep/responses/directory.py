@@ -221,7 +221,7 @@ def _top_k_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
 
 
 def _read_top_k(path: Path) -> dict[str, TopK]:
-    """The distributions of a shard's safetensors by id. Raises `UserError` unless their shapes are those of `TopK`."""
+    """The distributions of a shard's safetensors by id. Raises `UserError`."""
     try:
         with safe_open(path, framework="pt") as file:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -229,10 +229,6 @@ def _read_top_k(path: Path) -> dict[str, TopK]:
         raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
     found = {}
     for name in (name.removesuffix(".tokens") for name in stored if name.endswith(".tokens")):
-        parts = [stored.get(f"{name}.{part}", torch.empty(0, 0)) for part in _TENSORS]
-        top = TopK(*(part.float() if part.is_floating_point() else part.long() for part in parts))
-        fits = top.tokens.shape == top.tail.shape == top.ids.shape[:1] and top.ids.shape == top.logprobs.shape
-        if not (fits and top.ids.ndim == 2):
-            raise UserError(f"{path}: damaged distribution of response {name}; make this shard again")
-        found[name] = top
+        parts = (stored[f"{name}.{part}"] for part in _TENSORS)
+        found[name] = TopK(*(part.float() if part.is_floating_point() else part.long() for part in parts))
     return found

@@ -247,7 +247,7 @@ def rejected_tokens(r: ShownRound) -> list[int]:
     node = r.path[-1] if r.path else ROOT
     found: list[int] = []
     while len(found) < REJECTED:
-        child = next((i for i, parent in enumerate(r.parents) if parent == node and i not in r.path), None)
+        child = next((i for i, parent in enumerate(r.parents) if parent == node), None)
         if child is None:
             break
         found.append(r.drafted[child])

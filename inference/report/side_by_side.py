@@ -12,6 +12,7 @@ from typing import Any
 from inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, PromptResult, read_results
 from inference.measure.speed import decoding, timed
 from inference.measure.statistics import bootstrap_median, looped, loops_text, share_of_loops, verdict
+from inference.report.wording import interval_text
 from inference.settings.tools import CompareConfig
 from outrider.errors import UserError, require
 from outrider.files import read_json, require_writable, write_atomically, write_json
@@ -181,7 +182,7 @@ def comparison_table(found: Mapping[str, Any]) -> str:
     }
     columns = dict.fromkeys(("first", "second", *ratios.values(), "same text", ""), "")
     rows = [
-        (*row["pair"], *(_ratio(row[key]) for key in ratios), f"{row['same_text']}/{shared}", row["verdict"])
+        (*row["pair"], *(interval_text(row[key]) for key in ratios), f"{row['same_text']}/{shared}", row["verdict"])
         for row in found["methods"]
     ]
     lines = [
@@ -196,10 +197,3 @@ def comparison_table(found: Mapping[str, Any]) -> str:
     if found["differences"]:
         lines += ["", f"Not the same in both: {listed(sorted(found['differences']))}."]
     return "\n".join(lines) + "\n"
-
-
-def _ratio(found: Mapping[str, Any]) -> str:
-    if found["median"] is None:
-        return "–"
-    low, high = found["ci95"]
-    return f"{found['median']:.2f} [{low:.2f}, {high:.2f}]"
