@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP) ## an environment in .venv with everything; all commands below make it first
 
 kernels: $(STAMP) ## compile the CPU kernels once, so that test workers do not each do it
-	$(RUN)python -m pytest -n0 tests/inference/drafters/test_ngram_mixing.py tests/inference/engines/cpu tests/inference/evaluate/test_arms.py
+	$(RUN)python -m pytest -n0 tests/inference/drafters/test_mixture.py tests/inference/engines/cpu tests/inference/evaluate/test_arms.py
 
 test: $(STAMP) ## every subject, mechanism and planted fault; of what repeats for further models the typical ones
 	$(RUN)python -m pytest -n auto --dist worksteal -m "not thorough and not engine"

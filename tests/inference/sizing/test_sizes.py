@@ -1,9 +1,12 @@
-"""Choices of size against brute force; evidence by hand; the distribution under sizes that follow what was accepted."""
+"""Choices of size against brute force; evidence by hand; what drafting may lose; distributions under chosen sizes."""
 
 import functools
 import itertools
 import math
+import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +16,14 @@ from hypothesis import strategies as st
 
 from inference.core.tree import ROOT, DraftTree, OptimalTree
 from inference.core.verify import Rejection, verify_sampled
+from inference.drafters.shaped import Calibrated
+from inference.settings.kinds import KINDS
 from inference.settings.limits import MOST_NODES
+from inference.settings.method import MethodConfig, StopConfig
 from inference.shapes.opt_tree import opt_tree
 from inference.shapes.shapes import full_shape
-from inference.sizing.costs import WIDEST, Costs, curve
+from inference.sizing.costs import LOSS, MEMORY, WIDEST, Allowance, Costs, curve
+from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
 from inference.sizing.policy import (
     BANDS,
     DEEPEST,
@@ -36,6 +43,7 @@ from inference.sizing.policy import (
     trials_in_chain,
 )
 from inference.stopping.plain import BestLength
+from outrider.streams import Streams
 from tests.exact_distributions import (
     Chance,
     Distribution,
@@ -48,6 +56,7 @@ from tests.exact_distributions import (
 )
 from tests.known_source import KnownSource, Path_, check, random_q, root, weight
 from tests.tiers import as_many
+from tests.tiny import make_drafter, open_stack, save_target
 
 
 def costs(step: float = 0.1, row: float = 0.0, verify: float = 1.0, node: float = 0.02, rest: float = 0.05) -> Costs:
@@ -383,3 +392,181 @@ def test_the_distribution_is_exact_under_chosen_widths(monkeypatch: pytest.Monke
         assert len(chosen) > 1
     everywhere = [functools.partial(lambda row, _: row, distribution(row)) for row in ([1, 5, 2], [4, 1, 1])]
     assert text_under_auto(*everywhere, 2, tuning, set(), peek=True) != plain_distribution(everywhere[0], 2)
+
+
+FLAT = Costs((0.1,) * 65, (1.0,) * 65, 0.2, 0.9)
+
+
+def rows_cost(row: float) -> Costs:
+    """A row of the target's pass takes so many seconds, beside one for the pass."""
+    return Costs((0.1,) * 65, tuple(1 + row * width for width in range(65)), 0.2, 0.9)
+
+
+@st.composite
+def drafts(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, list[float]]:
+    """Parents and falling path probabilities of a draft, and q of every node."""
+    found: list[tuple[float, int, float]] = []  # path probability, parent in this list, q
+    for _ in range(draw(st.integers(0, 30))):
+        above = draw(st.integers(-1, len(found) - 1))
+        q = draw(st.floats(0.01, 1.0))
+        found.append((q * (found[above][0] if above >= 0 else 1.0), above, q))
+    order = sorted(range(len(found)), key=lambda i: (-found[i][0], i))
+    parents = [order.index(found[i][1]) if found[i][1] >= 0 else -1 for i in order]
+    return np.array(parents, np.int64), np.array([found[i][0] for i in order]), [found[i][2] for i in order]
+
+
+@settings(deadline=None, max_examples=as_many(60))
+@given(draft=drafts(), row=st.floats(0.0, 0.5), seed=st.integers(0, 99))
+def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: int) -> None:
+    """But for 0 nodes, which it may choose where none pays."""
+    parents, probs, steps = draft
+    numbers = np.random.default_rng(seed)
+    tuning = Tuning(rows_cost(row), tuple(numbers.uniform(0, 20, BANDS)), tuple(numbers.uniform(0, 20, BANDS)))
+    sizes = BestNodes(tuning)
+    trust = sizes._evidence.shares()
+    worths: list[float] = []
+    for above, q in zip(parents, steps, strict=True):
+        worths.append(min(1.0, q * trust[band(q)]) * (worths[above] if above >= 0 else 1.0))
+    count, rate = best_count(worths, 0.1, tuning.costs)
+    none = 1 / (0.1 + tuning.costs.verify[1] + tuning.costs.rest)
+    assert sizes.count(parents, probs) == (count if rate > none else 0)
+
+
+def test_a_path_too_deep_for_a_float_is_worth_nothing() -> None:
+    """Below a node of probability 0 nothing is divided by it."""
+    parents, probs = np.array([-1, 0, 1, 2]), np.array([0.9, 1e-320, 0.0, 0.0])
+    tuning = Tuning(FLAT, (0.0,) * BANDS, (0.0,) * BANDS)
+    assert BestNodes(tuning).count(parents, probs) <= 2
+    BestNodes(tuning).observe(parents, probs, [0, 1, 2, 3])
+
+
+@settings(deadline=None, max_examples=as_many(60))
+@given(draft=drafts(), data=st.data())
+def test_trials_are_those_of_an_opt_tree(draft: tuple, data: st.DataObject) -> None:
+    parents, probs, steps = draft
+    accepted: list[int] = []
+    while children := [i for i, parent in enumerate(parents) if parent == (accepted or [-1])[-1]]:
+        child = data.draw(st.sampled_from([*children, None]))
+        if child is None:
+            break
+        accepted.append(child)
+    tree = OptimalTree(torch.arange(len(parents)), tuple(parents.tolist()), (), steps=tuple(steps))
+    tried, right = Counter[int](), Counter[int]()
+    for index, trials, hit in trials_by_band(tree, accepted):
+        tried[index] += trials
+        right[index] += hit
+    found = list(trials_of(parents, probs, accepted))
+    assert {index: trials for index, trials, _ in found} == pytest.approx(dict(tried))
+    assert {index: hits for index, _, hits in found} == pytest.approx({index: right[index] for index in tried})
+
+
+def test_counts_follow_costs_and_what_comes_true() -> None:
+    """Everything where rows are free; little where they are dear; less, and at last nothing, where drafts are wrong."""
+    parents, probs = np.arange(-1, 40, dtype=np.int64), 0.8 ** np.arange(1.0, 42)
+    prior = ((20.0,) * BANDS, (20.0,) * BANDS)
+    assert BestNodes(Tuning(FLAT, *prior)).count(parents, probs) == 41
+    sizes = BestNodes(Tuning(rows_cost(0.5), *prior))
+    first = sizes.count(parents, probs)
+    assert 0 < first < 10
+    for _ in range(60):
+        sizes.observe(parents[:8], probs[:8], [])
+    assert sizes.count(parents, probs) == 0
+    for _ in range(400):  # without a draft nothing is learnt, and what was is forgotten
+        sizes.observe(parents[:0], probs[:0], [])
+    assert sizes.count(parents, probs) == first
+    assert sizes.totals == {f"chosen_nodes={first}": 2, "chosen_nodes=0": 1}
+
+
+def test_the_search_is_for_more_than_was_chosen() -> None:
+    sizes = BestNodes(Tuning(FLAT, (9.0,) * BANDS, (9.0,) * BANDS))
+    sizes_searched = []
+    for _ in range(5):
+        sizes_searched.append(sizes.search_size())
+        parents = np.arange(-1, sizes_searched[-1] - 1, dtype=np.int64)
+        sizes.count(parents, 0.99 ** np.arange(1.0, len(parents) + 1))
+    assert sizes_searched == [*SEARCH_SIZES, MOST_NODES]
+
+
+CHEAP, DEAR = 0.05, 0.6  # of a pass over one row
+
+
+def steps_cost(step: float, row: float = 0.05) -> Costs:
+    return Costs((step,) * (WIDEST + 1), tuple(1 + row * (width - 1) for width in range(WIDEST + 1)), 0.01, 1.0)
+
+
+def decode(allowance: Allowance, right: Callable[[int], bool], step: float, rounds: int = 2000) -> tuple[float, float]:
+    """Chains of two, right or wrong as a whole: tokens per second of it all, and the share of rounds with a draft."""
+    emitted, seconds, drafts = 0, 0.0, 0
+    for number in range(rounds):
+        if allowance.spent():
+            allowance.observe([], 0, 1)
+            emitted, seconds = emitted + 1, seconds + 1.0
+            continue
+        new = 3 if right(number) else 1
+        allowance.observe([1, 1], 2, new)
+        emitted, seconds, drafts = emitted + new, seconds + 2 * step + 1.1 + 0.01, drafts + 1
+    return emitted / seconds, drafts / rounds
+
+
+@pytest.mark.parametrize("step", [CHEAP, DEAR])
+@pytest.mark.parametrize("chance", [0.0, 0.05])
+def test_a_drafter_that_does_not_pay_costs_no_more_than_allowed(step: float, chance: float) -> None:
+    luck = random.Random(0)
+    given = 2 * step + 1.11
+    assert (1 + 2 * chance) / given < 1 - LOSS  # it does not pay
+    rate, share = decode(Allowance(steps_cost(step)), lambda _: luck.random() < chance, step)
+    assert rate > 1 - LOSS - given / MEMORY  # the last draft may go beyond the allowance
+    assert 0 < share < 0.5
+
+
+def test_one_that_pays_is_asked_in_every_round() -> None:
+    luck = random.Random(0)
+    rate, share = decode(Allowance(steps_cost(CHEAP)), lambda _: luck.random() < 0.5, CHEAP)
+    assert share == 1.0
+    assert rate > 1.5
+
+
+def test_a_few_wrong_drafts_on_end_are_no_reason_to_give_up() -> None:
+    """Rounds of a tree's price, a third of them right: they pay, and are made nearly always, from the first one on."""
+    shares = []
+    for seed in range(100):
+        luck = random.Random(seed)
+        shares.append(decode(Allowance(steps_cost(0.12)), lambda _, luck=luck: luck.random() < 0.35, 0.12, 80)[1])
+    assert sum(shares) / len(shares) > 0.9
+
+
+def test_an_easy_stretch_is_found_and_used() -> None:
+    """Hard text, then easy text, where the share of rounds with drafts rises from little to all."""
+    allowance = Allowance(steps_cost(DEAR))
+    _, hard = decode(allowance, lambda _: False, DEAR, 300)
+    decode(allowance, lambda _: True, DEAR, 100)
+    _, easy = decode(allowance, lambda _: True, DEAR, 50)
+    assert hard < 0.1
+    assert easy == 1.0
+
+
+def test_seconds_are_those_of_the_passes() -> None:
+    """Against the sum written out; a pass wider than any measured counts as the widest."""
+    prices = Costs(
+        tuple(0.1 * width for width in range(WIDEST + 1)), tuple(1.0 + width for width in range(WIDEST + 1)), 0.5, 2.0
+    )
+    allowance = Allowance(prices)
+    allowance.observe([1, 3, WIDEST + 9], 4, 2)
+    seconds = 0.99 * MEMORY * 2.0 + (0.1 + 0.3 + 0.1 * WIDEST) + 6.0 + 0.5
+    assert allowance.rate == pytest.approx((0.99 * MEMORY + 2) / seconds)
+    allowance.observe([], 0, 1)
+    assert allowance.rate == pytest.approx((0.99 * (0.99 * MEMORY + 2) + 1) / (0.99 * seconds + 2.0))
+
+
+SURVIVAL = StopConfig(rule="survival")
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "small_lm"])
+def test_methods_by_measured_costs_have_an_allowance(tmp_path: Path, kind: str) -> None:
+    """Those that were told what to draft draft it in every round."""
+    path = save_target(tmp_path, kv_heads=2)
+    model = Calibrated(make_drafter(path, 1)) if kind == "early_exit" else open_stack(path)[1]
+    plugin, tuning = KINDS[kind].load_plugin(), Tuning(steps_cost(CHEAP))
+    for stop, known in ((SURVIVAL, tuning), (StopConfig(max_draft="auto"), tuning), (StopConfig(max_draft=3), None)):
+        drafter = plugin.make(model, MethodConfig(source=kind, stop=stop), Streams(0), drawn=False, tuning=known)
+        assert (drafter.allowance is None) == (known is None)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.calibration_head import CalibrationHead, log_odds
+from draft_models.calibration_head import POSITIONS, CalibrationHead, log_odds
 from inference.settings.limits import LONGEST_CHAIN
 from inference.settings.method import StopConfig
 from inference.sizing.costs import WIDEST, Costs
@@ -22,6 +22,7 @@ from inference.stopping.factory import RULES, UCB, make_rule
 from inference.stopping.interface import Step, StopRule
 from inference.stopping.plain import AIM, AdaEDL, FixedLength, RejectionRisk
 from inference.stopping.survival import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
+from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
 from outrider.streams import Streams
 from tests.inference.test_tree_stops import Transfers
 from tests.tiers import as_many
@@ -216,3 +217,189 @@ def test_a_rule_transfers_one_number_a_token_and_keeps_its_bound(name: str) -> N
         assert drafted <= rule.max_draft == (LONGEST_CHAIN if "survival" in name else 8)
         rule.observe(drafted, drafted)
     rule.observe(0, 0)  # the budget was used up
+
+
+def beta(update: str, alpha: float = 1.0, other: float = 1.0, seed: int = 0, max_draft: int = 1000) -> BetaThompson:
+    return BetaThompson(max_draft, alpha, other, update, random.Random(seed))
+
+
+def draft_length(rule: StopRule) -> int:
+    drafted = 1
+    while not rule.stop(step(drafted)):
+        drafted += 1
+    return drafted
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "natural", "printed"),
+    [
+        (5, 0, (0, 1), (0, 1)),  # printed r = |Q_v| − 1 would be −1: clamped
+        (5, 1, (1, 1), (0, 2)),
+        (5, 3, (3, 1), (2, 2)),
+        (5, 5, (5, 0), (4, 1)),  # printed charges a failure to a draft that was right throughout
+        (1, 1, (1, 0), (0, 1)),
+    ],
+)
+def test_posterior_updates(drafted: int, accepted: int, natural: tuple, printed: tuple) -> None:
+    """α += r, β += n − r with n = min(|Q_v| + 1, |Q_d|) (EESD Algorithm 2)."""
+    for update, (right, wrong) in (("natural", natural), ("printed", printed)):
+        rule = beta(update, 2.0, 3.0)
+        rule.observe(drafted, accepted)
+        assert (rule.alpha, rule.beta) == (2.0 + right, 3.0 + wrong)
+
+
+@settings(deadline=None)
+@given(
+    outcomes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=30),
+    update=st.sampled_from(["natural", "printed"]),
+)
+def test_the_posterior_stays_proper(outcomes: list[tuple[int, int]], update: str) -> None:
+    rule = beta(update)
+    for drafted, accepted in outcomes:
+        before = rule.alpha + rule.beta
+        rule.observe(drafted, min(accepted, drafted))
+        assert rule.alpha >= 1
+        assert rule.beta >= 1
+        assert rule.alpha + rule.beta == before + min(min(accepted, drafted) + 1, drafted)  # one trial per tested token
+
+
+def test_draft_length_follows_the_acceptance_rate() -> None:
+    """With acceptance a, the length settles near 1/(1 − a): longer drafts for better drafters."""
+    means = []
+    for rate in (0.2, 0.5, 0.8):
+        rule, chance = beta("natural", seed=1), random.Random(0)
+        lengths = []
+        for _ in range(2000):
+            drafted = draft_length(rule)
+            accepted = next((i for i in range(drafted) if chance.random() >= rate), drafted)
+            rule.observe(drafted, accepted)
+            lengths.append(drafted)
+        settled = lengths[500:]
+        means.append(sum(settled) / len(settled))
+        assert means[-1] == pytest.approx(1 / (1 - rate), rel=0.1)
+    assert means == sorted(means)
+
+
+def test_discounted_trials_lose_their_weight_and_the_prior_keeps_its_own() -> None:
+    rule, outcomes = BetaThompson(9, 4.0, 2.0, "natural", random.Random(0), discount=0.9), [(5, 3), (4, 4), (3, 0)]
+    for drafted, accepted in outcomes:
+        rule.observe(drafted, accepted)
+    weights = [0.9**age for age in (2, 1, 0)]
+    assert rule.alpha == pytest.approx(4.0 + sum(w * right for w, right in zip(weights, (3, 4, 0), strict=True)))
+    assert rule.beta == pytest.approx(2.0 + sum(w * wrong for w, wrong in zip(weights, (1, 0, 1), strict=True)))
+
+
+def test_seed_decides_and_max_draft_bounds() -> None:
+    assert [draft_length(beta("natural", 5, 1, seed=3)) for _ in range(3)] == [
+        draft_length(beta("natural", 5, 1, seed=3))
+    ] * 3
+    assert len({draft_length(beta("natural", 5, 1, seed=s)) for s in range(20)}) > 3
+    assert max(draft_length(beta("natural", 1e6, 1e-6, seed=s, max_draft=7)) for s in range(20)) == 7
+
+
+def posterior(mean: str = "sample", bias: float = 0.0, evidence: str = "both", **changes: float) -> Posterior:
+    head = CalibrationHead(2, 2).requires_grad_(False)
+    head.bias.fill_(bias)
+    settings = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5, **changes}
+    return Posterior(head, mean=mean, evidence=evidence, **settings)
+
+
+def calibrated(seed: int = 0, **changes: Any) -> CalibratedThompson:
+    return CalibratedThompson(50, posterior(**changes), random.Random(seed))
+
+
+def test_posterior_moves_from_the_model_to_the_sample() -> None:
+    rule = posterior(prior=0.2)
+    assert rule.given(0.9) == pytest.approx((0.9, 0.3**2))  # n = 0: the head alone
+    for n in range(1, 200):
+        rule.observe(4, 2)
+        mean, variance = rule.given(0.9)
+        weight = 0.6**2 / (n * 0.3**2 + 0.6**2)
+        assert mean == pytest.approx(weight * 0.9 + (1 - weight) * rule.estimate)
+        assert variance == pytest.approx(0.3**2 * 0.6**2 / (0.6**2 + n * 0.3**2))
+    assert mean == pytest.approx(rule.estimate, abs=0.02)
+    assert rule.estimate == pytest.approx(2 / 3, abs=0.01)  # two of three tested tokens right
+
+
+def test_estimates_by_hand() -> None:
+    """printed: θ̂_t = (θ̂_{t−|Q_v|} · (t − |Q_v| + 1) + |Q_v|) / (t + 1), t accepted tokens so far (EESD eq. 8);
+    sample: the share of tested tokens that were right, the prior counting as one of them."""
+    printed, sample = posterior("printed", prior=0.5), posterior("sample", prior=0.5)
+    found = []
+    for drafted, accepted in ((4, 0), (4, 3), (3, 3), (4, 1)):
+        for rule in (printed, sample):
+            rule.observe(drafted, accepted)
+        found.append((printed.estimate, sample.estimate))
+    expected = [(0.5, 0.5 / 2), (3.5 / 4, 3.5 / 6), (6.5 / 7, 6.5 / 9), (7.5 / 8, 7.5 / 11)]
+    assert found == [pytest.approx(pair) for pair in expected]
+
+
+def test_evidence_of_one_kind_alone() -> None:
+    """The paper's ablations: the head alone never moves, the sample alone never asks the head."""
+    model, sample = posterior(evidence="model"), posterior(evidence="sample", prior=0.2)
+    assert sample.given(0.9) == (0.2, 0.0)
+    for rule in (model, sample):
+        for _ in range(30):
+            rule.observe(4, 2)
+    assert model.given(0.9) == pytest.approx((0.9, 0.3**2))
+    assert sample.given(0.9) == sample.given(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
+    sample.head = None  # type: ignore[assignment]
+    assert draft_length(CalibratedThompson(50, sample, random.Random(0))) >= 1
+
+
+def test_the_head_is_asked_about_the_token_just_drafted() -> None:
+    rule, asked = calibrated(), []
+    rule.posterior.head = lambda *given: asked.append(given) or torch.zeros(1)  # type: ignore[assignment]
+    target, drafts = torch.tensor([[5.0, 6.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    source = SimpleNamespace(hidden=drafts, target_hidden=target)
+    rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), source, row=1))
+    found = [tensor.tolist() for tensor in asked[0]]
+    assert found == [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
+
+
+def test_the_mean_alone_decides_without_chance() -> None:
+    """The first token at which μ is below the threshold is the last one, every time."""
+    for bias, threshold in ((0.5, 0.6), (0.5, 0.65), (-1.0, 0.2)):
+        believed = posterior(bias=bias, prior=0.3)
+        rule = PosteriorMean(4, believed, threshold)
+        for _ in range(6):
+            mean = believed.given(1 / (1 + math.exp(-bias)))[0]
+            assert draft_length(rule) == (1 if mean < threshold else 4)
+            rule.observe(4, 1)
+    assert mean < 0.65  # both ends were there: the estimate falls to 0.5 of tested tokens
+
+
+@pytest.mark.slow
+def test_a_sure_head_is_doubted_by_its_sigma() -> None:
+    """θ ~ N(1, σ²), cut off at 1: a draft goes on with E min(1, θ) = 1 − σ / √(2π)."""
+    for sigma in (0.1, 0.5):
+        rule = calibrated(bias=50.0, model_sigma=sigma)
+        stops = sum(rule.stop(step(1)) for _ in range(4000)) / 4000
+        assert stops == pytest.approx(sigma / math.sqrt(2 * math.pi), rel=0.2)
+
+
+def test_calibration_head_is_the_formula() -> None:
+    """θ_M's logit = W_p [W^i H^(T) ; H^(D)] and the draft's own log-odds, over the position's
+    temperature: for any W_p, W^i, i capped at 10, no gradient to the inputs."""
+    generator = torch.Generator().manual_seed(0)
+    head = CalibrationHead(3, 2)
+    matrices = torch.randn(POSITIONS, 3, 3, generator=generator)
+    out = torch.randn(5, generator=generator)
+    with torch.no_grad():
+        head.target.copy_(out[:3] @ matrices)
+        head.draft.copy_(out[3:])
+        head.bias.fill_(0.25)
+        head.odds.fill_(0.5)
+        head.temperature.copy_(torch.linspace(1, 2, POSITIONS))
+    target, draft = torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
+    target.requires_grad_()
+    places = torch.tensor([1, 4, 10, 25])
+    q = torch.tensor([0.1, 0.5, 0.9, 0.2])
+    logits = head(target, draft, places, q.log())
+    for n, place in enumerate(places.tolist()):
+        matrix = matrices[min(place, POSITIONS) - 1]
+        expected = out @ torch.cat([matrix @ target[n], draft[n]]) + 0.25 + 0.5 * q[n].logit()
+        torch.testing.assert_close(logits[n], expected / head.temperature[min(place, POSITIONS) - 1])
+    logits.sum().backward()
+    assert target.grad is None
+    assert head.target.grad is not None
