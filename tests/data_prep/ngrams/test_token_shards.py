@@ -42,6 +42,13 @@ def test_shards_hold_what_was_tokenised(tmp_path: Path, model: str) -> None:
     assert set(tmp_path.iterdir()) == set(again.paths)  # what no longer counts is gone
 
 
+def test_a_call_of_tools_without_a_text_is_no_document() -> None:
+    roles = {"user": "q", "assistant": "", "tool": "r"}
+    talk = [{"role": role, "content": text} for role, text in roles.items()] + [{"role": "assistant", "content": "a"}]
+    for text, expected in (("assistant", ["a"]), ("all", ["q", "r", "a"])):
+        assert [one.text for one in passages([{"id": "1", "messages": talk}], text)] == expected
+
+
 def test_answers_in_tokens_are_kept_as_they_are(tmp_path: Path) -> None:
     """Without an end that was not said; other tokens are another corpus."""
     encoder = Encoder(lambda batch: [[1] * len(text) for text in batch], {str(i): i for i in range(9)}, 8, "")
