@@ -92,7 +92,7 @@ def test_only_adapters_are_trained_and_stored(tmp_path: Path, target: Path, smal
 
 
 @pytest.mark.parametrize(
-    "objective",  # their values: test_distillation.py
+    "objective",  # their values: tests/draft_models/test_losses.py
     typical_where(
         {"forward_kl", "acceptance"}.__contains__, quick_where(lambda objective: objective == "forward_kl", DIVERGENCES)
     ),
