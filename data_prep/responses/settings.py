@@ -47,7 +47,9 @@ class GenerateConfig(TargetConfig):
     server_model: str | None = opt(None, "the target's name there; null: the first one that it lists")
     concurrency: Count = free(16, "requests to the server at a time, batch_size at most")
     server_timeout: Positive = free(600.0, "seconds that the server may take for one request")
-    server_retries: NotNegative = free(5, "how often a failed request is repeated, after pauses of 1, 2, 4, … 60 s")
+    server_retries: NotNegative = free(
+        5, "how often a failed request is repeated, after pauses of 1, 2, 4, … 60 s, or as it says"
+    )
     device_map: str | None = free(None, "auto spreads a large target over all GPUs of one process")
     plan: bool = free(False)
     """only say how many prompts there are, what they take at most, and what ends it; reads the data, needs no

@@ -187,7 +187,7 @@ def test_a_server_that_is_not_there_is_named(make, engine):
         generate_responses(asked(make, url))
 
 
-@pytest.mark.parametrize("always", ["shifts", "short", "another"])
+@pytest.mark.parametrize("always", ["shifts", "short", "others", "another"])
 def test_a_server_that_is_always_wrong_is_refused(make, engine, always):
     def fault(number, reply):
         choice = reply["choices"][0]
@@ -195,11 +195,18 @@ def test_a_server_that_is_always_wrong_is_refused(make, engine, always):
             choice["logprobs"]["top_logprobs"] = choice["logprobs"]["top_logprobs"][::-1]
         elif always == "short":
             choice["token_ids"], choice["logprobs"] = choice["token_ids"][:1], None
+        elif always == "others":
+            choice["token_ids"] = [token + 1 for token in choice["token_ids"]]
         else:
             choice["prompt_token_ids"] = [5]
         return reply
 
-    words = {"shifts": "not those of its tokens", "short": "1 tokens of 4", "another": "another prompt"}
+    words = {
+        "shifts": "not those of its tokens",
+        "short": "1 tokens of 4",
+        "others": "of other tokens",
+        "another": "another prompt",
+    }
     with serving(engine(fault)) as url, pytest.raises(UserError, match=words[always]):
         generate_responses(asked(make, url))
 
