@@ -25,7 +25,7 @@ from inference.drafters.ngram.ngrams import open_table
 from inference.serving.engine_worker import ir_command
 from inference.serving.proposer import serving_page
 from inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
-from inference.settings.serving import python_in
+from inference.settings.method import python_in
 from outrider.errors import UserError, require
 from outrider.files import require_writable, write_atomically
 from outrider.processes import from_main, join_processes, only_run_of

@@ -28,9 +28,8 @@ from inference.serving.engine_process import EngineProcess, require_engine, runn
 from inference.serving.proposer import PROPOSER, chain_rounds, environment
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig
+from inference.settings.method import MODULES, MethodConfig, draft_length, python_in, why_not
 from inference.settings.sampling import GREEDY, SamplingConfig
-from inference.settings.serving import MODULES, draft_length, python_in, why_not
 from outrider.errors import require
 from outrider.files import save_parts, write_atomically
 from outrider.progress import counted

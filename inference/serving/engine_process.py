@@ -11,7 +11,7 @@ from pathlib import Path
 from inference.core.rounds import Generation, Round
 from inference.serving import engine_worker
 from inference.serving.engine_worker import Json
-from inference.settings.serving import MODULES
+from inference.settings.method import MODULES
 from outrider.errors import UserError, reason, require
 from outrider.progress import Stage
 

@@ -19,9 +19,8 @@ from draft_models.targets.settings import (
     TableFolder,
 )
 from inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in
-from inference.settings.method import MethodConfig
+from inference.settings.method import MODULES, Engine, MethodConfig, why_not, with_lengths
 from inference.settings.sampling import SamplingConfig
-from inference.settings.serving import MODULES, Engine, why_not, with_lengths
 from outrider.errors import require
 from outrider.settings import Count, Named, Place, Positive, Url, free, only, opt, require_default
 from outrider.wandb_config import WandbConfig

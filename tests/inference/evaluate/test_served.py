@@ -26,9 +26,8 @@ from inference.report.served import DRAFTED, PLAIN, schedule, schedule_lines, se
 from inference.serving.proposer import NgramProposer
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig, NgramConfig, StopConfig
+from inference.settings.method import DRAFTS, MethodConfig, NgramConfig, StopConfig, draft_length, why_not, with_lengths
 from inference.settings.sampling import SamplingConfig
-from inference.settings.serving import DRAFTS, draft_length, why_not, with_lengths
 from outrider.errors import UserError
 from outrider.streams import Streams
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from inference.core.rounds import Round
 from inference.serving.engine_process import require_engine, running
 from inference.serving.engine_worker import VLLM, Request, Transformers
-from inference.settings.serving import python_in
+from inference.settings.method import python_in
 from outrider.errors import UserError
 from tests.tiny import random_prompt, save_target
 

@@ -10,8 +10,7 @@ from data_prep.targets import fetch_target
 from inference.evaluate.compare import evaluate
 from inference.settings.evaluate import EvaluateConfig
 from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig, NgramConfig, StopConfig
-from inference.settings.serving import MODULES, Engine, why_not
+from inference.settings.method import MODULES, Engine, MethodConfig, NgramConfig, StopConfig, why_not
 from tests.tiers import typical_where
 
 ROOT = Path(__file__).parents[3]
