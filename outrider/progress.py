@@ -155,12 +155,12 @@ class _Bar(tqdm):
     monitor_interval = 1.0  # seconds
 
     def __init__(self, out: TextIO):
-        self._heard, self._relayed, self._is_drawn = time.monotonic(), "", _has_room(out) and not _relays
+        self._heard, self._relayed, self._is_drawn = time.monotonic(), "", _can_draw(out) and not _relays
         super().__init__(total=1.0, leave=False, file=out, dynamic_ncols=True, bar_format=_SHAPE, delay=1)
         self.miniters, self.maxinterval = 2, 0  # only such bars are refreshed by the monitor, and these every time
 
     def clear(self, nolock: bool = False) -> None:
-        """Make room for output of others; tqdm calls it before that."""
+        """Wipe the bar away before others print; tqdm calls it."""
         self._heard = time.monotonic()
         if self._is_drawn:
             super().clear(nolock)
@@ -199,7 +199,7 @@ class _Above(DummyTqdmFile):
             super().write(text, nolock=True)
 
 
-def _has_room(stream: TextIO) -> bool:
+def _can_draw(stream: TextIO) -> bool:
     """Whether `stream` is a terminal that can show a bar; that of `script` or of a container may have size 0."""
     if not stream.isatty():
         return False
