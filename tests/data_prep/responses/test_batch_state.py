@@ -61,16 +61,18 @@ def model(tmp_path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
 
 
+def fixed(monkeypatch, **names):
+    """Steps run over buffers at fixed addresses; names: what else of `batch_state` is another."""
+    for name, value in {"can_be_fixed": lambda *_: True, **names}.items():
+        monkeypatch.setattr(batch_state, name, value)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("room", [3, 128])
 def test_answers_are_those_of_a_growing_cache(model, monkeypatch, room, captured):
     expected = answers_of(model)
-    monkeypatch.setattr(batch_state, "can_be_fixed", lambda *_: True)
-    monkeypatch.setattr(batch_state, "_ROOM", room)
-    monkeypatch.setattr(batch_state, "_FEW", 1)
-    if captured:
-        monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
-        monkeypatch.setattr(batch_state, "GraphPool", StandInPool)
+    capturing = {"can_capture": lambda _: True, "GraphPool": StandInPool} if captured else {}
+    fixed(monkeypatch, _ROOM=room, _FEW=1, **capturing)
     StandInPool.captures = 0
     assert answers_of(model) == expected
     assert (StandInPool.captures > 1) == captured
@@ -91,8 +93,7 @@ def test_a_planted_fault_is_found(model, monkeypatch, fault):
             super()._step()
             setattr(self, fault, whole)
 
-    monkeypatch.setattr(batch_state, "can_be_fixed", lambda *_: True)
-    monkeypatch.setattr(batch_state, "FixedBatch", Faulty)
+    fixed(monkeypatch, FixedBatch=Faulty)
     assert answers_of(model) != expected
 
 
@@ -102,9 +103,7 @@ def test_what_cannot_be_captured_runs_uncaptured(model, monkeypatch):
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     expected = answers_of(model)
-    monkeypatch.setattr(batch_state, "can_be_fixed", lambda *_: True)
-    monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
-    monkeypatch.setattr(batch_state, "GraphPool", NoPool)
+    fixed(monkeypatch, can_capture=lambda _: True, GraphPool=NoPool)
     with pytest.warns(UserWarning, match="LlamaForCausalLM cannot be captured as a CUDA graph.*not permitted") as found:
         assert answers_of(model) == expected
     assert len([one for one in found if "captured" in str(one.message)]) == 1
@@ -123,8 +122,7 @@ def test_layers_that_forget_keys_are_not_fixed(tmp_path, monkeypatch, architectu
 def test_graphs_on_a_gpu_say_the_same(tmp_path, monkeypatch):
     path = save_target(tmp_path, "llama", peak=0.5, kv_heads=2)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").eval().cuda()
-    monkeypatch.setattr(batch_state, "_ROOM", 5)
-    monkeypatch.setattr(batch_state, "_FEW", 1)
+    fixed(monkeypatch, _ROOM=5, _FEW=1, can_be_fixed=batch_state.can_be_fixed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = answers_of(model)
