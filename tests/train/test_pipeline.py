@@ -296,9 +296,12 @@ def test_the_time_left_is_that_of_all_steps_that_are_not_done(monkeypatch):
     assert step_stage(unknown, "eesd", {"target"}).left is None
 
 
-def test_a_step_that_leaves_nothing_has_failed(mission):
-    mission.script.write_text("")
-    with pytest.raises(UserError, match=r"step responses failed \(it left no responses/product\)"):
+@pytest.mark.parametrize(
+    ("script", "why"), [("", "it left no responses/product"), (STAND_IN + "sys.exit(1)", "exit status 1")]
+)
+def test_a_step_that_leaves_nothing_or_says_that_it_failed_has_failed(mission, script, why):
+    mission.script.write_text(script)
+    with pytest.raises(UserError, match=rf"step responses failed \({why}\)"):
         mission.run()
 
 
