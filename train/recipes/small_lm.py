@@ -401,6 +401,6 @@ def save(
     drafter = student.merged(stored_dtype(target.config))
     drafter.set_attn_implementation(stock_name(drafter))  # ours does not exist outside this project
     export(drafter, target.tokenizer, out_dir)
-    facts = {"objective": config.objective}
+    facts: dict[str, object] = {"objective": config.objective}
     facts |= {} if own is None else {"tokens": f"{len(own.tokens)} of the target's {own.vocabulary}"}
     write_records(out_dir / TRAINING_FILE, config, identity, trained, USE if own is None else USE_OF_SOME, facts)
