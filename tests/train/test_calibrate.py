@@ -140,6 +140,8 @@ def test_texts_are_continued_until_the_time_is_over(folder: Path, tmp_path: Path
     assert (len(learned), len(heldout)) == (20, 6) if seconds == 1 else (texts.now >= 60 or len(heldout) == 6)
     assert learned == spread_order(20)[: len(learned)]
     assert all(len(batch["label"]) >= EXAMPLES for batch in found.values())
+    assert len(only_tested(found["heldout"])["label"]) < len(found["heldout"]["label"])  # whole rounds of these alone
+    assert same(only_tested(found["train"]), found["train"])
     in_order = [
         capture(Drafting(texts.decode, texts.draft_model, 40, 4), texts.every["train"][at]) for at in sorted(learned)
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data_prep.text.settings import DataConfig
 from draft_models.card import CARD_FILE, add_report
-from draft_models.early_exit.checkpoint import WEIGHTS_FILE
+from draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
 from inference.drafters.eagle3 import Eagle3Source
 from inference.drafters.early_exit import EarlyExitSource
 from inference.drafters.small_lm import SmallLMSource
@@ -74,6 +74,9 @@ RECIPES = {
 }  # fmt: skip
 
 
+RECORDS = {"small_lm": "finetune_drafter.json", "eagle3": "eagle3.json"}
+
+
 @pytest.fixture(params=RECIPES.values(), ids=RECIPES)
 def recipe(request: pytest.FixtureRequest) -> Recipe:
     return request.param
@@ -94,6 +97,12 @@ def test_the_drafter_is_the_best_not_the_last(
     assert torch.equal(recipe.weights(tmp_path / "out")[name], seen[1])
     assert not torch.equal(seen[1], seen[2])
     assert not torch.equal(seen[1], seen[3])
+    if recipe.kind == "early_exit":
+        record = read_meta(tmp_path / "out").training
+    else:
+        record = json.loads((tmp_path / "out" / RECORDS[recipe.kind]).read_text())
+        assert record["last_metrics"]["tau"] == 2.0
+    assert (record["steps"], record["step"], record["metrics"]["tau"]) == (4, 2, 2.5)
     assert [line["eval_norms_moved"] for line in log(tmp_path / "out") if "eval_norms_moved" in line][-1] == 1
     for change in ({"decode_tokens": 9}, {"fit": replace(run.fit, eval_every=2)}):  # which choose them
         with pytest.raises(UserError, match=r"decode_tokens=9 \(was 8\)|eval_every=2 \(was 1\)"):
