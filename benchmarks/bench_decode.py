@@ -18,24 +18,24 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data_prep.text.chat import render_prompt
-from data_prep.text.prompts import read_prompts
-from draft_models.early_exit.checkpoint import from_pretrained
-from draft_models.early_exit.model import EarlyExit, exit_layers
-from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.open_target import open_target, pick_device
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive
-from inference.core.rounds import Generation
-from inference.drafters.shaped import Calibrated
-from inference.loading.targets import Drafters, make_runtime, prepare
-from inference.measure.arms import make_arms, measure
-from inference.settings.evaluate import RUNTIMES
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.settings.sampling import GREEDY
-from outrider.files import write_json
-from outrider.machine import describe_machine
+from outrider.base.files import write_json
+from outrider.base.machine import describe_machine
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.draft_models.early_exit.checkpoint import from_pretrained
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
+from outrider.draft_models.small_lm.model import load_small_lm
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.open_target import open_target, pick_device
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.rounds import Generation
+from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.loading.targets import Drafters, make_runtime, prepare
+from outrider.inference.measure.arms import make_arms, measure
+from outrider.inference.settings.evaluate import RUNTIMES
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import GREEDY
 
 RESULTS = Path(__file__).parent / "results"
 RANDOM: dict[str, Any] = {

@@ -16,26 +16,36 @@ import torch
 from planted_faults import FAULTS, REACHED, planted
 from tqdm import tqdm
 
-from data_prep.text.chat import render_prompt
-from data_prep.text.prompts import read_prompts
-from draft_models.early_exit.checkpoint import from_pretrained, provenance
-from draft_models.early_exit.model import EarlyExit, exit_layers
-from draft_models.targets.open_target import open_target
-from inference.core.decode import autoregressive, speculative
-from inference.core.rounds import Round
-from inference.core.token_selector import TokenSelector
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.loading.targets import end_tokens, load_plain, prepare
-from inference.measure.arms import transformers_generate
-from inference.measure.lossless import BULK, GAP, PEAK, Deviation, Forced, Judgement, Reference, judge, make_reference
-from inference.measure.results import AUTOREGRESSIVE
-from inference.settings.method import MethodConfig, StructureConfig
-from inference.shapes.factory import make_structure
-from outrider.files import write_json
-from outrider.machine import describe_machine
-from outrider.streams import Streams
+from outrider.base.files import write_json
+from outrider.base.machine import describe_machine
+from outrider.base.streams import Streams
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.draft_models.early_exit.checkpoint import from_pretrained, provenance
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.rounds import Round
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.loading.targets import end_tokens, load_plain, prepare
+from outrider.inference.measure.arms import transformers_generate
+from outrider.inference.measure.lossless import (
+    BULK,
+    GAP,
+    PEAK,
+    Deviation,
+    Forced,
+    Judgement,
+    Reference,
+    judge,
+    make_reference,
+)
+from outrider.inference.measure.results import AUTOREGRESSIVE
+from outrider.inference.settings.method import MethodConfig, StructureConfig
+from outrider.inference.shapes.factory import make_structure
 
 ARMS = REACHED["passes"]
 TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, max_depth=5, delta=0.0))

@@ -29,19 +29,19 @@ from peer_llamacpp import llama_server, llama_version
 from record_tables import tables
 from transformers_arms import as_model, assisted_arms, load_drafter
 
-from conf import reported
-from draft_models.early_exit.checkpoint import from_pretrained, provenance
-from draft_models.targets.model_files import load_causal_lm
-from inference.loading.generation_config import generate_settings
-from inference.loading.targets import Models, TargetSetup
-from inference.measure.bench import JUDGED
-from inference.measure.results import Arm
-from inference.report.facts import trained_seconds
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from outrider.errors import require
-from outrider.files import read_json, require_writable, write_json
-from outrider.machine import describe_machine
+from outrider.base.errors import require
+from outrider.base.files import read_json, require_writable, write_json
+from outrider.base.machine import describe_machine
+from outrider.commands import reported
+from outrider.draft_models.early_exit.checkpoint import from_pretrained, provenance
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.inference.loading.generation_config import generate_settings
+from outrider.inference.loading.targets import Models, TargetSetup
+from outrider.inference.measure.bench import JUDGED
+from outrider.inference.measure.results import Arm
+from outrider.inference.report.facts import trained_seconds
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
 
 HERE = Path(__file__).parent
 PEERS = (  # modules whose code decides what is measured

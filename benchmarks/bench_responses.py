@@ -3,7 +3,7 @@
     python benchmarks/bench_responses.py --target runs/smollm2/fetch --prompts runs/smollm2/prompts/train.jsonl
     python benchmarks/bench_responses.py --device cpu --batch 40 --target … --prompts …
 
-On a GPU a step is a graph, on a CPU with AMX a compiled call, see data_prep/responses/batch_state.py.
+On a GPU a step is a graph, on a CPU with AMX a compiled call, see inference/batch/batch_state.py.
 
 Prompts are answered in batches of similar lengths, as data_prep/generate_responses.py does. Both paths emit the same
 number of tokens, up to rounding of the logits. Writes benchmarks/results/responses_DEVICE.json.
@@ -17,19 +17,19 @@ from unittest import mock
 
 import torch
 
-from data_prep.responses import batch_state
-from data_prep.responses.batch_decoder import Generator
-from data_prep.responses.generate import lay_out_for_batches
-from data_prep.responses.tasks import uniforms
-from data_prep.text.prompts import read_prompts
-from draft_models.early_exit.checkpoint import provenance
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.open_target import open_target
-from inference.core.sampling import Sampler
-from inference.loading.targets import end_tokens
-from inference.settings.sampling import SamplingConfig
-from outrider.files import write_json
-from outrider.machine import describe_machine
+from outrider.base.files import write_json
+from outrider.base.machine import describe_machine
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.batch import batch_state
+from outrider.inference.batch.batch_decoder import Generator
+from outrider.inference.batch.generate import lay_out_for_batches
+from outrider.inference.batch.tasks import uniforms
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.loading.targets import end_tokens
+from outrider.inference.settings.sampling import SamplingConfig
 
 HERE = Path(__file__).parent
 FAST_WAYS = ("can_be_compiled", "can_be_fixed")  # of `batch_state`

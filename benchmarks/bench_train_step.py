@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_models.early_exit.model import EarlyExitStudent, exit_layers
-from draft_models.targets.open_target import open_target
-from outrider.machine import describe_machine
-from train.recipes.early_exit import default_exit_layer
+from outrider.base.machine import describe_machine
+from outrider.draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from outrider.draft_models.targets.open_target import open_target
+from outrider.train.recipes.early_exit import default_exit_layer
 
 RESULTS = Path(__file__).parent / "results" / "train_step_cpu.json"
 DEEP = {

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf import reported
-from data_prep.text.chat import render_prompt
-from data_prep.text.prompts import read_prompts
-from draft_models.targets.open_target import open_target, pick_device, pick_dtype
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive
-from inference.core.target_session import TargetSession
-from outrider.files import write_json
+from outrider.base.files import write_json
+from outrider.commands import reported
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.target_session import TargetSession
 
 LONGEST = 10  # tokens of a draft
 WIDTH = 4  # layers that are tried before the next one is left out

@@ -22,9 +22,9 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from inference.engines.graphs import triton_kernels as kernels
-from outrider.files import write_json
-from outrider.machine import describe_machine
+from outrider.base.files import write_json
+from outrider.base.machine import describe_machine
+from outrider.inference.engines.graphs import triton_kernels as kernels
 
 # Heads, key heads, head dimension, width, inner width; rows of the pass, positions of the cache.
 SHAPES = {

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from inference.measure.results import PromptResult
-from inference.measure.speed import end_to_end, prefill_seconds, speedups_over_baselines, tokens_per_second
-from inference.measure.statistics import decode_statistics
-from inference.report.lossless import lossless_section
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.inference.measure.results import PromptResult
+from outrider.inference.measure.speed import end_to_end, prefill_seconds, speedups_over_baselines, tokens_per_second
+from outrider.inference.measure.statistics import decode_statistics
+from outrider.inference.report.lossless import lossless_section
 
 Figures = dict[str, Any]
 

@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from conf import reported
-from draft_models.tiny.models import save_tiny_models
+from outrider.base.errors import UserError
+from outrider.base.files import read_json, require_writable, write_atomically, write_json
+from outrider.base.machine import describe_machine
 from outrider.cli import crashing
-from outrider.errors import UserError
-from outrider.files import read_json, require_writable, write_atomically, write_json
-from outrider.machine import describe_machine
+from outrider.commands import reported
+from outrider.draft_models.tiny.models import save_tiny_models
 
 HERE = Path(__file__).parent
 RECORD = "gpu_record.json"

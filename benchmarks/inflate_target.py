@@ -49,32 +49,32 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from conf import reported
-from data_prep.formats.convert import fetched, find_original, write_safetensors
-from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original, Stored
-from data_prep.text.chat import render_prompt
-from data_prep.text.prompts import read_prompts
-from draft_models.calibration import META_FILE as CALIBRATION_FILE
-from draft_models.calibration import drafter_digest, load_calibration, save_calibration
-from draft_models.calibration_head import CalibrationHead
-from draft_models.draft_vocabulary import TOKENS_FILE
-from draft_models.eagle3.checkpoint import make_head, open_head, save_head
-from draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_meta, save_pretrained
-from draft_models.small_lm.model import TRAINING_FILE
-from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.model_spec import RESCALING_ROPE, key_heads
-from draft_models.targets.open_target import OpenTarget, open_target, read_config, stored_dtype
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TARGET
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.decode import autoregressive, speculative
-from inference.loading.targets import new_drafter
-from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from outrider.errors import UserError
-from outrider.files import read_mapping, require_writable, write_json
-from outrider.streams import Streams
-from outrider.words import listed
+from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, require_writable, write_json
+from outrider.base.streams import Streams
+from outrider.base.words import listed
+from outrider.commands import reported
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
+from outrider.draft_models.calibration import drafter_digest, load_calibration, save_calibration
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.draft_vocabulary import TOKENS_FILE
+from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head
+from outrider.draft_models.early_exit.checkpoint import empty_drafter, from_pretrained, read_meta, save_pretrained
+from outrider.draft_models.formats.convert import fetched, find_original, write_safetensors
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original, Stored
+from outrider.draft_models.small_lm.model import TRAINING_FILE
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.model_spec import RESCALING_ROPE, key_heads
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, read_config, stored_dtype
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TARGET
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.loading.targets import new_drafter
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 
 RECORD = "inflated.json"
 LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3")

@@ -17,11 +17,16 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from conf import build, explain, register
-from conf.options import compose_defaults
-from data_prep.text.prompts import Prompt, read_prompts
-from inference.engines.cpu.recorded import recorded
-from inference.loading.targets import (
+from outrider.base.errors import UserError, require
+from outrider.base.files import require_writable
+from outrider.base.run_dirs import only_run
+from outrider.base.settings import construct
+from outrider.base.streams import Streams
+from outrider.commands import build, explain, register
+from outrider.commands.options import compose_defaults
+from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.inference.engines.cpu.recorded import recorded
+from outrider.inference.loading.targets import (
     Models,
     TargetSetup,
     context_length,
@@ -30,8 +35,8 @@ from inference.loading.targets import (
     load_models,
     run_settings,
 )
-from inference.measure.arms import measure, measure_deviations
-from inference.measure.bench import (
+from outrider.inference.measure.arms import measure, measure_deviations
+from outrider.inference.measure.bench import (
     WARM_UP_TOKENS,
     Bench,
     Prepared,
@@ -41,7 +46,7 @@ from inference.measure.bench import (
     render,
     require_fits,
 )
-from inference.measure.results import (
+from outrider.inference.measure.results import (
     Arm,
     Measured,
     PromptResult,
@@ -51,14 +56,9 @@ from inference.measure.results import (
     open_run,
     read_results,
 )
-from inference.measure.threads import use_threads
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError, require
-from outrider.files import require_writable
-from outrider.run_dirs import only_run
-from outrider.settings import construct
-from outrider.streams import Streams
+from outrider.inference.measure.threads import use_threads
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
 
 # Options of evaluate-checkpoint that the benchmarks set themselves or do not use.
 SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",

@@ -42,14 +42,14 @@ from papers.loading import load
 from papers.measuring import key_of, measure_all, read_counts, runnable
 from papers.writing import markdown
 
-from conf import reported
-from data_prep.text.settings import PromptTemplate
-from draft_models.early_exit.checkpoint import provenance
-from draft_models.targets.open_target import open_target
-from inference.settings.kinds import KINDS
-from outrider.errors import UserError, require
-from outrider.files import read_json, require_writable, write_json
-from outrider.machine import describe_machine
+from outrider.base.errors import UserError, require
+from outrider.base.files import read_json, require_writable, write_json
+from outrider.base.machine import describe_machine
+from outrider.commands import reported
+from outrider.data_prep.text.settings import PromptTemplate
+from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.settings.kinds import KINDS
 
 PAPERS = ("eesd", "aded", "gsd", "opt_tree", "mcsd")
 RESULTS = Path(__file__).parent / "results"

@@ -21,20 +21,20 @@ import torch
 from transformers import PreTrainedModel
 from transformers_arms import MAX_NGRAM, generation_of
 
-from conf import reported
-from data_prep.formats.gguf_write import write_gguf
-from data_prep.text.chat import render_prompt
-from data_prep.text.prompts import read_prompts
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.open_target import open_target
-from inference.core.rounds import Generation
-from inference.loading.targets import end_tokens, load_plain
-from inference.measure.arms import transformers_generate
-from inference.measure.results import Arm
-from inference.settings.kinds import KINDS
-from outrider.errors import UserError
-from outrider.files import require_writable
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.files import require_writable
+from outrider.base.streams import Streams
+from outrider.commands import reported
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.draft_models.formats.gguf_write import write_gguf
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.core.rounds import Generation
+from outrider.inference.loading.targets import end_tokens, load_plain
+from outrider.inference.measure.arms import transformers_generate
+from outrider.inference.measure.results import Arm
+from outrider.inference.settings.kinds import KINDS
 
 SERVER = Path(__file__).parent / "llamacpp_server.py"
 FORMATS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from draft_models.targets.stack import LayerStack
-from inference.core.cache import KVCache
-from inference.core.rows import Masks, RoundRows, RowLayout
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.cache import KVCache
+from outrider.inference.core.rows import Masks, RoundRows, RowLayout
 
 
 @contextmanager

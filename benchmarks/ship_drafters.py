@@ -22,21 +22,21 @@ import torch
 from safetensors.torch import load, save
 from transformers.utils import logging as transformers_logging
 
-from conf import reported
-from draft_models.calibration import META_FILE as CALIBRATION_FILE
-from draft_models.calibration import drafter_digest, load_calibration, save_calibration
-from draft_models.calibration_head import CalibrationHead
-from draft_models.card import CARD_FILE, TITLE
-from draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
-from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
-from draft_models.ngrams.table import TrigramTable
-from draft_models.small_lm.model import TRAINING_FILE
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.open_target import load_tokenizer, read_config
-from draft_models.targets.settings import HEAD_FOLDER
-from draft_models.targets.tensor_files import open_tensors
-from outrider.errors import UserError
-from outrider.files import is_local, read_json, read_mapping, require_writable, save_parts, write_json
+from outrider.base.errors import UserError
+from outrider.base.files import is_local, read_json, read_mapping, require_writable, save_parts, write_json
+from outrider.commands import reported
+from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
+from outrider.draft_models.calibration import drafter_digest, load_calibration, save_calibration
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.card import CARD_FILE, TITLE
+from outrider.draft_models.draft_vocabulary import read_draft_vocabulary, save_tokens
+from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import TRAINING_FILE
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.open_target import load_tokenizer, read_config
+from outrider.draft_models.targets.settings import HEAD_FOLDER
+from outrider.draft_models.targets.tensor_files import open_tensors
 
 TOKENIZER_FILE = "tokenizer.json"
 AGAIN = "train the drafter again"

@@ -20,7 +20,7 @@ import torch
 from interleaved import read_categories
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.files import write_atomically
+from outrider.base.files import write_atomically
 
 HERE = Path(__file__).parent.parent
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
-from draft_models.targets.empty_models import decoder_layers, final_norm
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.open_target import open_target
-from inference.core.decode import cut
-from inference.core.rounds import Generation, Round
-from inference.measure.arms import stock_attention
-from inference.measure.results import Arm
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
+from outrider.draft_models.targets.empty_models import decoder_layers, final_norm
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.core.decode import cut
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.measure.arms import stock_attention
+from outrider.inference.measure.results import Arm
 
 MAX_NGRAM = 3
 

@@ -1,15 +1,16 @@
 """Build the n-gram table of a corpus, for drafting without a draft model."""
 
-from conf import entry
-from data_prep.ngrams.settings import TrigramConfig
+from outrider.commands import entry
+from outrider.data_prep.ngrams.settings import TrigramConfig
 
 
 @entry("build_trigrams", TrigramConfig)
 def main(config: TrigramConfig) -> None:
     # Imported once the config is known to be good: compiled code takes a second.
-    from data_prep.ngrams.building import build_table
+    from outrider.data_prep.ngrams.building import build_table
+    from outrider.inference.loading.rehearsal import rehearsable
 
-    build_table(config)
+    rehearsable(build_table)(config)
 
 
 if __name__ == "__main__":

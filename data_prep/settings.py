@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from data_prep.text.settings import PromptFile
-from draft_models.targets.settings import Dtype, FloatDtype, Model
-from outrider.errors import require
-from outrider.settings import Count, Place, RunConfig, free, opt, require_default
+from outrider.base.errors import require
+from outrider.base.settings import Count, Place, RunConfig, free, opt, require_default
+from outrider.data_prep.text.settings import PromptFile
+from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model
 
 
 @dataclass(frozen=True, kw_only=True)

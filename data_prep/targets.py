@@ -17,17 +17,17 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from data_prep.formats.convert import content_key, fetched, find_original, write_safetensors
-from data_prep.formats.gguf_model import load_package
-from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original
-from data_prep.settings import ConvertConfig, FetchConfig
-from draft_models.targets.open_target import open_target
-from draft_models.tiny.models import save_tiny_model
-from outrider.errors import UserError, reason
-from outrider.files import read_json, require_writable, write_json
-from outrider.processes import from_main, join_processes, only_run_of
-from outrider.progress import Stage
-from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished
+from outrider.base.errors import UserError, reason
+from outrider.base.files import read_json, require_writable, write_json
+from outrider.base.processes import from_main, join_processes, only_run_of
+from outrider.base.progress import Stage
+from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, check_identity, finished
+from outrider.data_prep.settings import ConvertConfig, FetchConfig
+from outrider.draft_models.formats.convert import content_key, fetched, find_original, write_safetensors
+from outrider.draft_models.formats.gguf_model import load_package
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS, FolderModel, Original
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.tiny.models import save_tiny_model
 
 RECORD_FILE = "convert_target.json"  # the identity of the conversion
 FETCHED_FILE = "fetched.json"

@@ -1,13 +1,13 @@
 """Write chat prompts about the documentation of Python's library, for training and for evaluation."""
 
-from conf import entry
-from data_prep.settings import PromptsConfig
+from outrider.commands import entry
+from outrider.data_prep.settings import PromptsConfig
 
 
 @entry("write_prompts", PromptsConfig)
 def main(config: PromptsConfig) -> None:
     # Imported once the config is known to be good: torch takes seconds.
-    from data_prep.python_docs import write_prompts
+    from outrider.data_prep.python_docs import write_prompts
 
     write_prompts(config)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from conf import register
-from conf.options import markdown
 from outrider.cli import COMMANDS
+from outrider.commands import register
+from outrider.commands.options import markdown
 
 PAGE = Path(__file__).parent / "options.md"
 

@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from draft_models.calibration_head import CalibrationHead
-from draft_models.targets.fingerprint import model_differences, model_identity
-from draft_models.targets.tensor_files import TensorFiles
-from outrider.errors import UserError
-from outrider.files import read_mapping, write_atomically, write_json
-from outrider.words import in_shell, option
+from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, write_atomically, write_json
+from outrider.base.words import in_shell, option
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.targets.fingerprint import model_differences, model_identity
+from outrider.draft_models.targets.tensor_files import TensorFiles
 
 WEIGHTS_FILE, META_FILE = "calibration.safetensors", "calibration.json"
 FORMAT = 2

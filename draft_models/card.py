@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from outrider.errors import warn
-from outrider.files import is_local, write_atomically
-from outrider.words import Shown
+from outrider.base.errors import warn
+from outrider.base.files import is_local, write_atomically
+from outrider.base.words import Shown
 
 CARD_FILE = "README.md"
 TITLE = "# A draft model for "  # followed by the target

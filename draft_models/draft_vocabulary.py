@@ -15,12 +15,12 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from data_prep.formats.torch_files import CONFIG_FILE, readable
-from draft_models.losses import IGNORE
-from draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, whole_rows
-from draft_models.targets.tensor_files import find_file
-from outrider.errors import UserError
-from outrider.files import write_atomically
+from outrider.base.errors import UserError
+from outrider.base.files import write_atomically
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, readable
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, whole_rows
+from outrider.draft_models.targets.tensor_files import find_file
 
 TOKENS_FILE = "draft_tokens.safetensors"  # for a small LM with a draft vocabulary: the target's id of each of its ids
 

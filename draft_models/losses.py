@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draft_models.acceptance import FLOAT32_BYTES, acceptance, logits_at_once, top_k_logs
-from draft_models.targets.model_spec import LogitRule
-from draft_models.targets.settings import Divergence
+from outrider.draft_models.acceptance import FLOAT32_BYTES, acceptance, logits_at_once, top_k_logs
+from outrider.draft_models.targets.model_spec import LogitRule
+from outrider.draft_models.targets.settings import Divergence
 
 PLAIN = LogitRule()
 IGNORE = -100  # label of a position that is not supervised

@@ -2,15 +2,15 @@
 
 import sys
 
-from conf import entry
-from inference.settings.tools import ChatConfig
+from outrider.commands import entry
+from outrider.inference.settings.tools import ChatConfig
 
 
 @entry("chat", ChatConfig, waits=True)
 def main(config: ChatConfig) -> None:
     # Imported after the config is checked, as torch and transformers take seconds to import.
     import outrider
-    from inference.conversation import Chat, open_screen
+    from outrider.inference.conversation import Chat, open_screen
 
     if sys.stdin.isatty():
         import readline  # noqa: F401  # enables line editing in `input`

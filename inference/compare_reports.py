@@ -1,13 +1,13 @@
 """compare-reports: compares two finished evaluations, with intervals over the prompts that both measured."""
 
-from conf import entry
-from inference.settings.tools import CompareConfig
+from outrider.commands import entry
+from outrider.inference.settings.tools import CompareConfig
 
 
 @entry("compare_reports", CompareConfig)
 def main(config: CompareConfig) -> None:
     # Imported after the config is checked, as torch takes seconds to import.
-    from inference.report.side_by_side import compare_reports
+    from outrider.inference.report.side_by_side import compare_reports
 
     compare_reports(config)
 

@@ -9,11 +9,11 @@ from typing import Protocol, Self, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.text.chat import StreamedText, spoken
-from inference.core.rounds import Clock, Round
-from inference.settings.method import MethodConfig
-from inference.settings.tools import ChatConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.chat import StreamedText, spoken
+from outrider.inference.core.rounds import Clock, Round
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.tools import ChatConfig
 
 HELP = "/off and /on: without and with the drafter; /method NAME: another way to draft; /reset: forget; /quit"
 DRAFTED, OWN = "drafted", "own"  # the origin of a token: drafted and accepted, or the target's own

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Sequence
 
-from conf import entry, value_of
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import PROMPT_LOOKUP, presets_of
+from outrider.commands import entry, value_of
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
 
 
 def with_methods(options: Sequence[str]) -> list[str]:
@@ -29,7 +29,7 @@ def with_methods(options: Sequence[str]) -> list[str]:
 @entry("evaluate_checkpoint", EvaluateConfig, complete=with_methods)
 def main(config: EvaluateConfig) -> None:
     # Imported after the config is checked, as torch and transformers take seconds to import.
-    from inference.evaluate.compare import evaluate
+    from outrider.inference.evaluate.compare import evaluate
 
     evaluate(config)
 

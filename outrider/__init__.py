@@ -6,7 +6,7 @@ The utilities: errors, settings, files, run directories, processes, random strea
 
 from typing import TYPE_CHECKING
 
-from outrider.errors import UserError
+from outrider.base.errors import UserError
 
 if TYPE_CHECKING:
     from outrider.api.model import Model, load, preset

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from outrider.errors import UserError
-from outrider.files import package_version
-from outrider.words import clean, did_you_mean
+from outrider.base.errors import UserError
+from outrider.base.files import package_version
+from outrider.base.words import clean, did_you_mean
 
 USER_ERROR_STATUS, CRASH_STATUS = 2, 3  # 1 is the verdict of a command that judges
 
@@ -21,7 +21,7 @@ USER_ERROR_STATUS, CRASH_STATUS = 2, 3  # 1 is the verdict of a command that jud
 class Command:
     """A command.
 
-    name: its config is conf/NAME.yaml, and users type the name with - for _. module: the module of its `main`.
+    name: its config is conf/NAME.yaml, and users type the name with - for _. module: of its `main`, in outrider.
     settings: "module:class" of its options. does: its description in the list of commands.
     """
 
@@ -43,7 +43,7 @@ class Command:
     def load_settings(self) -> type:
         """The class of its options."""
         module, _, name = self.settings.partition(":")
-        found: type = getattr(import_module(module), name)
+        found: type = getattr(import_module(f"outrider.{module}"), name)
         return found
 
 
@@ -81,7 +81,7 @@ COMMANDS = {
             "count a corpus into an n-gram table",
         ),
         Command(
-            "generate_responses", "data_prep.generate_responses", "data_prep.responses.settings:GenerateConfig",
+            "generate_responses", "data_prep.generate_responses", "inference.batch.settings:GenerateConfig",
             "let a target answer prompts, for drafters to train on",
         ),
         Command(
@@ -184,13 +184,13 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR_STATUS)
     sys.argv = [f"outrider {command.typed}", *rest]
-    import_module(command.module).main()
+    import_module(f"outrider.{command.module}").main()
 
 
 @crashing()
 def evaluate_checkpoint() -> None:
     """Run evaluate-checkpoint, the command that also has its own console script."""
-    import_module(COMMANDS["evaluate_checkpoint"].module).main()
+    import_module(f"outrider.{COMMANDS['evaluate_checkpoint'].module}").main()
 
 
 if __name__ == "__main__":

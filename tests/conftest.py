@@ -55,7 +55,7 @@ def one_config_store() -> None:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and what can draft for it (see `save_tiny_models`); not to be written to."""
-    from draft_models.tiny.models import save_tiny_models
+    from outrider.draft_models.tiny.models import save_tiny_models
 
     folder = tmp_path_factory.mktemp("models")
     save_tiny_models(folder, "llama")

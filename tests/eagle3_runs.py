@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
-from draft_models.eagle3.model import Eagle3
-from draft_models.targets.open_target import open_target
-from inference.core.decode import autoregressive, speculative
-from inference.core.target_session import Runtime
-from inference.drafters.eagle3 import Eagle3Source
-from inference.drafters.shaped import ModelDrafter
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.loading.targets import prepare
-from inference.shapes.factory import make_structure
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.loading.targets import prepare
+from outrider.inference.shapes.factory import make_structure
 from tests.fitted_heads import fitted_head
 from tests.tiny import STRUCTURES, method_of, random_prompt
 

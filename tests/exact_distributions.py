@@ -12,8 +12,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from inference.core.tree import ROOT
-from inference.core.verify import Chance, NodeRule, Rows, verify_sampled
+from outrider.inference.core.tree import ROOT
+from outrider.inference.core.verify import Chance, NodeRule, Rows, verify_sampled
 
 Distribution = dict[Hashable, Fraction]
 Text = tuple[int, ...]

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
-from draft_models.eagle3.model import Eagle3
-from draft_models.eagle3.reading import Reading
-from draft_models.targets.stack import LayerStack
-from inference.core.target_session import TargetSession
-from inference.core.tree import ROOT
-from inference.drafters.eagle3 import Eagle3Source
+from outrider.draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.target_session import TargetSession
+from outrider.inference.core.tree import ROOT
+from outrider.inference.drafters.eagle3 import Eagle3Source
 
 STEPS = 3  # of a draft that are fitted
 SURE = 4.0  # how far the logit of a token that is right is above the others

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-from draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.open_target import open_target
 from tests.tiny import save_target
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

@@ -21,10 +21,10 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inference.engines import packing
-from inference.engines.graphs import attention_kernels, cuda_graphs
-from inference.engines.graphs.attention_kernels import kernel_for, use_kernel_on
-from inference.engines.graphs.fixed_shapes import GraphPool
+from outrider.inference.engines import packing
+from outrider.inference.engines.graphs import attention_kernels, cuda_graphs
+from outrider.inference.engines.graphs.attention_kernels import kernel_for, use_kernel_on
+from outrider.inference.engines.graphs.fixed_shapes import GraphPool
 
 # The rules, as `BrokenError` names them.
 WAITS = "the host waits for the device, or hands it memory of its own"

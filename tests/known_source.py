@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.core.tree import ROOT, DraftTree
+from outrider.inference.core.tree import ROOT, DraftTree
 
 Path_ = tuple[int, ...]
 Q = Callable[[Path_], Sequence[float]]

@@ -9,24 +9,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_models.draft_vocabulary import narrow
-from draft_models.eagle3.model import Eagle3
-from draft_models.early_exit.model import EarlyExit
-from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.narrowed import DraftVocabulary
-from draft_models.targets.open_target import load_tokenizer
-from inference.core.rounds import Round
-from inference.drafters.eagle3 import Eagle3Source
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
-from inference.drafters.skip_layers import SkipLayersSource
-from inference.drafters.small_lm import SmallLMSource
-from inference.settings.method import MethodConfig
-from inference.shapes.factory import make_structure
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.draft_vocabulary import narrow
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.small_lm.model import load_small_lm
+from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.draft_models.targets.open_target import load_tokenizer
+from outrider.inference.core.rounds import Round
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.skip_layers import SkipLayersSource
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.shapes.factory import make_structure
+from outrider.train.parts.drafter import export
 from tests.fitted_heads import fitted_head
 from tests.tiny import LAYERS, VOCABULARY, make_drafter, open_stack, random_prompt, reference_generate, save_target
-from train.parts.drafter import export
 
 EXITS = {  # exit layer, depth; a tie of the head to the target's
     "early_exit": (LAYERS - 1, 1, True),

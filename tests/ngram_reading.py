@@ -5,9 +5,9 @@ from functools import singledispatch
 
 import numpy as np
 
-from draft_models.ngrams.kernels import context_key, find
-from draft_models.ngrams.overlay import ContextMap, Overlay, TextIndex, longer_key, slot_of
-from draft_models.ngrams.table import Level, TrigramTable
+from outrider.draft_models.ngrams.kernels import context_key, find
+from outrider.draft_models.ngrams.overlay import ContextMap, Overlay, TextIndex, longer_key, slot_of
+from outrider.draft_models.ngrams.table import Level, TrigramTable
 
 
 def find_context(level: Level, context: Sequence[int]) -> int:

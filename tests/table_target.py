@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.core.sampling import top_tokens
-from inference.core.session import Session
+from outrider.inference.core.sampling import top_tokens
+from outrider.inference.core.session import Session
 
 CPU = torch.device("cpu")
 

@@ -16,21 +16,24 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from conf import reported
-from data_prep.ngrams.token_shards import passages, tokenise
-from data_prep.text.chat import render_prompt
-from data_prep.text.prompts import read_prompts
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import read_records
-from draft_models.calibration import load_calibration
-from draft_models.early_exit.checkpoint import read_meta
-from draft_models.ngrams.table import TrigramTable
-from draft_models.ngrams.table_files import TABLE_FILE, map_table
-from draft_models.targets.encoder import open_encoder
-from draft_models.targets.open_target import load_tokenizer, open_target
-from draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
-from inference.loading.targets import (
+from outrider.base.errors import UserError
+from outrider.base.files import parse_json, require_writable, sealed, unsealed
+from outrider.base.run_dirs import finished
+from outrider.commands import reported
+from outrider.data_prep.ngrams.token_shards import passages, tokenise
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.calibration import load_calibration
+from outrider.draft_models.early_exit.checkpoint import read_meta
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.ngrams.table_files import TABLE_FILE, map_table
+from outrider.draft_models.targets.encoder import open_encoder
+from outrider.draft_models.targets.open_target import load_tokenizer, open_target
+from outrider.draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET
+from outrider.inference.loading.targets import (
     find_setup,
     heldout_fraction,
     load_drafters,
@@ -38,14 +41,11 @@ from inference.loading.targets import (
     load_plain,
     run_settings,
 )
-from inference.measure import bench
-from inference.measure.replay import read_transcripts
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
-from inference.shapes.shapes import read_shape
-from outrider.errors import UserError
-from outrider.files import parse_json, require_writable, sealed, unsealed
-from outrider.run_dirs import finished
+from outrider.inference.measure import bench
+from outrider.inference.measure.replay import read_transcripts
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.shapes.shapes import read_shape
 from tests.forked import Fork
 from tests.tiers import as_many
 

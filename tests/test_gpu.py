@@ -9,37 +9,40 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data_prep.text.settings import DataConfig
-from draft_models.early_exit.checkpoint import from_pretrained
-from draft_models.early_exit.model import EarlyExit, exit_layers
-from draft_models.targets.attention import KERNELS
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import load_config, load_tokenizer
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.decode import autoregressive, speculative
-from inference.core.drafter import Drafter
-from inference.core.rounds import synchronized_clock
-from inference.core.rows import RoundRows
-from inference.core.target_session import KernelChoice
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.drafters.small_lm import SmallLMSource
-from inference.engines.graphs import cuda_graphs
-from inference.engines.graphs.attention_kernels import SPLIT, attention_shape
-from inference.engines.graphs.fixed_shapes import UPLOADS, Upload
-from inference.loading.targets import prepare
-from inference.measure.arms import make_arms, measure, measure_deviations
-from inference.measure.lossless import judge
-from inference.measure.results import AUTOREGRESSIVE, Arm, Choosing
-from inference.settings.method import MethodConfig, StopConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import Chain, make_structure
-from inference.stopping.plain import FixedLength
-from outrider.streams import Streams
-from outrider.wandb_config import WandbConfig
+from outrider.base.streams import Streams
+from outrider.base.wandb_config import WandbConfig
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.early_exit.checkpoint import from_pretrained
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
+from outrider.draft_models.targets.attention import KERNELS
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.core.rounds import synchronized_clock
+from outrider.inference.core.rows import RoundRows
+from outrider.inference.core.target_session import KernelChoice
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.engines.graphs import cuda_graphs
+from outrider.inference.engines.graphs.attention_kernels import SPLIT, attention_shape
+from outrider.inference.engines.graphs.fixed_shapes import UPLOADS, Upload
+from outrider.inference.loading.targets import prepare
+from outrider.inference.measure.arms import make_arms, measure, measure_deviations
+from outrider.inference.measure.lossless import judge
+from outrider.inference.measure.results import AUTOREGRESSIVE, Arm, Choosing
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.factory import Chain, make_structure
+from outrider.inference.stopping.plain import FixedLength
+from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.settings.drafters import EesdConfig
+from outrider.train.settings.fit import FitConfig
 from tests.eagle3_runs import require_same_texts
 from tests.known_targets import tokens_of
 from tests.tiny import (
@@ -51,9 +54,6 @@ from tests.tiny import (
     reference_generate,
     save_target,
 )
-from train.recipes.early_exit import train_early_exit
-from train.settings.drafters import EesdConfig
-from train.settings.fit import FitConfig
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
+from outrider.base.errors import UserError
+from outrider.base.run_dirs import only_run
 from outrider.cli import COMMANDS
-from outrider.errors import UserError
-from outrider.run_dirs import only_run
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
 from tests.tiers import typical_where
 
-ENTRIES = {name: command.module for name, command in COMMANDS.items() if name != "chat"}  # which has no out_dir
+ENTRIES = {
+    name: f"outrider.{command.module}" for name, command in COMMANDS.items() if name != "chat"
+}  # which has no out_dir
 # The options that each command needs to run, besides its out_dir.
 OPTIONS = {
     "audit": [f"target={TARGET}", f"answers={TARGET}"],
@@ -119,7 +121,7 @@ def test_a_calibration_holds_the_drafters_directory(
 
 def test_a_plan_needs_no_directory(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """It can be asked for while the training runs."""
-    from train.eesd import main
+    from outrider.train.eesd import main
 
     (out / "out").mkdir()
     monkeypatch.setattr(sys, "argv", ["eesd", *OPTIONS["eesd"], "out_dir=out", "plan=true"])

@@ -10,63 +10,32 @@ from pathlib import Path
 
 import pytest
 
+from outrider.base.files import FOLDERS
 from outrider.cli import COMMANDS
-from outrider.files import PACKAGES
 
+LATER = {  # files whose strings name modules above them, and why
+    Path("inference/settings/kinds.py"): "a kind's module, with torch, is loaded when a drafter of it is",
+    Path("outrider/base/errors.py"): "a message is bounded and freed of secrets when there is one",
+    Path("inference/core/ops.py"): "the compiled engine is imported where a CPU runs it",
+    Path("outrider/__init__.py"): "load, with torch, is imported when it is asked for",
+}
 UNTYPED = "# mypy: allow-untyped-defs"
 ROOT = Path(__file__).parent.parent
 ENTRIES = {command.script for command in COMMANDS.values()}
 API = "outrider/api/model.py"  # stands on everything; `import outrider` reaches it only when it is asked for
-# The folders of the source from below: a module imports from its own and from those above it in this list, also within
-# a function. Text is below the runtime, generated text above it.
-FLOORS = (
-    "outrider",
-    "conf",
-    "data_prep/formats",
-    "draft_models/targets",
-    "draft_models",
-    "draft_models/early_exit",
-    "draft_models/small_lm",
-    "draft_models/eagle3",
-    "draft_models/ngrams",
-    "draft_models/tiny",
-    "data_prep/text",
-    "inference/settings",
-    "inference/core",
-    "inference/engines/cpu",
-    "inference/engines/graphs",
-    "inference/engines",
-    "inference/sizing",
-    "inference/stopping",
-    "inference/shapes",
-    "inference/drafters",
-    "inference/drafters/ngram",
-    "inference/serving",
-    "inference/loading",
-    "inference/measure",
-    "inference/doctor",
-    "inference/report",
-    "data_prep/responses",
-    "inference/audit",
-    "inference/evaluate",
-    "inference",
-    "data_prep/ngrams",
-    "data_prep",
-    "train/settings",
-    "train/core",
-    "train/parts",
-    "train/recipes",
-    "train",
-    "outrider/api",
-)
+# From below: a module imports from its own floor and from those before it, also within a function or by a name in a
+# string. The last one has the Python API, the commands and their entry scripts, wherever these lie.
+FLOORS = ("outrider/base", "draft_models", "data_prep", "inference", "train", "outrider")
 
 
 def modules() -> list[Path]:
-    return sorted(p.relative_to(ROOT) for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+    folders = (ROOT / folder for folder in ("outrider", *FOLDERS))
+    return sorted(path.relative_to(ROOT) for folder in folders for path in folder.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    dotted = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    return dotted if path.parts[0] == "outrider" else f"outrider.{dotted}"
 
 
 @cache
@@ -77,7 +46,10 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 @cache
 def imports_of(path: Path, *, typing: bool = True) -> set[str]:
-    """All that a file imports, also in functions; with typing=False not what it imports for a type checker only."""
+    """All that a file imports, also in functions, and the modules that its strings name, as "outrider.a.b:NAME".
+
+    With typing=False not what it imports for a type checker only.
+    """
     nodes = nodes_of(path)
     unread = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     skipped = {id(inner) for node in unread for inner in ast.walk(node)} if not typing else set[int]()
@@ -89,32 +61,40 @@ def imports_of(path: Path, *, typing: bool = True) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value and path not in LATER:
+            found |= {node.value.partition(":")[0]} & KNOWN.keys()
     return found
 
 
-def folder_of(module: str) -> str:
-    return str(KNOWN[module].parent)
+def floor_of(path: Path) -> int:
+    above = str(path) in ENTRIES or (path.parts[0] == "outrider" and path.parts[1] != "base")
+    return FLOORS.index("outrider" if above else "outrider/base" if path.parts[0] == "outrider" else path.parts[0])
 
 
 KNOWN = {name_of(path): path for path in modules()}
 
 
-def test_every_folder_has_its_floor() -> None:
-    assert {folder_of(module) for module in KNOWN} == {*FLOORS}
-
-
 @pytest.mark.parametrize("path", modules(), ids=str)
 def test_imports_point_down(path: Path) -> None:
     imported = imports_of(path, typing=False) & KNOWN.keys()
-    floor = FLOORS.index(str(path.parent))
-    above = {module for module in imported if FLOORS.index(folder_of(module)) > floor}
-    assert above <= ({name_of(Path(API)), "outrider.api"} if path == Path("outrider/__init__.py") else set())
+    assert {module for module in imported if floor_of(KNOWN[module]) > floor_of(path)} == set()
+
+
+def test_no_folder_imports_itself_by_way_of_others() -> None:
+    """The folders of a floor stand in an order too; entry scripts are above all of them."""
+    graph: dict[str, set[str]] = {}
+    for name, path in KNOWN.items():
+        if str(path) not in ENTRIES and path.name != "__init__.py":
+            found = (KNOWN[module] for module in imports_of(path, typing=False) & KNOWN.keys() - {name})
+            own = graph.setdefault(str(path.parent), set())
+            own |= {str(other.parent) for other in found if other.name != "__init__.py"} - {str(path.parent)}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("path", modules(), ids=str)
 def test_configs_are_composed_by_entries_alone(path: Path) -> None:
-    if path.parts[0] != "conf" and str(path) not in {*ENTRIES, API}:
-        assert not {name for name in imports_of(path) if name.partition(".")[0] == "conf"}
+    if path.parts[0] != "outrider" and str(path) not in ENTRIES:
+        assert not {name for name in imports_of(path) if name.startswith("outrider.commands")}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -136,13 +116,27 @@ def test_only_what_numba_compiles_has_no_types() -> None:
             assert typed or compiled, f"{path}: {function.name}"
 
 
+NAMING = {Path("outrider/cli.py"), Path("tests/test_silence.py")}  # which put "outrider." before their names
+
+
+def test_a_folder_is_imported_as_part_of_the_package() -> None:
+    """Under its bare name a module would be there twice, and a test would patch the one that nobody uses."""
+    others = [file.relative_to(ROOT) for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    for path in {*modules(), *others} - NAMING:
+        texts = (node.value for node in nodes_of(path) if isinstance(node, ast.Constant))
+        words = {text.partition(":")[0] for text in texts if isinstance(text, str)} | imports_of(path)
+        named = {f"outrider.{word}" for word in words if word.partition(".")[0] in FOLDERS and "." in word}
+        within = {name for name in named if name.count(".") > 2 and name.rpartition(".")[0] in KNOWN}
+        assert not (named & KNOWN.keys()) | within, path
+
+
 def test_no_command_is_forgotten() -> None:
     entries = {str(path) for path in modules() if "\n@entry(" in (ROOT / path).read_text()}
     assert entries == ENTRIES
 
 
 def test_entries_are_leaves() -> None:
-    entry_modules = {entry.removesuffix(".py").replace("/", ".") for entry in {*ENTRIES, API}}
+    entry_modules = {name_of(Path(entry)) for entry in {*ENTRIES, API}}
     for path in modules():
         if path == Path("outrider/__init__.py"):
             continue
@@ -166,12 +160,11 @@ LOADERS = ("from_pretrained", "from_config")
 def test_code_of_a_model_is_never_run() -> None:
     """Whatever transformers loads is told not to trust code beside it: left open, it would ask on a terminal."""
     found = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in nodes_of(path.relative_to(ROOT)):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
-                    owner = ast.unparse(node.func.value)
-                    trusts = {word.arg: ast.unparse(word.value) for word in node.keywords}.get("trust_remote_code")
-                    found.append((f"{path.relative_to(ROOT)}:{node.lineno} {owner}", trusts))
+    for path in modules():
+        for node in nodes_of(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOADERS:
+                owner = ast.unparse(node.func.value)
+                trusts = {word.arg: ast.unparse(word.value) for word in node.keywords}.get("trust_remote_code")
+                found.append((f"{path}:{node.lineno} {owner}", trusts))
     assert len(found) >= 6
     assert [place for place, trusts in found if trusts != "False"] == []

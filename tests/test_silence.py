@@ -15,8 +15,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
-from outrider import cli, progress
+from outrider import cli
+from outrider.base import progress
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
 
 LINES = 2  # of progress that are expected while a function is slow
 PATIENCE = 20.0  # the limit for them in seconds, many times `INTERVAL`, as the machine may be busy
@@ -56,7 +57,7 @@ class Slow:
 
     def put(self, patch: pytest.MonkeyPatch) -> None:
         module, _, name = self.place.partition(":")
-        holder: Any = import_module(module)
+        holder: Any = import_module(f"outrider.{module}")
         *outer, name = name.split(".")
         for part in outer:
             holder = getattr(holder, part)
@@ -89,7 +90,7 @@ def ears(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def run(monkeypatch: pytest.MonkeyPatch, ears: Ears, command: str, *options: str) -> None:
     monkeypatch.setattr(sys, "argv", [command, *options])
     with redirect_stdout(ears), redirect_stderr(ears):
-        import_module(cli.COMMANDS[command].module).main()
+        import_module(f"outrider.{cli.COMMANDS[command].module}").main()
 
 
 DEBUG = ["debug=true", "out_dir=out"]
@@ -142,8 +143,8 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "generate_responses": (
         [*DEBUG, f"target={TARGET}"],
         {
-            "data_prep.responses.generate:load_causal_lm": "progress: generate_responses; ",
-            "data_prep.responses.batch_decoder:Generator._choose": "generate_responses > answering 0/",
+            "inference.batch.generate:load_causal_lm": "progress: generate_responses; ",
+            "inference.batch.batch_decoder:Generator._choose": "generate_responses > answering 0/",
         },
     ),
     "build_trigrams": (
@@ -156,8 +157,8 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "convert_target": (
         [f"target={TARGET}", "out_dir=out"],
         {
-            "data_prep.formats.convert:_sha256": f"convert_target > hashing {TARGET} 0/",
-            "data_prep.formats.convert:read_as": "convert_target > writing 0/",
+            "draft_models.formats.convert:_sha256": f"convert_target > hashing {TARGET} 0/",
+            "draft_models.formats.convert:read_as": "convert_target > writing 0/",
         },
     ),
     "evaluate_checkpoint": (
@@ -177,7 +178,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "chat": (
         [f"target={TARGET}", "template=none"],
-        {"outrider.api.model:load_stack": "progress: loading; "},
+        {"api.model:load_stack": "progress: loading; "},
     ),
 }  # fmt: skip
 
@@ -199,7 +200,7 @@ def unspoken(ears: Ears, patch: pytest.MonkeyPatch, command: str, patience: floa
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_slow_is_spoken_of(ears: Ears, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
-    monkeypatch.setattr("train.pipeline_run.subprocess", Mock(Popen=Mock(side_effect=KeyboardInterrupt)))
+    monkeypatch.setattr("outrider.train.pipeline_run.subprocess", Mock(Popen=Mock(side_effect=KeyboardInterrupt)))
     assert unspoken(ears, monkeypatch, command) == {}
 
 
@@ -207,11 +208,11 @@ def test_a_silence_would_be_noticed(ears: Ears, monkeypatch: pytest.MonkeyPatch)
     """A command without a stage, a loop that nobody counts, and a stage that cannot be told."""
     hashing, reading = COMMANDS["convert_target"][1]
     with monkeypatch.context() as patch:
-        patch.setattr("data_prep.formats.convert.counted", lambda items, *_: items)
+        patch.setattr("outrider.draft_models.formats.convert.counted", lambda items, *_: items)
         assert unspoken(ears, patch, "convert_target").keys() == {hashing}
     shutil.rmtree("out")
     with monkeypatch.context() as patch:
-        patch.setattr("conf.command", lambda _: nullcontext())
+        patch.setattr("outrider.commands.command", lambda _: nullcontext())
         assert unspoken(ears, patch, "convert_target").keys() == {hashing, reading}
     shutil.rmtree("out")
     with monkeypatch.context() as patch:

@@ -17,11 +17,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from hydra import compose, initialize_config_dir
 
-from conf import CONF_DIR, build, register
-from inference.settings.evaluate import EvaluateConfig
+from outrider.commands import CONF_DIR, build, register
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.train.settings.drafters import EesdConfig
 from slurm import sweep_evaluate
 from tests.conf.test_configs import COMMANDS, compose_and_build
-from train.settings.drafters import EesdConfig
 
 ROOT = Path(__file__).parent.parent
 SLURM = ROOT / "slurm"

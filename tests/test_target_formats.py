@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 import outrider
-from data_prep.text.settings import DataConfig
-from draft_models.early_exit.checkpoint import read_meta
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig
-from outrider.errors import UserError
-from tests.data_prep.formats.test_torch_files import as_bin
+from outrider.base.errors import UserError
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.early_exit.checkpoint import read_meta
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.recipes.small_lm import finetune_drafter
+from tests.draft_models.formats.test_torch_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.train.jobs import distilling, finetuning, write_corpus
-from train.recipes.early_exit import train_early_exit
-from train.recipes.small_lm import finetune_drafter
 
 FORMATS = ("gguf", "bin")
 

@@ -8,15 +8,15 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from draft_models.early_exit.model import EarlyExit, exit_layers
-from draft_models.targets.empty_models import decoder_layers, layer_stack
-from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import load_config
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import open_tensors
-from draft_models.tiny import models as tiny_models
-from draft_models.tiny.models import TINY_ARCHITECTURES, tiny_settings
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
+from outrider.draft_models.targets.empty_models import decoder_layers, layer_stack
+from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.open_target import load_config
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.draft_models.tiny import models as tiny_models
+from outrider.draft_models.tiny.models import TINY_ARCHITECTURES, tiny_settings
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
 VOCABULARY = tiny_models.VOCABULARY
@@ -102,7 +102,10 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
 @contextmanager
 def unproven() -> Iterator[None]:
     """Targets are taken as they are, so that a planted fault gets past the loading."""
-    with patch("draft_models.targets.open_target.prove_layers"), patch("inference.loading.targets.prove_layers"):
+    with (
+        patch("outrider.draft_models.targets.open_target.prove_layers"),
+        patch("outrider.inference.loading.targets.prove_layers"),
+    ):
         yield
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_models.targets.attention import grouped_attention, use_kernel
-from inference.engines import fused_layers
-from inference.engines.graphs import attention_kernels
+from outrider.draft_models.targets.attention import grouped_attention, use_kernel
+from outrider.inference.engines import fused_layers
+from outrider.inference.engines.graphs import attention_kernels
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -3,15 +3,15 @@
 outrider auto target=MODEL prompts=prompts.jsonl minutes=30
 """
 
-from conf import config_for, entry
-from train.settings.auto import AutoConfig
+from outrider.commands import config_for, entry
+from outrider.train.settings.auto import AutoConfig
 
 
 @entry("auto", AutoConfig)
 def main(config: AutoConfig) -> None:
     # Imported once the config is known to be good: torch takes seconds, on a busy machine a minute.
     print(f"auto target={config.target} minutes={config.minutes:g} out_dir={config.out_dir}: starting", flush=True)
-    from train.auto_run import run_auto
+    from outrider.train.auto_run import run_auto
 
     run_auto(config, config_for)
 

@@ -14,29 +14,29 @@ from typing import Literal
 import psutil
 import torch
 
-from data_prep.python_docs import own_split
-from data_prep.responses.directory import SUMMARY_FILE, seconds_spent
-from data_prep.settings import FetchConfig
-from data_prep.targets import fetch_target
-from data_prep.text.chat import render_prompt
-from data_prep.text.settings import DataConfig, prompt_file
-from draft_models.card import CARD_FILE
-from draft_models.targets.model_spec import UNLIMITED, context_limit
-from draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
-from inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, weight_bytes
-from inference.measure.bench import require_fits
-from inference.measure.statistics import MIN_PROMPTS
-from inference.measure.time_limit import TimeLimit
-from inference.report.wording import busy_sentences, measure_again, recommendation
-from outrider.errors import UserError, require
-from outrider.files import read_mapping, require_writable, write_atomically, write_json
-from outrider.progress import Stage
-from outrider.run_dirs import check_identity, only_run, rehearsal_folder
-from outrider.settings import read_as
-from outrider.words import in_shell, option, quoted
-from train.pipeline_run import ConfigFor, check_steps, fitted, reports_in, run_command, run_pipeline
-from train.pipeline_settings import HERE, STEPS, TARGET, TIME, PipelineConfig, StepConfig
-from train.settings.auto import PACKAGED, TRAINED, AutoConfig, Trained
+from outrider.base.errors import UserError, require
+from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
+from outrider.base.progress import Stage
+from outrider.base.run_dirs import check_identity, only_run, rehearsal_folder
+from outrider.base.settings import read_as
+from outrider.base.words import in_shell, option, quoted
+from outrider.data_prep.python_docs import own_split
+from outrider.data_prep.settings import FetchConfig
+from outrider.data_prep.targets import fetch_target
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.settings import DataConfig, prompt_file
+from outrider.draft_models.card import CARD_FILE
+from outrider.draft_models.targets.model_spec import UNLIMITED, context_limit
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_device, pick_dtype
+from outrider.inference.batch.directory import SUMMARY_FILE, seconds_spent
+from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evaluation_memory, weight_bytes
+from outrider.inference.measure.bench import require_fits
+from outrider.inference.measure.statistics import MIN_PROMPTS
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.inference.report.wording import busy_sentences, measure_again, recommendation
+from outrider.train.pipeline_run import ConfigFor, check_steps, fitted, reports_in, run_command, run_pipeline
+from outrider.train.pipeline_settings import HERE, STEPS, TARGET, TIME, PipelineConfig, StepConfig
+from outrider.train.settings.auto import PACKAGED, TRAINED, AutoConfig, Trained
 
 Device = Literal["cpu", "cuda"]
 # Tokens of a target's answers from which a drafter learns enough to pay: none of three drafters did from 281,548

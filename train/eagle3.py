@@ -1,13 +1,13 @@
 """Train an EAGLE-3 head for a target."""
 
-from conf import entry
-from train.settings.drafters import Eagle3Config
+from outrider.commands import entry
+from outrider.train.settings.drafters import Eagle3Config
 
 
 @entry("eagle3", Eagle3Config)
 def main(config: Eagle3Config) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from train.recipes.eagle3 import train_eagle3
+    from outrider.train.recipes.eagle3 import train_eagle3
 
     train_eagle3(config)
 

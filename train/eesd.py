@@ -1,13 +1,13 @@
 """Train EESD's early-exit drafter for a target."""
 
-from conf import entry
-from train.settings.drafters import EesdConfig
+from outrider.commands import entry
+from outrider.train.settings.drafters import EesdConfig
 
 
 @entry("eesd", EesdConfig)
 def main(config: EesdConfig) -> None:
     # Imported once the config is known to be good: torch and transformers take seconds.
-    from train.recipes.early_exit import train_early_exit
+    from outrider.train.recipes.early_exit import train_early_exit
 
     train_early_exit(config)
 

@@ -8,29 +8,29 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
-from data_prep.formats.torch_files import CONFIG_FILE
-from draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
-from draft_models.draft_vocabulary import read_draft_vocabulary
-from draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of
-from draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
-from draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained, open_target_of
-from draft_models.ngrams.table import TrigramTable
-from draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
-from draft_models.small_lm.model import load_whole_lm
-from draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
-from draft_models.targets.settings import Written
-from draft_models.targets.vocabulary import for_rows
-from inference.drafters.ngram.ngrams import open_table
-from inference.serving.engine_worker import ir_command
-from inference.serving.proposer import serving_page
-from inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
-from inference.settings.method import python_in
-from outrider.errors import UserError, require
-from outrider.files import require_writable, write_atomically
-from outrider.processes import from_main, join_processes, only_run_of
-from train.parts.drafter import export
-from train.settings.export import Engine, ExportConfig
+from outrider.base.errors import UserError, require
+from outrider.base.files import require_writable, write_atomically
+from outrider.base.processes import from_main, join_processes, only_run_of
+from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_card
+from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
+from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of
+from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
+from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained, open_target_of
+from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
+from outrider.draft_models.formats.torch_files import CONFIG_FILE
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import WHAT as WHAT_A_SMALL_LM_IS
+from outrider.draft_models.small_lm.model import load_whole_lm
+from outrider.draft_models.targets.open_target import load_tokenizer, open_target, read_config, stored_dtype
+from outrider.draft_models.targets.settings import Written
+from outrider.draft_models.targets.vocabulary import for_rows
+from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.serving.engine_worker import ir_command
+from outrider.inference.serving.proposer import serving_page
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
+from outrider.inference.settings.method import python_in
+from outrider.train.parts.drafter import export
+from outrider.train.settings.export import Engine, ExportConfig
 
 # The dialect of EAGLE-3 heads that an engine reads.
 _DIALECTS: dict[Engine, Written] = {"vllm": "speculators", "sglang": "specforge"}

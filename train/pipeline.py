@@ -1,12 +1,12 @@
 """The whole pipeline in one command: a target, its drafters, and one comparison of all of them."""
 
-from conf import config_for, entry
-from train.pipeline_settings import PipelineConfig
+from outrider.commands import config_for, entry
+from outrider.train.pipeline_settings import PipelineConfig
 
 
 @entry("pipeline", PipelineConfig)
 def main(config: PipelineConfig) -> None:
-    from train.pipeline_run import check_steps, fitted, run_pipeline
+    from outrider.train.pipeline_run import check_steps, fitted, run_pipeline
 
     config = fitted(config)
     run_pipeline(config, more=check_steps(config, config_for))

@@ -17,20 +17,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import outrider
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import open_target
-from inference.loading.rehearsal import read_some, small
-from inference.measure.time_limit import TimeLimit
-from outrider.errors import UserError
-from outrider.files import read_mapping, require_writable, write_json
-from outrider.progress import RELAY, Stage, relayed
-from outrider.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
-from outrider.settings import ABSENT, Settings, differences, read_as
-from outrider.words import Table, clean, in_words, option, quoted
-from train.pipeline_settings import HERE, MAKERS, ROOT, STEPS, TIME, PipelineConfig, key_of
+from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, require_writable, write_json
+from outrider.base.progress import RELAY, Stage, relayed
+from outrider.base.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
+from outrider.base.settings import ABSENT, Settings, differences, read_as
+from outrider.base.words import Table, clean, in_words, option, quoted
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.loading.rehearsal import read_some, small
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.train.pipeline_settings import HERE, MAKERS, ROOT, STEPS, TIME, PipelineConfig, key_of
 
-IMPORTED = Path(outrider.__file__).parents[1]  # where steps import this project from
+IMPORTED = Path(__file__).parents[2]  # where steps import this project from
 LOGS = "logs"  # <step>.log: its output; .json: the record of a finished step; .seconds.json: time of interrupted runs
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")

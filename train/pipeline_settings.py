@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draft_models.targets.settings import Model
-from outrider.errors import require, require_choice
-from outrider.settings import Positive, RunConfig, Settings, free, opt
-from outrider.words import quoted
+from outrider.base.errors import require, require_choice
+from outrider.base.settings import Positive, RunConfig, Settings, free, opt
+from outrider.base.words import quoted
+from outrider.draft_models.targets.settings import Model
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draft_models.ngrams.table_files import map_table
-from inference.core.drafter import Stopwatch
-from inference.drafters.ngram.ngrams import TrigramDrafter
-from inference.measure.replay import RecordedSelector, RecordedSession
-from inference.settings.method import MethodConfig, NgramConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.ngrams.table_files import map_table
+from outrider.inference.core.drafter import Stopwatch
+from outrider.inference.drafters.ngram.ngrams import TrigramDrafter
+from outrider.inference.measure.replay import RecordedSelector, RecordedSession
+from outrider.inference.settings.method import MethodConfig, NgramConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from papers.claims import Claim, Counts, Row, Table
 from papers.measuring import Asked, Bench, counts_of, key_of, replayed
 from papers.peers import lookahead, rest

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from draft_models.targets.attention import additive
-from draft_models.targets.stack import LayerStack
-from inference.core.rows import RoundRows, unpack
-from inference.core.tree import chain_parents
-from inference.shapes.shapes import full_shape
+from outrider.draft_models.targets.attention import additive
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.rows import RoundRows, unpack
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.shapes.shapes import full_shape
 from papers.claims import Row
 from papers.measuring import Asked, Bench
 

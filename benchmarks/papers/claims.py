@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from inference.settings.method import MethodConfig
-from inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import SamplingConfig
 
 Counts = Mapping[str, float]  # of one prompt
 Sums = Mapping[str, Any]  # of all prompts: a number, or one for every prompt that is left out

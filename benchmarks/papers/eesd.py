@@ -14,12 +14,12 @@ from typing import Any
 
 from choose_skip import choose_for
 
-from draft_models.calibration import META_FILE as CALIBRATION
-from draft_models.early_exit.checkpoint import META_FILE, read_meta
-from inference.drafters.shaped import head_identity
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from outrider.errors import require
-from outrider.files import write_json
+from outrider.base.errors import require
+from outrider.base.files import write_json
+from outrider.draft_models.calibration import META_FILE as CALIBRATION
+from outrider.draft_models.early_exit.checkpoint import META_FILE, read_meta
+from outrider.inference.drafters.shaped import head_identity
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from papers.claims import Claim, Row, Table
 from papers.exits import tables_of_exits
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from conf import build, register
-from conf.options import compose_defaults
-from draft_models.early_exit.checkpoint import META_FILE, DrafterMeta, read_meta
-from draft_models.targets.empty_models import decoder_layers, empty_model
-from draft_models.targets.open_target import read_config
-from outrider.files import require_writable, write_json
+from outrider.base.files import require_writable, write_json
+from outrider.commands import build, register
+from outrider.commands.options import compose_defaults
+from outrider.draft_models.early_exit.checkpoint import META_FILE, DrafterMeta, read_meta
+from outrider.draft_models.targets.empty_models import decoder_layers, empty_model
+from outrider.draft_models.targets.open_target import read_config
+from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.settings.drafters import EesdConfig
 from papers.claims import Claim, Row, Table
-from train.recipes.early_exit import train_early_exit
-from train.settings.drafters import EesdConfig
 
 # No step is chosen by an evaluation: a training ends with its steps.
 COMMON = ["fit.epochs=null", "fit.eval_every=null", "fit.save_every=null", "fit.wandb.mode=disabled", "fit.warmup=0",

@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_models.targets.target import Target
-from inference.core.sampling import invert
-from inference.core.target_session import eager_session
-from inference.core.tree import chain_parents
-from inference.drafters.small_lm import fit_vocabulary, small_lm_of
-from inference.settings.sampling import GREEDY, SamplingConfig
-from inference.sizing.policy import level_sizes
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.target import Target
+from outrider.inference.core.sampling import invert
+from outrider.inference.core.target_session import eager_session
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.drafters.small_lm import fit_vocabulary, small_lm_of
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
+from outrider.inference.sizing.policy import level_sizes
 from papers.claims import Row
 from papers.measuring import Asked, Bench, answer_of
 

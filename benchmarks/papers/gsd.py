@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.core.tree import ROOT, DraftTree
-from inference.drafters.shaped import ModelDrafter
-from inference.loading.targets import new_drafter
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import Structure
-from inference.shapes.token_graph import GraphTree
-from inference.stopping.interface import Source
-from outrider.errors import require
-from outrider.streams import Streams
+from outrider.base.errors import require
+from outrider.base.streams import Streams
+from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.loading.targets import new_drafter
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.factory import Structure
+from outrider.inference.shapes.token_graph import GraphTree
+from outrider.inference.stopping.interface import Source
 from papers.claims import Claim, Counts, Row, Table
 from papers.measuring import Asked, Bench, replayed
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.files import read_json, write_atomically, write_json
+from outrider.base.files import read_json, write_atomically, write_json
 from papers.judging import Kept
 from papers.writing import plot
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from interleaved import read_categories
 
-from data_prep.text.prompts import Prompt, read_prompts
-from inference.drafters.ngram.ngrams import open_table
-from inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack, make_runtime, prepare
-from inference.measure.bench import render
-from inference.measure.replay import load_vocabulary, read_transcripts, recordings
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
-from outrider.errors import require
+from outrider.base.errors import require
+from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack, make_runtime, prepare
+from outrider.inference.measure.bench import render
+from outrider.inference.measure.replay import load_vocabulary, read_transcripts, recordings
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
 from papers.claims import Table
 from papers.measuring import Asked, Bench, answer_of, key_of, runnable
 from papers.shots import with_example

@@ -11,8 +11,8 @@ which every node has four candidates.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inference.settings.method import MethodConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.method import MethodConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from papers.apart import passes_apart
 from papers.claims import Claim, Row, Table
 from papers.expected import Expected

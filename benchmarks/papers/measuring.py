@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from draft_models.targets.target import Target
-from inference.core.decode import autoregressive, cut, decode_rounds, speculative
-from inference.core.drafter import Drafter
-from inference.core.rounds import Generation, collect
-from inference.core.sampling import Sampler
-from inference.core.session import Session
-from inference.core.target_session import Runtime
-from inference.core.token_selector import TokenSelector
-from inference.drafters.shaped import ModelDrafter
-from inference.drafters.skip_layers import SkipLayersSource
-from inference.loading.generation_config import generate_settings, make_sampler
-from inference.loading.targets import Drafters, new_drafter
-from inference.measure.arms import make_arms
-from inference.measure.replay import RecordedSession
-from inference.measure.results import AUTOREGRESSIVE
-from inference.settings.sampling import GREEDY, SamplingConfig
-from outrider.files import read_json, write_json
-from outrider.streams import Streams
+from outrider.base.files import read_json, write_json
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.target import Target
+from outrider.inference.core.decode import autoregressive, cut, decode_rounds, speculative
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.core.rounds import Generation, collect
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.core.session import Session
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.skip_layers import SkipLayersSource
+from outrider.inference.loading.generation_config import generate_settings, make_sampler
+from outrider.inference.loading.targets import Drafters, new_drafter
+from outrider.inference.measure.arms import make_arms
+from outrider.inference.measure.replay import RecordedSession
+from outrider.inference.measure.results import AUTOREGRESSIVE
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from papers.claims import Row, Table, quantity
 from papers.replaying import RecordedKeys, RecordedStates, RecordedText, replays
 from papers.watching import Watched

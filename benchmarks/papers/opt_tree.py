@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from inference.settings.method import MethodConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.files import write_json
+from outrider.base.files import write_json
+from outrider.inference.settings.method import MethodConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from papers.claims import Claim, Row, Table
 from papers.measuring import Asked, Bench
 from papers.sequoia import acceptance_by_rank, best_shape

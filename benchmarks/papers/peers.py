@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_models.ngrams.suffixes import REACH, Suffixes, places_of, read_only
-from inference.core.decode import cut
-from inference.core.drafter import Drafter, Stopwatch
-from inference.core.ops import likeliest
-from inference.core.rounds import Round, collect
-from inference.core.session import Session
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import ROOT, DraftTree, chain_parents
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.ngrams.suffixes import REACH, Suffixes, places_of, read_only
+from outrider.inference.core.decode import cut
+from outrider.inference.core.drafter import Drafter, Stopwatch
+from outrider.inference.core.ops import likeliest
+from outrider.inference.core.rounds import Round, collect
+from outrider.inference.core.session import Session
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
 from papers.claims import Counts, Row
 from papers.measuring import Asked, Bench, counts_of, replayed
 

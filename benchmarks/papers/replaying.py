@@ -7,15 +7,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from draft_models.targets.target import Target, require_layers
-from inference.core.cache import KVCache
-from inference.core.sampling import Sampler
-from inference.core.target_session import TargetSession
-from inference.core.token_selector import TokenSelector
-from inference.measure.replay import RecordedSelector
-from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig
-from inference.settings.sampling import SamplingConfig
+from outrider.draft_models.targets.target import Target, require_layers
+from outrider.inference.core.cache import KVCache
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.core.target_session import TargetSession
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.measure.replay import RecordedSelector
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import SamplingConfig
 
 FAITHFUL = ("early_exit", "eagle3", "small_lm", "skip_layers", "prompt_lookup", "ngrams")  # kinds that read no more
 

@@ -4,9 +4,9 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 
-from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig, StructureConfig
-from inference.shapes.shapes import Shape, parse_shape
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig, StructureConfig
+from outrider.inference.shapes.shapes import Shape, parse_shape
 from papers.claims import Row
 from papers.measuring import Asked, Bench, continued
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.text.prompt_records import to_prompt
-from data_prep.text.prompts import Prompt
-from data_prep.text.sources import read_file
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.prompt_records import to_prompt
+from outrider.data_prep.text.prompts import Prompt
+from outrider.data_prep.text.sources import read_file
 
 ANSWERS = ("answer", "summary", "canonical_solution", "output")  # of GSM8K, XSum, HumanEval, Alpaca
 

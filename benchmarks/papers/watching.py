@@ -5,12 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from inference.core.decode import cut
-from inference.core.tree import ROOT, DraftTree, OptimalTree, depths
-from inference.shapes.factory import Structure
-from inference.shapes.token_graph import GraphTree
-from inference.sizing.policy import outcomes_at_nodes
-from inference.stopping.interface import Source
+from outrider.inference.core.decode import cut
+from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree, depths
+from outrider.inference.shapes.factory import Structure
+from outrider.inference.shapes.token_graph import GraphTree
+from outrider.inference.sizing.policy import outcomes_at_nodes
+from outrider.inference.stopping.interface import Source
 
 LONGEST_GRAM, BANDS = 4, 5
 

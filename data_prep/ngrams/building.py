@@ -8,28 +8,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from data_prep.ngrams.counting import count_order
-from data_prep.ngrams.merging import kept_from, merged
-from data_prep.ngrams.settings import TrigramConfig
-from data_prep.ngrams.token_shards import Shards, passages, tokenise, whole_documents
-from data_prep.text.records import Counts, warn_of_unused
-from data_prep.text.sources import read_records
-from draft_models.ngrams.kernels import require_vocabulary
-from draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
-from draft_models.ngrams.table import TrigramTable
-from draft_models.ngrams.table_files import TABLE_FILE, require_no_table, verified
-from draft_models.targets.encoder import Encoder, open_encoder
-from draft_models.targets.vocabulary import vocabulary_digest
-from inference.loading.rehearsal import rehearsable
-from outrider.errors import UserError, require, warn
-from outrider.files import require_writable
-from outrider.run_dirs import check_identity, only_run
-from outrider.settings import default_at
+from outrider.base.errors import UserError, require, warn
+from outrider.base.files import require_writable
+from outrider.base.run_dirs import check_identity, only_run
+from outrider.base.settings import default_at
+from outrider.data_prep.ngrams.counting import count_order
+from outrider.data_prep.ngrams.merging import kept_from, merged
+from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.ngrams.token_shards import Shards, passages, tokenise, whole_documents
+from outrider.data_prep.text.records import Counts, warn_of_unused
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.ngrams.kernels import require_vocabulary
+from outrider.draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.ngrams.table_files import TABLE_FILE, require_no_table, verified
+from outrider.draft_models.targets.encoder import Encoder, open_encoder
+from outrider.draft_models.targets.vocabulary import vocabulary_digest
 
 _GB = 10**9
 
 
-@rehearsable
 def build_table(config: TrigramConfig) -> None:
     """Read, tokenise and count a corpus. Writes a `TrigramTable` to `config.out_dir` and prints one line of figures.
 

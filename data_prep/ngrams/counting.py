@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.ngrams.token_shards import Shards, read_shard
-from draft_models.ngrams.kernels import Grams, Grouped, group, merge_all, mix, token_bits, token_type
-from draft_models.ngrams.table import Level, level_types, make_level
-from outrider.compiled import kept
-from outrider.errors import require
-from outrider.progress import Stage
+from outrider.base.compiled import kept
+from outrider.base.errors import require
+from outrider.base.progress import Stage
+from outrider.data_prep.ngrams.token_shards import Shards, read_shard
+from outrider.draft_models.ngrams.kernels import Grams, Grouped, group, merge_all, mix, token_bits, token_type
+from outrider.draft_models.ngrams.table import Level, level_types, make_level
 
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block, see `_aggregate`
 _MERGE_BYTES = 80  # memory per n-gram of a range: read, merged, grouped

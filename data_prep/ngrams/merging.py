@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.ngrams.counting import ranges, write_level
-from draft_models.ngrams.kernels import Grouped, group, merge_all, reaching
-from draft_models.ngrams.suffixes import sort_suffixes
-from draft_models.ngrams.table import Level, TrigramTable, level_bytes, merged_facts
-from outrider.errors import require
+from outrider.base.errors import require
+from outrider.data_prep.ngrams.counting import ranges, write_level
+from outrider.draft_models.ngrams.kernels import Grouped, group, merge_all, reaching
+from outrider.draft_models.ngrams.suffixes import sort_suffixes
+from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes, merged_facts
 
 _ROW_BYTES = 150  # memory per n-gram of a range: sorted, merged, grouped
 _LARGEST_RANGE = 2**22  # n-grams; larger is not faster

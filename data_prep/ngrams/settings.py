@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from data_prep.text.settings import DataConfig, Order
-from draft_models.targets.settings import RehearsedConfig
-from outrider.errors import require
-from outrider.settings import Count, Place, free, opt
+from outrider.base.errors import require
+from outrider.base.settings import Count, Place, free, opt
+from outrider.data_prep.text.settings import DataConfig, Order
+from outrider.draft_models.targets.settings import RehearsedConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,13 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save
 
-from data_prep.text.documents import PIECE, batches, spans
-from data_prep.text.records import Record, warn_of_text
-from draft_models.ngrams.kernels import token_type
-from draft_models.targets.encoder import Encoder, open_encoder
-from outrider.errors import UserError
-from outrider.files import write_atomically
-from outrider.progress import Stage
+from outrider.base.errors import UserError
+from outrider.base.files import write_atomically
+from outrider.base.progress import Stage
+from outrider.data_prep.text.documents import PIECE, batches, spans
+from outrider.data_prep.text.records import Record, warn_of_text
+from outrider.draft_models.ngrams.kernels import token_type
+from outrider.draft_models.targets.encoder import Encoder, open_encoder
 
 SHARD_CHARACTERS = 4_000_000  # about a million tokens
 _FORMAT = "1"  # part of every shard's name: raise it when the same text would give other bytes

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from data_prep.text.records import Message, require_encodable
-from data_prep.text.settings import DataConfig, PromptTemplate
-from data_prep.text.sources import RUN_FILE, resolve_paths
-from draft_models.targets.vocabulary import UnusableTextError, require_rows
-from outrider.errors import UserError, reason, require_choice, warn
-from outrider.files import read_mapping
+from outrider.base.errors import UserError, reason, require_choice, warn
+from outrider.base.files import read_mapping
+from outrider.data_prep.text.records import Message, require_encodable
+from outrider.data_prep.text.settings import DataConfig, PromptTemplate
+from outrider.data_prep.text.sources import RUN_FILE, resolve_paths
+from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

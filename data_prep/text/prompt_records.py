@@ -3,8 +3,8 @@
 import reprlib
 from dataclasses import dataclass
 
-from data_prep.text.records import Raw, Record, alpaca_instruction, is_conversation, require_encodable
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.records import Raw, Record, alpaca_instruction, is_conversation, require_encodable
 
 _IDS = ("question_id", "task_id", "prompt_id", "id")  # columns, the first that is there counts
 _LANGUAGES = {"cs": "Czech", "de": "German", "fr": "French", "hi": "Hindi", "ru": "Russian"}  # WMT 2014's

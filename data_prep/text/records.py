@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, cast, final
 
-from draft_models.targets.vocabulary import UnusableTextError
-from outrider.errors import UserError, require, warn, warn_once
-from outrider.files import is_text, parse_json
-from outrider.settings import construct
+from outrider.base.errors import UserError, require, warn, warn_once
+from outrider.base.files import is_text, parse_json
+from outrider.base.settings import construct
+from outrider.draft_models.targets.vocabulary import UnusableTextError
 
 _ROLES = {
     "system": "system", "tool": "tool", **dict.fromkeys(("human", "user"), "user"),

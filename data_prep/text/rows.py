@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.text.chat import warn_of_template
-from data_prep.text.documents import Document, batches, encode
-from data_prep.text.records import Counts, Record, warn_of_unused
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import Split, content_digest, read_records
-from draft_models.losses import IGNORE
-from draft_models.targets.fingerprint import tokenizer_digest
-from draft_models.targets.vocabulary import rows_of
-from outrider.errors import UserError, require
-from outrider.files import write_json
-from outrider.progress import Stage
-from outrider.settings import read_as
+from outrider.base.errors import UserError, require
+from outrider.base.files import write_json
+from outrider.base.progress import Stage
+from outrider.base.settings import read_as
+from outrider.data_prep.text.chat import warn_of_template
+from outrider.data_prep.text.documents import Document, batches, encode
+from outrider.data_prep.text.records import Counts, Record, warn_of_unused
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import Split, content_digest, read_records
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.fingerprint import tokenizer_digest
+from outrider.draft_models.targets.vocabulary import rows_of
 
 FORMAT = 3  # part of every cache key: increment it when rows of the same input change
 # Options that select the content, whose digest is part of the key.

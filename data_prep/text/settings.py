@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt
 
-from outrider.errors import UserError, reason, require
-from outrider.files import user_cache
-from outrider.settings import Count, Named, Place, Settings, free, opt
+from outrider.base.errors import UserError, reason, require
+from outrider.base.files import user_cache
+from outrider.base.settings import Count, Named, Place, Settings, free, opt
 
 Layout = Literal["auto", "text", "code", "sharegpt", "messages", "turns", "alpaca", "prompts"]
 # How a conversation becomes text: by the tokenizer's own template, as Vicuna's, or as its bare texts, for base models.

@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from data_prep.text.prompt_records import asked_record, asks, to_prompt
-from data_prep.text.records import (
+from outrider.base.errors import UserError, reason
+from outrider.base.files import parse_json
+from outrider.base.words import listed
+from outrider.data_prep.text.prompt_records import asked_record, asks, to_prompt
+from outrider.data_prep.text.records import (
     Counts,
     FileLayout,
     Record,
@@ -28,10 +31,7 @@ from data_prep.text.records import (
     text_record,
     to_record,
 )
-from data_prep.text.settings import DataConfig, matching
-from outrider.errors import UserError, reason
-from outrider.files import parse_json
-from outrider.words import listed
+from outrider.data_prep.text.settings import DataConfig, matching
 
 if TYPE_CHECKING:
     import pyarrow

@@ -13,8 +13,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from data_prep.formats.torch_files import CONFIG_FILE, SAFETENSORS
-from draft_models.eagle3.dialects import (
+from outrider.base.errors import UserError, reason
+from outrider.base.files import package_version, read_mapping, require_writable, write_atomically, write_json
+from outrider.base.words import listed
+from outrider.draft_models.eagle3.dialects import (
     FIRST_LAYER,
     MIDLAYER,
     Shapes,
@@ -25,14 +27,12 @@ from draft_models.eagle3.dialects import (
     require_said,
     written_config,
 )
-from draft_models.eagle3.model import Eagle3
-from draft_models.eagle3.reading import Reading, changed, require_target
-from draft_models.targets.settings import Dialect, ReadingChanges, Written
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_floats
-from outrider.errors import UserError, reason
-from outrider.files import package_version, read_mapping, require_writable, write_atomically, write_json
-from outrider.words import listed
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.eagle3.reading import Reading, changed, require_target
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, SAFETENSORS
+from outrider.draft_models.targets.settings import Dialect, ReadingChanges, Written
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_floats
 
 D2T, T2D, DRAFT_TOKENS = "d2t", "t2d", "draft_tokens"
 MADE_WITH = "made_with"  # key in config.json of heads trained here: this toolkit's version

@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
-from draft_models.eagle3.reading import Reading
-from draft_models.targets.settings import Dialect, Written
-from outrider.errors import UserError, reason
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.targets.settings import Dialect, Written
 
 Shapes = Mapping[str, tuple[int, ...]]
 MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."

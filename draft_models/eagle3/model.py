@@ -20,11 +20,11 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from draft_models.eagle3.reading import Reading
-from draft_models.targets.attention import grouped_attention
-from draft_models.targets.narrowed import spread
-from draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
-from outrider.errors import UserError, reason
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.targets.attention import grouped_attention
+from outrider.draft_models.targets.narrowed import spread
+from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
 
 Entry = tuple[Tensor, Tensor]  # keys and values [B, Hk, T, D] of a step
 EXTRA = 8  # columns that `_widened` adds; fused kernels prefer widths that are multiples of this

@@ -10,10 +10,10 @@ from annotated_types import Ge
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from draft_models.targets.model_spec import RESCALING_ROPE, context_limit, key_heads
-from draft_models.targets.settings import ReadingChanges
-from outrider.errors import UserError, require
-from outrider.settings import Count, Positive, Settings
+from outrider.base.errors import UserError, require
+from outrider.base.settings import Count, Positive, Settings
+from outrider.draft_models.targets.model_spec import RESCALING_ROPE, context_limit, key_heads
+from outrider.draft_models.targets.settings import ReadingChanges
 
 
 @dataclass(frozen=True, kw_only=True)

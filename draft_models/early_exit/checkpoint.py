@@ -19,19 +19,26 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.draft_vocabulary import require_tokens
-from draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
-from draft_models.targets.attention import stock_attention
-from draft_models.targets.empty_models import decoder_layers, empty_model, final_norm, model_spec
-from draft_models.targets.fingerprint import Fingerprint, changed_parts
-from draft_models.targets.narrowed import whole_rows
-from draft_models.targets.open_target import OpenTarget, load_config, open_target
-from draft_models.targets.proof import SHORT
-from draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
-from outrider.errors import UserError, warn
-from outrider.files import code_version, package_version, read_mapping, require_writable, write_atomically, write_json
-from outrider.settings import Count, construct
-from outrider.words import listed
+from outrider.base.errors import UserError, warn
+from outrider.base.files import (
+    code_version,
+    package_version,
+    read_mapping,
+    require_writable,
+    write_atomically,
+    write_json,
+)
+from outrider.base.settings import Count, construct
+from outrider.base.words import listed
+from outrider.draft_models.draft_vocabulary import require_tokens
+from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
+from outrider.draft_models.targets.attention import stock_attention
+from outrider.draft_models.targets.empty_models import decoder_layers, empty_model, final_norm, model_spec
+from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
+from outrider.draft_models.targets.narrowed import whole_rows
+from outrider.draft_models.targets.open_target import OpenTarget, load_config, open_target
+from outrider.draft_models.targets.proof import SHORT
+from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 
 WEIGHTS_FILE, META_FILE = "drafter.safetensors", "drafter.json"
 FORMAT = 1

@@ -10,10 +10,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.acceptance import AcceptanceOf, acceptance_by_target, acceptance_by_top_k, judge, placed
-from draft_models.draft_vocabulary import places
-from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
-from draft_models.targets.empty_models import (
+from outrider.base.errors import UserError
+from outrider.draft_models.acceptance import AcceptanceOf, acceptance_by_target, acceptance_by_top_k, judge, placed
+from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.losses import (
+    IGNORE,
+    head_product,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_topk_divergence,
+)
+from outrider.draft_models.targets.empty_models import (
     decoder_layers,
     empty_layers,
     final_norm,
@@ -21,11 +28,10 @@ from draft_models.targets.empty_models import (
     number_layer,
     spec_of,
 )
-from draft_models.targets.model_spec import LayerCall, LogitRule
-from draft_models.targets.narrowed import spread
-from draft_models.targets.stack import call_layer, normed_product
-from draft_models.targets.target import Band, LayerCache, Rotary
-from outrider.errors import UserError
+from outrider.draft_models.targets.model_spec import LayerCall, LogitRule
+from outrider.draft_models.targets.narrowed import spread
+from outrider.draft_models.targets.stack import call_layer, normed_product
+from outrider.draft_models.targets.target import Band, LayerCache, Rotary
 
 
 def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:

@@ -12,8 +12,8 @@ import numpy as np
 from numba import typeof
 from numba.core.dispatcher import Dispatcher
 
-from outrider.compiled import kept
-from outrider.errors import require
+from outrider.base.compiled import kept
+from outrider.base.errors import require
 
 MAX_VOCABULARY = 2**21  # so that the context of a 4-gram fits 63 bits
 _LARGEST = np.uint64(2**32 - 1)  # counts saturate here

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_models.ngrams.kernels import context_key, find, lean, successors_of
-from draft_models.ngrams.table import Level, TrigramTable
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.ngrams.kernels import context_key, find, lean, successors_of
+from outrider.draft_models.ngrams.table import Level, TrigramTable
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOAD = 2  # minimum slots per context

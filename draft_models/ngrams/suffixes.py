@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_models.ngrams.kernels import lean, token_bits, token_type
-from outrider.errors import require
+from outrider.base.errors import require
+from outrider.draft_models.ngrams.kernels import lean, token_bits, token_type
 
 LEAST, REACH = 4, 12  # minimum and maximum tokens of a context; n-gram levels have the shorter ones
 SAMPLE = 64  # occurrences of a frequent context that are sampled, evenly spread

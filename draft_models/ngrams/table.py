@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from draft_models.ngrams.kernels import (
+from outrider.base.errors import UserError, require
+from outrider.draft_models.ngrams.kernels import (
     FAULTS,
     Grams,
     context_grams,
@@ -31,9 +32,8 @@ from draft_models.ngrams.kernels import (
     token_bits,
     token_type,
 )
-from draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, separated, sort_suffixes
-from draft_models.ngrams.table_files import damaged, map_table, write_table
-from outrider.errors import UserError, require
+from outrider.draft_models.ngrams.suffixes import Suffixes, fault_of_suffixes, separated, sort_suffixes
+from outrider.draft_models.ngrams.table_files import damaged, map_table, write_table
 
 ARRAYS = ("buckets", "keys", "starts", "totals", "tokens", "counts")  # of a `Level`
 ORDERS = (2, 3, 4)

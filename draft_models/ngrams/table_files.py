@@ -20,10 +20,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from draft_models.ngrams.kernels import require_vocabulary
-from outrider.errors import UserError, reason, require
-from outrider.files import parse_json, require_writable
-from outrider.settings import construct
+from outrider.base.errors import UserError, reason, require
+from outrider.base.files import parse_json, require_writable
+from outrider.base.settings import construct
+from outrider.draft_models.ngrams.kernels import require_vocabulary
 
 TABLE_FILE = "table.safetensors"
 _FORMAT = 3

@@ -3,17 +3,23 @@
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draft_models.card import serving
-from draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.model_spec import UNLIMITED
-from draft_models.targets.open_target import load_proven, load_tokenizer, read_config, special_tokens, why_not_by_layers
-from draft_models.targets.proof import NotByLayersError, prove_rows, require_all_kept
-from draft_models.targets.stack import LayerStack, WholeModel
-from draft_models.targets.target import Target
-from draft_models.targets.tensor_files import open_tensors
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.card import serving
+from outrider.draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.model_spec import UNLIMITED
+from outrider.draft_models.targets.open_target import (
+    load_proven,
+    load_tokenizer,
+    read_config,
+    special_tokens,
+    why_not_by_layers,
+)
+from outrider.draft_models.targets.proof import NotByLayersError, prove_rows, require_all_kept
+from outrider.draft_models.targets.stack import LayerStack, WholeModel
+from outrider.draft_models.targets.target import Target
+from outrider.draft_models.targets.tensor_files import open_tensors
 
 SmallLM = LayerStack | WholeModel
 TRAINING_FILE = "finetune_drafter.json"  # written next to the weights, last, by training in this toolkit

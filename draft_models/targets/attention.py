@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from draft_models.targets.target import Band
+from outrider.draft_models.targets.target import Band
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
 # For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax separately.

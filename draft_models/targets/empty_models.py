@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from data_prep.formats.torch_files import CONFIG_FILE
-from draft_models.targets.attention import ATTENTION
-from draft_models.targets.introspection import observe
-from draft_models.targets.model_spec import ModelSpec
-from draft_models.targets.stack import LayerStack, module_list
-from outrider.errors import UserError, reason, warn_once
-from outrider.words import listed
+from outrider.base.errors import UserError, reason, warn_once
+from outrider.base.words import listed
+from outrider.draft_models.formats.torch_files import CONFIG_FILE
+from outrider.draft_models.targets.attention import ATTENTION
+from outrider.draft_models.targets.introspection import observe
+from outrider.draft_models.targets.model_spec import ModelSpec
+from outrider.draft_models.targets.stack import LayerStack, module_list
 
 _KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.formats.gguf_file import is_gguf
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.formats.gguf_file import is_gguf
 
 _EXPECTED = "a SentencePiece .model file, a GGUF file, or the directory or Hub name of a Hugging Face tokenizer"
 
@@ -33,9 +33,9 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     if os.path.isfile(source) and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from data_prep.formats.convert import tokenizer_alone
-    from draft_models.targets.fingerprint import tokenizer_digest  # imports torch, not needed for a file
-    from draft_models.targets.open_target import load_tokenizer
+    from outrider.draft_models.formats.convert import tokenizer_alone
+    from outrider.draft_models.targets.fingerprint import tokenizer_digest  # imports torch, not needed for a file
+    from outrider.draft_models.targets.open_target import load_tokenizer
 
     try:
         tokenizer = tokenizer_alone(source) or load_tokenizer(source, revision, role="tokenizer")

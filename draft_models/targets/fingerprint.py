@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from data_prep.formats.convert import as_described
-from draft_models.targets.empty_models import model_spec
-from draft_models.targets.tensor_files import TensorFiles
-from outrider.errors import UserError
-from outrider.settings import differences
-from outrider.words import listed
+from outrider.base.errors import UserError
+from outrider.base.settings import differences
+from outrider.base.words import listed
+from outrider.draft_models.formats.convert import as_described
+from outrider.draft_models.targets.empty_models import model_spec
+from outrider.draft_models.targets.tensor_files import TensorFiles
 
 # The fields of config.json that decide no number; any other, also one unknown here, does.
 NOT_DECIDING = {

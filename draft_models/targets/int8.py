@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outrider.errors import UserError
-from outrider.words import listed
+from outrider.base.errors import UserError
+from outrider.base.words import listed
 
 LARGEST = 127  # largest code: −128 is unused, so that a weight and its opposite get opposite codes
 BLOCK = 2**24  # bytes of codes converted to floats at a time: small enough for the C library's heap to reuse

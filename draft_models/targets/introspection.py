@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from draft_models.targets.model_spec import LayerCall, LogitRule, ModelSpec, Table
-from outrider.errors import UserError, reason
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.targets.model_spec import LayerCall, LogitRule, ModelSpec, Table
 
 ROWS = 7  # tokens of the traced text
 WINDOW = 3  # size of a sliding window while masks are traced

@@ -8,13 +8,19 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from data_prep.formats.convert import as_described, located
-from data_prep.formats.torch_files import GENERATION_FILE
-from draft_models.targets.empty_models import empty_layers, fitted, spec_of
-from draft_models.targets.tensor_files import BASE_PREFIX, TensorFiles, open_tensors, require_floats, require_no_adapter
-from outrider.errors import UserError, reason
-from outrider.files import read_json
-from outrider.progress import Stage
+from outrider.base.errors import UserError, reason
+from outrider.base.files import read_json
+from outrider.base.progress import Stage
+from outrider.draft_models.formats.convert import as_described, located
+from outrider.draft_models.formats.torch_files import GENERATION_FILE
+from outrider.draft_models.targets.empty_models import empty_layers, fitted, spec_of
+from outrider.draft_models.targets.tensor_files import (
+    BASE_PREFIX,
+    TensorFiles,
+    open_tensors,
+    require_floats,
+    require_no_adapter,
+)
 
 
 def load_causal_lm(

@@ -16,22 +16,22 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from data_prep.formats.convert import as_described, is_as_written, was_quantised
-from data_prep.formats.torch_files import CONFIG_FILE, MOST_LAYERS
-from draft_models.targets.attention import leave_out_cudnn
-from draft_models.targets.empty_models import empty_model, layer_stack, model_spec, pick_layers
-from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
-from draft_models.targets.int8 import quantise, require_linear
-from draft_models.targets.model_files import load_causal_lm, load_layers
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.narrowed import is_narrowed
-from draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights
-from draft_models.targets.settings import MODEL
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_no_adapter
-from draft_models.targets.vocabulary import for_rows, rows_of, vocabulary_digest
-from outrider.errors import UserError, reason
-from outrider.files import is_local, read_mapping
+from outrider.base.errors import UserError, reason
+from outrider.base.files import is_local, read_mapping
+from outrider.draft_models.formats.convert import as_described, is_as_written, was_quantised
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, MOST_LAYERS
+from outrider.draft_models.targets.attention import leave_out_cudnn
+from outrider.draft_models.targets.empty_models import empty_model, layer_stack, model_spec, pick_layers
+from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
+from outrider.draft_models.targets.int8 import quantise, require_linear
+from outrider.draft_models.targets.model_files import load_causal_lm, load_layers
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.narrowed import is_narrowed
+from outrider.draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights
+from outrider.draft_models.targets.settings import MODEL
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_no_adapter
+from outrider.draft_models.targets.vocabulary import for_rows, rows_of, vocabulary_digest
 
 SHORTEST_CONTEXT = 8  # positions: the texts that check a target at load have a few tokens
 NARROW = ("small_lm", "drafter.path")  # options that accept a drafter with a draft vocabulary

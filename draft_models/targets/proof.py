@@ -10,13 +10,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from draft_models.targets.attention import stock_attention
-from draft_models.targets.empty_models import decoder_layers, layer_stack, pick_layers, settings_by_layer, spec_of
-from draft_models.targets.model_spec import LayerCall, context_limit
-from draft_models.targets.stack import WholeModel
-from draft_models.targets.target import Target
-from outrider.errors import UserError, reason
-from outrider.progress import counted
+from outrider.base.errors import UserError, reason
+from outrider.base.progress import counted
+from outrider.draft_models.targets.attention import stock_attention
+from outrider.draft_models.targets.empty_models import (
+    decoder_layers,
+    layer_stack,
+    pick_layers,
+    settings_by_layer,
+    spec_of,
+)
+from outrider.draft_models.targets.model_spec import LayerCall, context_limit
+from outrider.draft_models.targets.stack import WholeModel
+from outrider.draft_models.targets.target import Target
 
 # Allowed root mean square of a difference between logits, as a share of their standard deviation. In float32, rounding
 # stays below a tenth of it; an ignored quirk, a wrong position or a visible sibling exceeds it by far. In 16 bits it

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from outrider.settings import Place, Positive, RunConfig, Settings, free, opt
+from outrider.base.settings import Place, Positive, RunConfig, Settings, free, opt
 
 Architecture = Literal["llama", "mistral", "opt", "qwen2", "qwen3"]  # those that `save_tiny_models` can make
 FloatDtype = Literal["float32", "bfloat16", "float16", "float64"]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from draft_models.targets.attention import additive, packed_mask
-from draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit
-from draft_models.targets.narrowed import draft_vocabulary_of
-from draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
+from outrider.draft_models.targets.attention import additive, packed_mask
+from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit
+from outrider.draft_models.targets.narrowed import draft_vocabulary_of
+from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
 
 
 class RowCache(Cache):

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from outrider.errors import UserError
+from outrider.base.errors import UserError
 
 if TYPE_CHECKING:
-    from draft_models.targets.stack import LayerStack, RowCache
+    from outrider.draft_models.targets.stack import LayerStack, RowCache
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from data_prep.formats.convert import as_described, as_safetensors, located
-from data_prep.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable, require_plain
-from outrider.errors import UserError, warn_once
-from outrider.files import read_mapping
-from outrider.progress import Stage, counted
-from outrider.words import listed
+from outrider.base.errors import UserError, warn_once
+from outrider.base.files import read_mapping
+from outrider.base.progress import Stage, counted
+from outrider.base.words import listed
+from outrider.draft_models.formats.convert import as_described, as_safetensors, located
+from outrider.draft_models.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable, require_plain
 
 BASE_PREFIX = "model."
 # What wrappers of a model put before the names of its tensors: torch.compile, DistributedDataParallel, peft.

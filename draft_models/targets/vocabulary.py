@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outrider.errors import UserError
+from outrider.base.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

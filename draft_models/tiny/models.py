@@ -10,21 +10,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from draft_models.calibration import drafter_digest, save_calibration
-from draft_models.calibration_head import CalibrationHead
-from draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes, save_head
-from draft_models.eagle3.model import Eagle3
-from draft_models.eagle3.reading import Reading
-from draft_models.early_exit.checkpoint import read_meta, save_pretrained
-from draft_models.early_exit.model import EarlyExit, exit_layers
-from draft_models.ngrams.table import TrigramTable
-from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.open_target import open_target
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TABLE, TARGET
-from draft_models.targets.tensor_files import open_tensors
-from draft_models.targets.vocabulary import vocabulary_digest
-from outrider.errors import reason
-from outrider.files import save_parts
+from outrider.base.errors import reason
+from outrider.base.files import save_parts
+from outrider.draft_models.calibration import drafter_digest, save_calibration
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.eagle3.checkpoint import DRAFT_TOKENS, head_shapes, save_head
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TABLE, TARGET
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.draft_models.targets.vocabulary import vocabulary_digest
 
 WINDOW = 48  # of sliding attention: shorter than the texts of a rehearsal
 # By the `model_type` of transformers: what its config needs beside the sizes that all have (see `save_tiny_model`).

@@ -1,13 +1,13 @@
 """audit: are the answers of a server those of the target? Status 0 where they only round, 1 for a fault."""
 
-from conf import entry
-from inference.settings.tools import AuditConfig
+from outrider.commands import entry
+from outrider.inference.settings.tools import AuditConfig
 
 
 @entry("audit", AuditConfig)
 def main(config: AuditConfig) -> None:
     # Imported once the config is known to be good: torch takes seconds.
-    from inference.audit.audit import audit
+    from outrider.inference.audit.audit import audit
 
     audit(config)
 

@@ -8,22 +8,22 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from data_prep.responses.server import Server
-from data_prep.responses.settings import GenerateConfig
-from data_prep.responses.tasks import uniforms
-from data_prep.text.chat import ids_within, render_prompt
-from data_prep.text.prompts import read_prompts
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import RUN_FILE, read_file
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import OpenTarget
-from inference.settings.sampling import SamplingConfig
-from inference.settings.tools import OF_SERVERS, AuditConfig
-from outrider.errors import UserError, require
-from outrider.files import read_mapping, write_atomically, write_json
-from outrider.progress import counted
-from outrider.run_dirs import check_identity
-from outrider.settings import construct
+from outrider.base.errors import UserError, require
+from outrider.base.files import read_mapping, write_atomically, write_json
+from outrider.base.progress import counted
+from outrider.base.run_dirs import check_identity
+from outrider.base.settings import construct
+from outrider.data_prep.text.chat import ids_within, render_prompt
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import RUN_FILE, read_file
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.inference.batch.server import Server
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.batch.tasks import uniforms
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
 
 ANSWERS = "answers.jsonl"
 ROUNDS = 4  # requests of each connection between two writes: what a killed run asks again

@@ -15,20 +15,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
-from inference.audit.answers import ANSWERS, ServedAnswer, ask, read_answers
-from inference.audit.draws import LARGER, MOST, Draws, draws_of, join, p_values, refused, surprise, tokens_needed
-from inference.core.sampling import Sampler, invert
-from inference.loading.targets import end_tokens, load_plain
-from inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
-from inference.settings.sampling import SamplingConfig
-from inference.settings.tools import AuditConfig
-from outrider.errors import require
-from outrider.files import require_writable, write_atomically, write_json
-from outrider.progress import counted
-from outrider.run_dirs import only_run
-from outrider.streams import Streams
-from outrider.words import Table
+from outrider.base.errors import require
+from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.progress import counted
+from outrider.base.run_dirs import only_run
+from outrider.base.streams import Streams
+from outrider.base.words import Table
+from outrider.draft_models.targets.open_target import open_target, pick_device, pick_dtype, stored_dtype
+from outrider.inference.audit.answers import ANSWERS, ServedAnswer, ask, read_answers
+from outrider.inference.audit.draws import (
+    LARGER,
+    MOST,
+    Draws,
+    draws_of,
+    join,
+    p_values,
+    refused,
+    surprise,
+    tokens_needed,
+)
+from outrider.inference.core.sampling import Sampler, invert
+from outrider.inference.loading.targets import end_tokens, load_plain
+from outrider.inference.measure.lossless import GAP, WORST, Deviation, Reference, judge, make_reference, regrets
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.tools import AuditConfig
 
 REPORT = "report.json"
 LOGITS = 2**26  # of a text, that are there at once; of a longer one the target reads the beginning again

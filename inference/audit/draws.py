@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.core.sampling import invert
+from outrider.inference.core.sampling import invert
 
 ORDERS = 2  # in which u is looked at
 ROOTS = 8

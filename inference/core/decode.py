@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.target import Target
-from inference.core.drafter import Drafter, Stopwatch
-from inference.core.rounds import Clock, Round
-from inference.core.session import Session
-from inference.core.target_session import Runtime
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import ROOT, DraftTree
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.target import Target
+from outrider.inference.core.drafter import Drafter, Stopwatch
+from outrider.inference.core.rounds import Clock, Round
+from outrider.inference.core.session import Session
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import ROOT, DraftTree
 
 
 def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, ...]:

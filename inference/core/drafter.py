@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from torch import Tensor
 
-from inference.core.session import Session
-from inference.core.tree import DraftTree
+from outrider.inference.core.session import Session
+from outrider.inference.core.tree import DraftTree
 
 if TYPE_CHECKING:
-    from inference.core.token_selector import TokenSelector
+    from outrider.inference.core.token_selector import TokenSelector
 
 TRIED, CANDIDATE, CHOSEN = "nodes_tried", "accepted_candidate_", "chosen_"  # names in `Structure.totals`
 

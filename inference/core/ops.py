@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.errors import warn
+from outrider.base.errors import warn
 
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def _faster(name: str, device: torch.device, *given: object) -> Any:
 @cache
 def _cpu_engine() -> ModuleType | None:
     try:
-        return import_module("inference.engines.cpu.choices")
+        return import_module("outrider.inference.engines.cpu.choices")
     except (ImportError, OSError, RuntimeError) as error:
         warn(f"decoding on a CPU goes by PyTorch alone, which is slower: {error}")
         return None

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_models.targets.target import Band, Mask, Masks
-from inference.core.ops import ancestor_mask
-from inference.core.tree import chain_parents
+from outrider.draft_models.targets.target import Band, Mask, Masks
+from outrider.inference.core.ops import ancestor_mask
+from outrider.inference.core.tree import chain_parents
 
 
 @dataclass(frozen=True)

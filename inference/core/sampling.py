@@ -25,7 +25,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.sampling import SamplingConfig
 
 # Exactly these types, no subclasses: they never read the text, so they process all rows in one call.
 _IGNORE_CONTEXT = (

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from draft_models.targets.target import Masks, Rotary, Target
-from inference.core.rows import RoundRows
-from inference.core.tree import ROOT, DraftTree, chain_parents
+from outrider.draft_models.targets.target import Masks, Rotary, Target
+from outrider.inference.core.rows import RoundRows
+from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
 
 if TYPE_CHECKING:
-    from inference.core.target_session import TargetSession
+    from outrider.inference.core.target_session import TargetSession
 
 
 class View(Protocol):

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from outrider.errors import UserError
+from outrider.base.errors import UserError
 
 
 class StopStrings:

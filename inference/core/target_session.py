@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from draft_models.targets.target import Band, Layers, Masks, Rotary, Target
-from inference.core.cache import KVCache
-from inference.core.rows import RoundRows, RowLayout, unpack
-from inference.core.sampling import top_tokens
-from inference.core.session import Pass, Session, View
+from outrider.draft_models.targets.target import Band, Layers, Masks, Rotary, Target
+from outrider.inference.core.cache import KVCache
+from outrider.inference.core.rows import RoundRows, RowLayout, unpack
+from outrider.inference.core.sampling import top_tokens
+from outrider.inference.core.session import Pass, Session, View
 
 if TYPE_CHECKING:
-    from draft_models.targets.stack import LayerStack
+    from outrider.draft_models.targets.stack import LayerStack
 
 
 def eager_session(target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.core.ops import likeliest
-from inference.core.sampling import Sampler, branches
-from inference.core.session import Session
-from inference.core.tree import DraftTree
-from inference.core.verify import Matching, NodeRule, RandomChance, Rejection, verify_greedy, verify_sampled
+from outrider.inference.core.ops import likeliest
+from outrider.inference.core.sampling import Sampler, branches
+from outrider.inference.core.session import Session
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.core.verify import Matching, NodeRule, RandomChance, Rejection, verify_greedy, verify_sampled
 
 
 class TokenSelector:

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.core.sampling import invert
-from inference.core.tree import ROOT
+from outrider.inference.core.sampling import invert
+from outrider.inference.core.tree import ROOT
 
 Rows = TypeVar("Rows", Tensor, np.ndarray)  # of numbers
 Weights = TypeVar("Weights", Tensor, np.ndarray, contravariant=True)

@@ -5,14 +5,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from data_prep.text.prompt_records import Prompt
-from draft_models.targets.target import Target
-from inference.doctor.examinees import DECLARED, EXAMINERS, UNSEEN, Examinee, Variant, training_facts
-from inference.doctor.scores import Recording, Scores, answer_of, is_better, join, record, score
-from inference.loading.targets import Models, TargetSetup
-from inference.measure.statistics import coverage
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
+from outrider.data_prep.text.prompt_records import Prompt
+from outrider.draft_models.targets.target import Target
+from outrider.inference.doctor.examinees import DECLARED, EXAMINERS, UNSEEN, Examinee, Variant, training_facts
+from outrider.inference.doctor.scores import Recording, Scores, answer_of, is_better, join, record, score
+from outrider.inference.loading.targets import Models, TargetSetup
+from outrider.inference.measure.statistics import coverage
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
 
 ANSWER = 48  # maximum tokens of an answer
 FEW, MANY = 240, 1200  # places to judge: by default, and if the doctor was requested

@@ -14,32 +14,32 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache
 
-from data_prep.text.documents import encode
-from data_prep.text.records import Counts
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import read_records
-from draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head, open_head
-from draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
-from draft_models.eagle3.model import Eagle3
-from draft_models.eagle3.reading import Reading, changed, require_target
-from draft_models.early_exit.checkpoint import read_meta
-from draft_models.early_exit.model import EarlyExit
-from draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
-from draft_models.small_lm.model import last_id
-from draft_models.targets.fingerprint import Fingerprint
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import OpenTarget, read_config
-from draft_models.targets.settings import ReadingChanges
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.target import Band, Target, require_layers
-from inference.doctor.scores import Recording, read
-from inference.drafters.eagle3 import Eagle3Plugin
-from inference.drafters.shaped import Calibrated, bare
-from inference.drafters.small_lm import Model, small_lm_of
-from inference.loading.templates import templates_of
-from inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, DrafterPlugin, read_record
-from outrider.errors import UserError
-from outrider.settings import construct
+from outrider.base.errors import UserError
+from outrider.base.settings import construct
+from outrider.data_prep.text.documents import encode
+from outrider.data_prep.text.records import Counts
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.eagle3.checkpoint import D2T, StoredHead, fit_tensors, make_head, open_head
+from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE as HEAD_TRAINING_FILE
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.eagle3.reading import Reading, changed, require_target
+from outrider.draft_models.early_exit.checkpoint import read_meta
+from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
+from outrider.draft_models.small_lm.model import last_id
+from outrider.draft_models.targets.fingerprint import Fingerprint
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget, read_config
+from outrider.draft_models.targets.settings import ReadingChanges
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.target import Band, Target, require_layers
+from outrider.inference.doctor.scores import Recording, read
+from outrider.inference.drafters.eagle3 import Eagle3Plugin
+from outrider.inference.drafters.shaped import Calibrated, bare
+from outrider.inference.drafters.small_lm import Model, small_lm_of
+from outrider.inference.loading.templates import templates_of
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, DrafterPlugin, read_record
 
 DECLARED = "as declared"
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs

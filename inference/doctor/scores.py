@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_models.acceptance import acceptance
-from draft_models.targets.target import Target
-from inference.core.decode import autoregressive
-from inference.core.target_session import Runtime
-from inference.core.tree import chain_parents
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.acceptance import acceptance
+from outrider.draft_models.targets.target import Target
+from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.tree import chain_parents
 
 FIRST = 3  # the first place of a text that a head can draft as its second token
 BLOCK = 8  # neighbouring places that form one observation, as they are correlated

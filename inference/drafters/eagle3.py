@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draft_models.calibration import drafter_digest
-from draft_models.eagle3.checkpoint import (
+from outrider.draft_models.calibration import drafter_digest
+from outrider.draft_models.eagle3.checkpoint import (
     AS_DECLARED,
     TRAINING_FILE,
     holds_head,
@@ -19,19 +19,19 @@ from draft_models.eagle3.checkpoint import (
     save_head,
     stored_tokens,
 )
-from draft_models.eagle3.model import Eagle3
-from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.open_target import OpenTarget
-from draft_models.targets.settings import ReadingChanges
-from draft_models.targets.target import Target, require_layers
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.drafter import DraftModel
-from inference.core.session import Session, View
-from inference.core.tree import chain_parents
-from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, bare, head_asked, head_identity
-from inference.engines.packing import lay_out
-from inference.settings.kinds import Placed, Trained, read_record
-from inference.settings.method import MethodConfig
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.settings import ReadingChanges
+from outrider.draft_models.targets.target import Target, require_layers
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.session import Session, View
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafterPlugin, bare, head_asked, head_identity
+from outrider.inference.engines.packing import lay_out
+from outrider.inference.settings.kinds import Placed, Trained, read_record
+from outrider.inference.settings.method import MethodConfig
 
 
 class Eagle3Source:

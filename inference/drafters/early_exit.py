@@ -8,23 +8,23 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draft_models.early_exit.checkpoint import (
+from outrider.base.files import save_parts
+from outrider.draft_models.early_exit.checkpoint import (
     as_causal_lm,
     empty_drafter,
     from_pretrained,
     read_draft_tokens,
     read_meta,
 )
-from draft_models.early_exit.model import EarlyExit
-from draft_models.targets.open_target import OpenTarget
-from draft_models.targets.target import Target, require_layers
-from inference.core.drafter import DraftModel
-from inference.core.session import Session, View
-from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
-from inference.engines.packing import lay_out
-from inference.settings.kinds import Placed, Trained
-from inference.settings.method import MethodConfig
-from outrider.files import save_parts
+from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.target import Target, require_layers
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.session import Session, View
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
+from outrider.inference.engines.packing import lay_out
+from outrider.inference.settings.kinds import Placed, Trained
+from outrider.inference.settings.method import MethodConfig
 
 
 class EarlyExitSource:

@@ -9,20 +9,20 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from draft_models.calibration import META_FILE, load_calibration
-from draft_models.calibration_head import CalibrationHead
-from draft_models.targets.narrowed import spread
-from draft_models.targets.open_target import OpenTarget
-from inference.core.drafter import Drafter, DraftModel, Stopwatch
-from inference.core.session import Session
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree
-from inference.settings.kinds import KINDS, DrafterPlugin
-from inference.settings.method import MethodConfig
-from inference.shapes.factory import Structure, make_structure
-from inference.sizing.costs import Allowance
-from inference.sizing.policy import Tuning
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration import META_FILE, load_calibration
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.targets.narrowed import spread
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
+from outrider.inference.core.session import Session
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.settings.kinds import KINDS, DrafterPlugin
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.shapes.factory import Structure, make_structure
+from outrider.inference.sizing.costs import Allowance
+from outrider.inference.sizing.policy import Tuning
 
 Model = TypeVar("Model")
 

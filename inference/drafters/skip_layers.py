@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from inference.core.drafter import DraftModel
-from inference.core.session import Session, View
-from inference.drafters.shaped import ModelDrafterPlugin
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError, require
+from outrider.base.errors import UserError, require
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.session import Session, View
+from outrider.inference.drafters.shaped import ModelDrafterPlugin
+from outrider.inference.settings.method import MethodConfig
 
 
 class SkipLayersSource:

@@ -9,23 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draft_models.calibration import drafter_digest
-from draft_models.draft_vocabulary import read_draft_vocabulary
-from draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm
-from draft_models.targets.empty_models import empty_model
-from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.open_target import OpenTarget, position_limit, read_config
-from draft_models.targets.target import Target
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.drafter import DraftModel
-from inference.core.session import Session
-from inference.core.tree import chain_parents
-from inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
-from inference.engines.packing import lay_out
-from inference.settings.kinds import Placed, Trained, read_record
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError
-from outrider.files import save_parts
+from outrider.base.errors import UserError
+from outrider.base.files import save_parts
+from outrider.draft_models.calibration import drafter_digest
+from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
+from outrider.draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm
+from outrider.draft_models.targets.empty_models import empty_model
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.open_target import OpenTarget, position_limit, read_config
+from outrider.draft_models.targets.target import Target
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.session import Session
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
+from outrider.inference.engines.packing import lay_out
+from outrider.inference.settings.kinds import Placed, Trained, read_record
+from outrider.inference.settings.method import MethodConfig
 
 
 class SmallLMSource:

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from draft_models.targets.attention import grouped_attention
-from draft_models.targets.int8 import Int8Linear, Linear
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.target import LayerCache
-from inference.core.cache import KVCache
-from inference.engines.cpu.at_once import LayersAtOnce
-from inference.engines.graphs.attention_kernels import triton_kernels
+from outrider.draft_models.targets.attention import grouped_attention
+from outrider.draft_models.targets.int8 import Int8Linear, Linear
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.target import LayerCache
+from outrider.inference.core.cache import KVCache
+from outrider.inference.engines.cpu.at_once import LayersAtOnce
+from outrider.inference.engines.graphs.attention_kernels import triton_kernels
 
 # Architectures whose arithmetic is known to equal the fused layers'. Layers of others run unchanged.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")

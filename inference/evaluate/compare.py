@@ -18,14 +18,20 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from data_prep.text.prompts import Prompt, read_prompts
-from draft_models.card import add_report
-from draft_models.targets.model_spec import context_limit
-from inference.core.rounds import Clock
-from inference.doctor.scores import refuse, table
-from inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
-from inference.loading.rehearsal import rehearsable
-from inference.loading.targets import (
+from outrider.base.errors import UserError, require
+from outrider.base.files import require_writable
+from outrider.base.machine import describe_machine
+from outrider.base.processes import from_main, join_processes, only_run_of
+from outrider.base.progress import Stage, counted
+from outrider.base.settings import construct
+from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.draft_models.card import add_report
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.inference.core.rounds import Clock
+from outrider.inference.doctor.scores import refuse, table
+from outrider.inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
+from outrider.inference.loading.rehearsal import rehearsable
+from outrider.inference.loading.targets import (
     Models,
     TargetSetup,
     context_length,
@@ -37,7 +43,7 @@ from inference.loading.targets import (
     make_runtime,
     run_settings,
 )
-from inference.measure.bench import (
+from outrider.inference.measure.bench import (
     Prepared,
     longest_text,
     make_bench,
@@ -47,24 +53,18 @@ from inference.measure.bench import (
     render,
     require_fits,
 )
-from inference.measure.replay import evaluate_replay
-from inference.measure.results import Measured, append_result, begin_run, next_number, open_run, read_results
-from inference.measure.threads import load_average, machine_load, use_threads
-from inference.measure.time_limit import TimeLimit
-from inference.report.facts import digests, draft_vocabularies, overlaps, trained_seconds
-from inference.report.lossless import is_lossless, target_differs
-from inference.report.page import make_page
-from inference.report.report import build_report, log_reports, markdown, relate_to_chain, write_reports
-from inference.report.served import served_faults
-from inference.report.wording import OWN_RUN, busy_sentences, measure_again
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from outrider.errors import UserError, require
-from outrider.files import require_writable
-from outrider.machine import describe_machine
-from outrider.processes import from_main, join_processes, only_run_of
-from outrider.progress import Stage, counted
-from outrider.settings import construct
+from outrider.inference.measure.replay import evaluate_replay
+from outrider.inference.measure.results import Measured, append_result, begin_run, next_number, open_run, read_results
+from outrider.inference.measure.threads import load_average, machine_load, use_threads
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.inference.report.facts import digests, draft_vocabularies, overlaps, trained_seconds
+from outrider.inference.report.lossless import is_lossless, target_differs
+from outrider.inference.report.page import make_page
+from outrider.inference.report.report import build_report, log_reports, markdown, relate_to_chain, write_reports
+from outrider.inference.report.served import served_faults
+from outrider.inference.report.wording import OWN_RUN, busy_sentences, measure_again
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
 
 
 @rehearsable
@@ -128,7 +128,7 @@ def _evaluate(
     setup = find_setup(config)
     require_own_device(setup.device, state)
     if config.engine is not None:
-        from inference.evaluate.served import require_served, serve_methods  # imported only if requested
+        from outrider.inference.evaluate.served import require_served, serve_methods  # imported only if requested
 
         require_served(config, setup, len(prompts), state.num_processes)
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
@@ -238,7 +238,7 @@ def see_doctor(
     config: EvaluateConfig, setup: TargetSetup, models: Models, prompts: Sequence[Prompt], rendered: Sequence[list[int]]
 ) -> dict[str, Any]:
     """The doctor's findings, printed. Raises `UserError` if a drafter is misread and a better reading is available."""
-    from inference.doctor.examine import examine  # imported only if requested
+    from outrider.inference.doctor.examine import examine  # imported only if requested
 
     with Stage("examining drafters"):
         found = examine(config, setup, models, prompts, rendered)

@@ -13,27 +13,27 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from data_prep.formats.convert import as_safetensors
-from draft_models.ngrams.table import TrigramTable
-from inference.audit.answers import ServedAnswer
-from inference.audit.audit import judged, read
-from inference.core.rounds import Generation, Round
-from inference.drafters.ngram.ngrams import open_table
-from inference.evaluate.server_arm import EngineServer
-from inference.loading.targets import TargetSetup, context_length, load_plain
-from inference.measure.results import AUTOREGRESSIVE, PromptResult, append_line, read_lines
-from inference.measure.threads import load_average, machine_load
-from inference.report.served import DRAFTED, PLAIN, UNREAD, Row, served_row
-from inference.serving.engine_process import EngineProcess, require_engine, running
-from inference.serving.proposer import PROPOSER, chain_rounds, environment
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from inference.settings.method import MODULES, MethodConfig, draft_length, python_in, why_not
-from inference.settings.sampling import GREEDY, SamplingConfig
-from outrider.errors import require
-from outrider.files import save_parts, write_atomically
-from outrider.progress import counted
-from outrider.streams import Streams
+from outrider.base.errors import require
+from outrider.base.files import save_parts, write_atomically
+from outrider.base.progress import counted
+from outrider.base.streams import Streams
+from outrider.draft_models.formats.convert import as_safetensors
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.inference.audit.answers import ServedAnswer
+from outrider.inference.audit.audit import judged, read
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.evaluate.server_arm import EngineServer
+from outrider.inference.loading.targets import TargetSetup, context_length, load_plain
+from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult, append_line, read_lines
+from outrider.inference.measure.threads import load_average, machine_load
+from outrider.inference.report.served import DRAFTED, PLAIN, UNREAD, Row, served_row
+from outrider.inference.serving.engine_process import EngineProcess, require_engine, running
+from outrider.inference.serving.proposer import PROPOSER, chain_rounds, environment
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MODULES, MethodConfig, draft_length, python_in, why_not
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 
 FILE = "served.jsonl"
 FOLDER = "engine"  # of drafters as the engine loads them, of its logs, and of the texts that are audited

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from data_prep.responses.client import ReplyError, bounded
-from data_prep.responses.server import RETOKENISED, Json, Server, Streamed
-from data_prep.responses.settings import GenerateConfig
-from data_prep.text.settings import DataConfig
-from draft_models.targets.model_spec import context_limit
-from inference.core.rounds import Generation
-from inference.loading.targets import TargetSetup
-from inference.report.served import UNREAD
-from inference.serving.engine_process import generation
-from inference.settings.evaluate import EvaluateConfig
-from outrider.errors import UserError, require
-from outrider.settings import construct
+from outrider.base.errors import UserError, require
+from outrider.base.settings import construct
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.inference.batch.client import ReplyError, bounded
+from outrider.inference.batch.server import RETOKENISED, Json, Server, Streamed
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.core.rounds import Generation
+from outrider.inference.loading.targets import TargetSetup
+from outrider.inference.report.served import UNREAD
+from outrider.inference.serving.engine_process import generation
+from outrider.inference.settings.evaluate import EvaluateConfig
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
 Told = Counter[str | int] | None

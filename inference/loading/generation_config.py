@@ -16,11 +16,11 @@ import torch
 from torch import LongTensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedConfig
 
-from data_prep.formats.torch_files import CONFIG_FILE
-from draft_models.targets.model_files import load_generation_config
-from inference.core.sampling import Sampler
-from inference.settings.sampling import GREEDY, SamplingConfig
-from outrider.errors import UserError, reason
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.formats.torch_files import CONFIG_FILE
+from outrider.draft_models.targets.model_files import load_generation_config
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.losses import loss_bytes
-from draft_models.targets.empty_models import empty_layers, empty_model
-from draft_models.targets.int8 import int8_bytes, require_linear
-from draft_models.targets.model_spec import context_limit, key_heads
-from draft_models.targets.open_target import pick_device, pick_dtype
-from inference.engines.graphs.fixed_shapes import WIDTHS
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS, DrafterPlugin, Kind
-from outrider.errors import UserError, reason
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.losses import loss_bytes
+from outrider.draft_models.targets.empty_models import empty_layers, empty_model
+from outrider.draft_models.targets.int8 import int8_bytes, require_linear
+from outrider.draft_models.targets.model_spec import context_limit, key_heads
+from outrider.draft_models.targets.open_target import pick_device, pick_dtype
+from outrider.inference.engines.graphs.fixed_shapes import WIDTHS
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind
 
 GB = 1e9
 FLOAT32 = 4

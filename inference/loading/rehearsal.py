@@ -11,21 +11,21 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from data_prep.text.chat import render_prompt
-from data_prep.text.documents import encode
-from data_prep.text.prompts import read_prompts
-from data_prep.text.records import Counts
-from data_prep.text.settings import DataConfig, MixPart, SourceConfig
-from data_prep.text.sources import read_records
-from draft_models.targets.encoder import open_encoder
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET, RehearsedConfig
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS, kind_in
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError
-from outrider.files import require_writable
-from outrider.run_dirs import clear, rehearsal_folder, require_rehearsal
-from outrider.settings import Settings
+from outrider.base.errors import UserError
+from outrider.base.files import require_writable
+from outrider.base.run_dirs import clear, rehearsal_folder, require_rehearsal
+from outrider.base.settings import Settings
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.documents import encode
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.records import Counts
+from outrider.data_prep.text.settings import DataConfig, MixPart, SourceConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.targets.encoder import open_encoder
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET, RehearsedConfig
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS, kind_in
+from outrider.inference.settings.method import MethodConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -83,8 +83,8 @@ def _rehearsal(config: Config) -> Iterator[Config]:
 
     Raises `UserError` if that folder has other content or is in use by another run, and for unusable inputs.
     """
-    from draft_models.tiny.models import save_tiny_models  # torch, which some commands do without
-    from outrider.processes import from_main, join_processes, only_run_of
+    from outrider.base.processes import from_main, join_processes, only_run_of
+    from outrider.draft_models.tiny.models import save_tiny_models  # torch, which some commands do without
 
     folder, state = rehearsal_folder(config.out_dir), join_processes()
     from_main(state, lambda: None if config.resume else require_rehearsal(folder, MODELS))
@@ -200,7 +200,7 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     """
     target, tokenizer = None, None
     if getattr(config, "target", None) not in (None, "replay") and wanted("target"):
-        from draft_models.targets.open_target import open_target  # torch, which not every command needs
+        from outrider.draft_models.targets.open_target import open_target  # torch, which not every command needs
 
         target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))
         tokenizer = target.tokenizer

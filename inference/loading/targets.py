@@ -12,15 +12,21 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from data_prep.text.prompt_records import Prompt
-from data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
-from draft_models.early_exit.checkpoint import open_target_of, read_meta
-from draft_models.targets.attention import ATTENTION
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.int8 import quantise
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import (
+from outrider.base.errors import UserError, reason, require, warn
+from outrider.base.files import code_version
+from outrider.base.machine import describe_machine
+from outrider.base.progress import Stage
+from outrider.base.streams import Streams
+from outrider.base.words import listed
+from outrider.data_prep.text.prompt_records import Prompt
+from outrider.data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
+from outrider.draft_models.early_exit.checkpoint import open_target_of, read_meta
+from outrider.draft_models.targets.attention import ATTENTION
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.int8 import quantise
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import (
     OpenTarget,
     open_target,
     pick_device,
@@ -29,27 +35,21 @@ from draft_models.targets.open_target import (
     stored_dtype,
     why_not_by_layers,
 )
-from draft_models.targets.proof import NotByLayersError, prove_layers, prove_rows, require_all_kept
-from draft_models.targets.stack import WholeModel
-from draft_models.targets.target import Target
-from inference.core.drafter import Drafter
-from inference.core.stop_strings import StopStrings
-from inference.core.target_session import Runtime
-from inference.engines.blocked import can_pack
-from inference.engines.cpu.recorded import recorded
-from inference.loading.generation_config import Inherited, inherit, read_generation_config
-from inference.loading.templates import chat_template, trained_templates
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS, Placed
-from inference.settings.method import MethodConfig, number
-from inference.shapes.shapes import find_shape
-from inference.sizing.policy import Tuning
-from outrider.errors import UserError, reason, require, warn
-from outrider.files import code_version
-from outrider.machine import describe_machine
-from outrider.progress import Stage
-from outrider.streams import Streams
-from outrider.words import listed
+from outrider.draft_models.targets.proof import NotByLayersError, prove_layers, prove_rows, require_all_kept
+from outrider.draft_models.targets.stack import WholeModel
+from outrider.draft_models.targets.target import Target
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.core.stop_strings import StopStrings
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.engines.blocked import can_pack
+from outrider.inference.engines.cpu.recorded import recorded
+from outrider.inference.loading.generation_config import Inherited, inherit, read_generation_config
+from outrider.inference.loading.templates import chat_template, trained_templates
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS, Placed
+from outrider.inference.settings.method import MethodConfig, number
+from outrider.inference.shapes.shapes import find_shape
+from outrider.inference.sizing.policy import Tuning
 
 Drafters = Mapping[str, object]  # the loaded model of each kind (see `inference.settings.kinds`) that has one
 
@@ -320,7 +320,7 @@ def new_drafter(
 
 def prepare(target: Target, drafters: Drafters) -> None:
     """Prepare a target and its drafters for decoding: fuse layers, pack weights for the device, share heads."""
-    from inference.engines.packing import lay_out  # the engines: imported only for decoding
+    from outrider.inference.engines.packing import lay_out  # the engines: imported only for decoding
 
     with Stage("laying out weights, compiling what is new"):
         if target.layered is not None:  # else it runs unchanged
@@ -332,7 +332,7 @@ def prepare(target: Target, drafters: Drafters) -> None:
 def make_runtime(name: str, device: torch.device) -> Runtime:
     """The runtime called `name` (auto | eager | graphed); auto is graphed on CUDA and eager elsewhere."""
     if name == "graphed" or (name == "auto" and device.type == "cuda"):
-        from inference.engines.graphs.cuda_graphs import Graphed  # an engine is loaded only where it is used
+        from outrider.inference.engines.graphs.cuda_graphs import Graphed  # an engine is loaded only where it is used
 
         return Graphed()
     return Runtime()

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from outrider.errors import UserError
-from outrider.settings import construct
+from outrider.base.errors import UserError
+from outrider.base.settings import construct
+from outrider.data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
 
 _PLAIN = ("text", "code")  # layouts without conversations
 

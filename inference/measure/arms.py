@@ -10,18 +10,20 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from draft_models.targets.attention import stock_attention
-from draft_models.targets.target import Target
-from inference.core.decode import autoregressive, cut, speculative, until
-from inference.core.drafter import Drafter
-from inference.core.rounds import Clock, Generation, Round, collect
-from inference.core.stop_strings import StopStrings
-from inference.core.target_session import Runtime
-from inference.core.token_selector import TokenSelector
-from inference.loading.generation_config import generate_settings, make_sampler
-from inference.loading.targets import Drafters, new_drafter
-from inference.measure.lossless import Deviation, Forced, make_reference
-from inference.measure.results import (
+from outrider.base.progress import Stage
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.attention import stock_attention
+from outrider.draft_models.targets.target import Target
+from outrider.inference.core.decode import autoregressive, cut, speculative, until
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.core.rounds import Clock, Generation, Round, collect
+from outrider.inference.core.stop_strings import StopStrings
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.loading.generation_config import generate_settings, make_sampler
+from outrider.inference.loading.targets import Drafters, new_drafter
+from outrider.inference.measure.lossless import Deviation, Forced, make_reference
+from outrider.inference.measure.results import (
     AUTOREGRESSIVE,
     TRANSFORMERS,
     Arm,
@@ -32,11 +34,9 @@ from inference.measure.results import (
     ShownRound,
     shown_rounds,
 )
-from inference.settings.method import MethodConfig
-from inference.settings.sampling import GREEDY, SamplingConfig
-from inference.sizing.policy import Tuning
-from outrider.progress import Stage
-from outrider.streams import Streams
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
+from outrider.inference.sizing.policy import Tuning
 
 
 def make_arms(

@@ -10,25 +10,25 @@ from typing import Any
 
 import torch
 
-from data_prep.text.chat import render_prompt, spoken
-from data_prep.text.prompt_records import Prompt
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.vocabulary import UnusableTextError
-from inference.core.rounds import Clock, synchronized_clock
-from inference.core.target_session import KernelChoice
-from inference.loading.targets import Models, TargetSetup, context_length
-from inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
-from inference.measure.lossless import HALF
-from inference.measure.probe import NEW_TOKENS, tune
-from inference.measure.results import AUTOREGRESSIVE, Arm, Choosing, MakeArms, PromptResult, Skipped
-from inference.measure.threads import CpuWatch
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig
-from inference.sizing.policy import Tuning
-from outrider.errors import UserError
-from outrider.progress import Stage, counted
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.progress import Stage, counted
+from outrider.base.streams import Streams
+from outrider.data_prep.text.chat import render_prompt, spoken
+from outrider.data_prep.text.prompt_records import Prompt
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.vocabulary import UnusableTextError
+from outrider.inference.core.rounds import Clock, synchronized_clock
+from outrider.inference.core.target_session import KernelChoice
+from outrider.inference.loading.targets import Models, TargetSetup, context_length
+from outrider.inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
+from outrider.inference.measure.lossless import HALF
+from outrider.inference.measure.probe import NEW_TOKENS, tune
+from outrider.inference.measure.results import AUTOREGRESSIVE, Arm, Choosing, MakeArms, PromptResult, Skipped
+from outrider.inference.measure.threads import CpuWatch
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.sizing.policy import Tuning
 
 WARM_UP_TOKENS = 8
 JUDGED = 12  # evenly spread prompts that are judged if texts alone do not decide; so is every mismatch

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import DynamicCache, PreTrainedModel
 
-from draft_models.targets.attention import stock_attention
-from inference.core.session import Session
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import ROOT, DraftTree
+from outrider.draft_models.targets.attention import stock_attention
+from outrider.inference.core.session import Session
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import ROOT, DraftTree
 
 HALF = (torch.bfloat16, torch.float16)
 # Limits on the ratios. Correct runtimes stay below half of the way to them, faults far exceed them: bench_judgement.py.

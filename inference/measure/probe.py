@@ -10,28 +10,28 @@ import numpy as np
 from torch import Tensor
 from transformers import GenerationConfig
 
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.target import Target
-from inference.core.decode import autoregressive, speculative
-from inference.core.drafter import Drafter
-from inference.core.rounds import Clock, Round
-from inference.core.target_session import Runtime
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree
-from inference.drafters.shaped import ModelDrafter
-from inference.loading.generation_config import generate_settings, make_sampler
-from inference.loading.targets import Drafters, new_drafter, position_limits
-from inference.settings.kinds import KINDS
-from inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.settings.sampling import GREEDY, SamplingConfig
-from inference.shapes.factory import Structure
-from inference.sizing.costs import Costs, curve, typical
-from inference.sizing.node_sizes import SEARCH_SIZES, trials_of
-from inference.sizing.policy import INDICES, Tuning
-from inference.stopping.interface import Source
-from outrider.errors import UserError
-from outrider.progress import Stage
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.progress import Stage
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.target import Target
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.core.rounds import Clock, Round
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.loading.generation_config import generate_settings, make_sampler
+from outrider.inference.loading.targets import Drafters, new_drafter, position_limits
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
+from outrider.inference.shapes.factory import Structure
+from outrider.inference.sizing.costs import Costs, curve, typical
+from outrider.inference.sizing.node_sizes import SEARCH_SIZES, trials_of
+from outrider.inference.sizing.policy import INDICES, Tuning
+from outrider.inference.stopping.interface import Source
 
 SECONDS = 2.0  # time limit for starting another cycle through the probes, after the first CYCLES[0]
 CYCLES = (4, 10)  # fewest and most cycles; the first one warms up and is not timed

@@ -22,23 +22,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_prep.text.chat import VICUNA_SYSTEM
-from data_prep.text.prompt_records import Prompt
-from data_prep.text.sources import read_file
-from draft_models.early_exit.checkpoint import provenance
-from draft_models.targets.encoder import open_encoder
-from draft_models.targets.target import Target
-from draft_models.targets.vocabulary import vocabulary_digest
-from inference.core.decode import cut, decode_rounds
-from inference.core.drafter import Drafter
-from inference.core.rounds import Clock, Generation, Round, collect
-from inference.core.session import Session
-from inference.core.target_session import TargetSession, eager_session
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree, depths
-from inference.core.verify import verify_greedy
-from inference.loading.targets import Drafters, load_drafters, new_drafter
-from inference.measure.statistics import (
+from outrider.base.errors import UserError, require
+from outrider.base.files import is_text, require_writable, write_atomically, write_json
+from outrider.base.machine import describe_machine
+from outrider.base.processes import join_processes
+from outrider.base.progress import counted
+from outrider.base.run_dirs import only_run
+from outrider.base.streams import Streams
+from outrider.base.words import Table
+from outrider.data_prep.text.chat import VICUNA_SYSTEM
+from outrider.data_prep.text.prompt_records import Prompt
+from outrider.data_prep.text.sources import read_file
+from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.draft_models.targets.encoder import open_encoder
+from outrider.draft_models.targets.target import Target
+from outrider.draft_models.targets.vocabulary import vocabulary_digest
+from outrider.inference.core.decode import cut, decode_rounds
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.core.rounds import Clock, Generation, Round, collect
+from outrider.inference.core.session import Session
+from outrider.inference.core.target_session import TargetSession, eager_session
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree, depths
+from outrider.inference.core.verify import verify_greedy
+from outrider.inference.loading.targets import Drafters, load_drafters, new_drafter
+from outrider.inference.measure.statistics import (
     acceptance_by_position,
     decode_statistics,
     looped,
@@ -47,18 +55,10 @@ from inference.measure.statistics import (
     structure_statistics,
     tau_text,
 )
-from inference.measure.threads import use_threads
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import NGRAMS
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError, require
-from outrider.files import is_text, require_writable, write_atomically, write_json
-from outrider.machine import describe_machine
-from outrider.processes import join_processes
-from outrider.progress import counted
-from outrider.run_dirs import only_run
-from outrider.streams import Streams
-from outrider.words import Table
+from outrider.inference.measure.threads import use_threads
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import NGRAMS
+from outrider.inference.settings.method import MethodConfig
 
 CPU = torch.device("cpu")
 

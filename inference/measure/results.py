@@ -17,15 +17,15 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from inference.core.rounds import Generation, Round
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree
-from inference.measure.lossless import Deviation
-from outrider.errors import UserError
-from outrider.files import parse_json, read_json, sealed, unsealed, write_json
-from outrider.run_dirs import check_identity
-from outrider.settings import Settings, construct
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.files import parse_json, read_json, sealed, unsealed, write_json
+from outrider.base.run_dirs import check_identity
+from outrider.base.settings import Settings, construct
+from outrider.base.streams import Streams
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.measure.lossless import Deviation
 
 NODES_KEPT = 1000  # of a text's trees together: a page of some texts by ten methods stays below a megabyte
 

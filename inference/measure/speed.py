@@ -7,10 +7,10 @@ are measured like everything else, so that they can be checked.
 from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict
 
-from inference.core.rounds import Generation
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
-from inference.measure.statistics import bootstrap_median, looped
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.inference.core.rounds import Generation
+from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from outrider.inference.measure.statistics import bootstrap_median, looped
 
 
 class Speedup(TypedDict):

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
-from inference.core.rounds import Generation
+from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
+from outrider.inference.core.rounds import Generation
 
 
 def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from inference.core.rounds import Generation
-from inference.engines.blocked import PackedLinear, can_pack
-from inference.measure.results import Arm
-from outrider.machine import usable_cores
-from outrider.streams import Streams
+from outrider.base.machine import usable_cores
+from outrider.base.streams import Streams
+from outrider.inference.core.rounds import Generation
+from outrider.inference.engines.blocked import PackedLinear, can_pack
+from outrider.inference.measure.results import Arm
 
 ROWS, IN, OUT = 4, 1024, 4096  # shape of the timed product: a small model's, for a draft of a few tokens
 REPEATS = 24  # per number of threads, in turn; about 50 ms in total on an idle machine

@@ -5,8 +5,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from inference.core.rounds import Clock
-from inference.measure.statistics import MIN_PROMPTS
+from outrider.inference.core.rounds import Clock
+from outrider.inference.measure.statistics import MIN_PROMPTS
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data_prep.text.prompts import Prompt
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import read_records
-from inference.doctor.scores import table
-from inference.measure.results import PromptResult
-from inference.measure.statistics import coverage
-from inference.report.wording import Report
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from outrider.errors import UserError
-from outrider.settings import construct
-from outrider.words import in_words
+from outrider.base.errors import UserError
+from outrider.base.settings import construct
+from outrider.base.words import in_words
+from outrider.data_prep.text.prompts import Prompt
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.inference.doctor.scores import table
+from outrider.inference.measure.results import PromptResult
+from outrider.inference.measure.statistics import coverage
+from outrider.inference.report.wording import Report
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
 
 RUN = 8  # consecutive words; a run this long rarely occurs twice by chance
 CHARACTERS = 8_000_000  # limit on the training text searched, for a search of seconds

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from inference.measure.lossless import BULK, GAP, PEAK, Judgement, judge
-from inference.measure.results import AUTOREGRESSIVE, PromptResult
-from inference.report.wording import Report
-from outrider.words import Table
+from outrider.base.words import Table
+from outrider.inference.measure.lossless import BULK, GAP, PEAK, Judgement, judge
+from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult
+from outrider.inference.report.wording import Report
 
 HALF_NAMES = ("bfloat16", "float16")
 

@@ -11,13 +11,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from inference.core.tree import ROOT
-from inference.measure.results import PromptResult, ShownRound
-from inference.measure.statistics import loops_text
-from inference.report.facts import drafter_lines, overlap_sentence
-from inference.report.lossless import judgements, most_that_differ, resolution, wrong_arms
-from inference.report.served import served_table
-from inference.report.wording import (
+from outrider.base.words import Table
+from outrider.inference.core.tree import ROOT
+from outrider.inference.measure.results import PromptResult, ShownRound
+from outrider.inference.measure.statistics import loops_text
+from outrider.inference.report.facts import drafter_lines, overlap_sentence
+from outrider.inference.report.lossless import judgements, most_that_differ, resolution, wrong_arms
+from outrider.inference.report.served import served_table
+from outrider.inference.report.wording import (
     METHODS,
     Columns,
     Report,
@@ -32,7 +33,6 @@ from inference.report.wording import (
     recommendation,
     whole_table,
 )
-from outrider.words import Table
 
 HERE = Path(__file__).parent
 ASKED = 3000  # number of a prompt's last characters that are shown

@@ -9,9 +9,13 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from draft_models.early_exit.checkpoint import provenance
-from inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, TRANSFORMERS, PromptResult
-from inference.measure.speed import (
+from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.machine import describe_machine
+from outrider.base.streams import Streams
+from outrider.base.wandb_config import ID_FILE, WandbConfig
+from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, TRANSFORMERS, PromptResult
+from outrider.inference.measure.speed import (
     answers_per_second,
     break_even,
     by_prompt_tokens,
@@ -26,7 +30,7 @@ from inference.measure.speed import (
     tokens_per_second,
     without_loops,
 )
-from inference.measure.statistics import (
+from outrider.inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
     chosen_sizes,
@@ -36,10 +40,10 @@ from inference.measure.statistics import (
     structure_statistics,
     verdict,
 )
-from inference.report.facts import drafter_lines
-from inference.report.lossless import is_lossless, judgement_lines, lossless_section, target_differs
-from inference.report.served import served_lines
-from inference.report.wording import (
+from outrider.inference.report.facts import drafter_lines
+from outrider.inference.report.lossless import is_lossless, judgement_lines, lossless_section, target_differs
+from outrider.inference.report.served import served_lines
+from outrider.inference.report.wording import (
     busy_sentences,
     conditions,
     identical_text,
@@ -49,11 +53,7 @@ from inference.report.wording import (
     recommendation,
     whole_table,
 )
-from inference.sizing.policy import Tuning
-from outrider.files import require_writable, write_atomically, write_json
-from outrider.machine import describe_machine
-from outrider.streams import Streams
-from outrider.wandb_config import ID_FILE, WandbConfig
+from outrider.inference.sizing.policy import Tuning
 
 Report = dict[str, Any]
 EXACT = ("float32", "float64")  # dtypes in which texts must be equal, and no difference is a rounding tie

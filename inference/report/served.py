@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inference.core.rounds import Generation
-from inference.measure.results import AUTOREGRESSIVE, PromptResult
-from inference.measure.speed import speedup, without_loops
-from inference.measure.statistics import MIN_PROMPTS, decode_statistics, share_of_loops, verdict
-from inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
-from inference.settings.kinds import EAGLE3, KINDS
-from outrider.streams import Streams
-from outrider.words import Table
+from outrider.base.streams import Streams
+from outrider.base.words import Table
+from outrider.inference.core.rounds import Generation
+from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult
+from outrider.inference.measure.speed import speedup, without_loops
+from outrider.inference.measure.statistics import MIN_PROMPTS, decode_statistics, share_of_loops, verdict
+from outrider.inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
+from outrider.inference.settings.kinds import EAGLE3, KINDS
 
 LARGEST_DIFFERENCE = 0.02  # of the acceptance at a depth, that is not spoken of
 _DRAWS = 2000

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, PromptResult, read_results
-from inference.measure.speed import decoding, timed
-from inference.measure.statistics import bootstrap_median, looped, loops_text, share_of_loops, verdict
-from inference.report.wording import interval_text
-from inference.settings.tools import CompareConfig
-from outrider.errors import UserError, require
-from outrider.files import read_json, require_writable, write_atomically, write_json
-from outrider.run_dirs import only_run
-from outrider.streams import Streams
-from outrider.words import Table, listed
+from outrider.base.errors import UserError, require
+from outrider.base.files import read_json, require_writable, write_atomically, write_json
+from outrider.base.run_dirs import only_run
+from outrider.base.streams import Streams
+from outrider.base.words import Table, listed
+from outrider.inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, PromptResult, read_results
+from outrider.inference.measure.speed import decoding, timed
+from outrider.inference.measure.statistics import bootstrap_median, looped, loops_text, share_of_loops, verdict
+from outrider.inference.report.wording import interval_text
+from outrider.inference.settings.tools import CompareConfig
 
 COMPARISON = "compare.json"
 Value = Callable[[PromptResult, str], float]  # a figure of a method on a prompt

@@ -6,10 +6,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from inference.measure.results import TRANSFORMERS
-from inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text, tau_text
-from inference.settings.sampling import SamplingConfig
-from outrider.words import Table, in_shell, option
+from outrider.base.words import Table, in_shell, option
+from outrider.inference.measure.results import TRANSFORMERS
+from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text, tau_text
+from outrider.inference.settings.sampling import SamplingConfig
 
 Report = Mapping[str, Any]
 _LOOPS = ", where drafts are nearly always right; verdicts and the recommendation come from the others"

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from inference.core.rounds import Generation, Round
-from inference.serving import engine_worker
-from inference.serving.engine_worker import Json
-from inference.settings.method import MODULES
-from outrider.errors import UserError, reason, require
-from outrider.progress import Stage
+from outrider.base.errors import UserError, reason, require
+from outrider.base.progress import Stage
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.serving import engine_worker
+from outrider.inference.serving.engine_worker import Json
+from outrider.inference.settings.method import MODULES
 
 _SHOWN = 600  # characters of an engine's last words in an error
 _PATIENCE = 60  # seconds in which a Python starts

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from draft_models.ngrams.table import TrigramTable
-from inference.drafters.ngram.mixture import Mixture
-from inference.drafters.ngram.ngram_search import new_nodes
-from inference.settings.method import NgramConfig
-from outrider.errors import UserError, require
-from outrider.words import Shown
+from outrider.base.errors import UserError, require
+from outrider.base.words import Shown
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.inference.drafters.ngram.mixture import Mixture
+from outrider.inference.drafters.ngram.ngram_search import new_nodes
+from outrider.inference.settings.method import NgramConfig
 
 TABLE_VARIABLE = "OUTRIDER_TABLE"
 _CONFIG = NgramConfig(evidence="mixed")  # as method=ngrams learns

@@ -7,8 +7,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge
 
-from data_prep.text.settings import PromptSource, PromptTemplate
-from draft_models.targets.settings import (
+from outrider.base.errors import require
+from outrider.base.settings import Count, Named, Place, Positive, Url, free, only, opt, require_default
+from outrider.base.wandb_config import WandbConfig
+from outrider.base.words import SECRET_NAME
+from outrider.data_prep.text.settings import PromptSource, PromptTemplate
+from outrider.draft_models.targets.settings import (
     MODEL,
     DecodeDtype,
     DrafterFolder,
@@ -18,13 +22,9 @@ from draft_models.targets.settings import (
     RehearsedConfig,
     TableFolder,
 )
-from inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in
-from inference.settings.method import MODULES, Engine, MethodConfig, why_not, with_lengths
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import require
-from outrider.settings import Count, Named, Place, Positive, Url, free, only, opt, require_default
-from outrider.wandb_config import WandbConfig
-from outrider.words import SECRET_NAME
+from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in
+from outrider.inference.settings.method import MODULES, Engine, MethodConfig, why_not, with_lengths
+from outrider.inference.settings.sampling import SamplingConfig
 
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)

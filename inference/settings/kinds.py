@@ -12,21 +12,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack
 
-from draft_models.targets.settings import HEAD_FOLDER
-from outrider.files import read_mapping
+from outrider.base.files import read_mapping
+from outrider.draft_models.targets.settings import HEAD_FOLDER
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PreTrainedConfig
 
-    from draft_models.targets.open_target import OpenTarget
-    from draft_models.targets.settings import ReadingChanges
-    from draft_models.targets.target import Target
-    from inference.core.drafter import Drafter
-    from inference.settings.method import MethodConfig
-    from inference.sizing.policy import Tuning
-    from outrider.streams import Streams
+    from outrider.base.streams import Streams
+    from outrider.draft_models.targets.open_target import OpenTarget
+    from outrider.draft_models.targets.settings import ReadingChanges
+    from outrider.draft_models.targets.target import Target
+    from outrider.inference.core.drafter import Drafter
+    from outrider.inference.settings.method import MethodConfig
+    from outrider.inference.sizing.policy import Tuning
 
 
 Model = TypeVar("Model")
@@ -225,7 +225,7 @@ def register(kind: Kind) -> Kind:
 EARLY_EXIT = register(
     Kind(
         "early_exit",
-        "inference.drafters.early_exit:PLUGIN",
+        "outrider.inference.drafters.early_exit:PLUGIN",
         option="checkpoint",
         needs="an early-exit drafter directory",
         file="drafter.json",
@@ -241,7 +241,7 @@ EARLY_EXIT = register(
 SMALL_LM = register(
     Kind(
         "small_lm",
-        "inference.drafters.small_lm:PLUGIN",
+        "outrider.inference.drafters.small_lm:PLUGIN",
         option="small_lm",
         needs="a causal LM (directory, GGUF file or Hub name)",
         file="config.json",
@@ -255,7 +255,7 @@ SMALL_LM = register(
 EAGLE3 = register(
     Kind(
         "eagle3",
-        "inference.drafters.eagle3:PLUGIN",
+        "outrider.inference.drafters.eagle3:PLUGIN",
         option="eagle3",
         needs="a directory or Hub name of an EAGLE-3 head",
         file="config.json",
@@ -267,11 +267,11 @@ EAGLE3 = register(
         layers=True,
     )
 )
-register(Kind("skip_layers", "inference.drafters.skip_layers:PLUGIN", own=("skip",), layers=True))
+register(Kind("skip_layers", "outrider.inference.drafters.skip_layers:PLUGIN", own=("skip",), layers=True))
 PROMPT_LOOKUP = register(
     Kind(
         "prompt_lookup",
-        "inference.drafters.ngram.lookup:PLUGIN",
+        "outrider.inference.drafters.ngram.lookup:PLUGIN",
         shaped=False,
         own=("max_ngram", "stop.max_draft"),
         served="ngram",
@@ -280,7 +280,7 @@ PROMPT_LOOKUP = register(
 NGRAMS = register(
     Kind(
         "ngrams",
-        "inference.drafters.ngram.ngrams:PLUGIN",
+        "outrider.inference.drafters.ngram.ngrams:PLUGIN",
         option="table",
         needs="an n-gram table directory (outrider build-trigrams)",
         file="table.safetensors",

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from inference.settings.kinds import EARLY_EXIT, KINDS, NGRAMS, Kind
-from inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
-from outrider.errors import require, require_choice
-from outrider.settings import Count, Positive, Settings, Share, only, opt, require_default
+from outrider.base.errors import require, require_choice
+from outrider.base.settings import Count, Positive, Settings, Share, only, opt, require_default
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, NGRAMS, Kind
+from outrider.inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
 # depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the

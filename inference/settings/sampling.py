@@ -5,8 +5,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from outrider.errors import require
-from outrider.settings import Settings, Share, opt
+from outrider.base.errors import require
+from outrider.base.settings import Settings, Share, opt
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
 
-from data_prep.text.settings import PromptSource, PromptTemplate
-from draft_models.targets.settings import DecodeDtype, DrafterFolder, Dtype, Head, Model, TableFolder
-from inference.settings.evaluate import Runtime
-from inference.settings.method import MethodConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import require
-from outrider.settings import Count, Place, Positive, RunConfig, Seed, Settings, Url, free, opt, require_default
+from outrider.base.errors import require
+from outrider.base.settings import Count, Place, Positive, RunConfig, Seed, Settings, Url, free, opt, require_default
+from outrider.data_prep.text.settings import PromptSource, PromptTemplate
+from outrider.draft_models.targets.settings import DecodeDtype, DrafterFolder, Dtype, Head, Model, TableFolder
+from outrider.inference.settings.evaluate import Runtime
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from draft_models.calibration_head import CalibrationHead
-from inference.core.drafter import CANDIDATE, CHOSEN, TRIED
-from inference.core.tree import DraftTree, OptimalTree
-from inference.settings.limits import MOST_NODES
-from inference.settings.method import AUTO, Draw, MethodConfig, StructureConfig, StructureKind, number
-from inference.shapes.opt_tree import opt_tree
-from inference.shapes.shapes import chain, find_shape, k_config, plain_probs, static
-from inference.shapes.token_graph import GraphTree, token_graph
-from inference.sizing.policy import (
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
+from outrider.inference.core.tree import DraftTree, OptimalTree
+from outrider.inference.settings.limits import MOST_NODES
+from outrider.inference.settings.method import AUTO, Draw, MethodConfig, StructureConfig, StructureKind, number
+from outrider.inference.shapes.opt_tree import opt_tree
+from outrider.inference.shapes.shapes import chain, find_shape, k_config, plain_probs, static
+from outrider.inference.shapes.token_graph import GraphTree, token_graph
+from outrider.inference.sizing.policy import (
     BestWidths,
     TreeSizes,
     Trials,
@@ -26,10 +27,9 @@ from inference.sizing.policy import (
     trials_by_band,
     trials_in_chain,
 )
-from inference.stopping.factory import make_rule, required
-from inference.stopping.interface import Source, StopRule, ToProbs
-from inference.stopping.plain import BestLength, FixedLength
-from outrider.streams import Streams
+from outrider.inference.stopping.factory import make_rule, required
+from outrider.inference.stopping.interface import Source, StopRule, ToProbs
+from outrider.inference.stopping.plain import BestLength, FixedLength
 
 
 class Structure(ABC):

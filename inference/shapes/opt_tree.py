@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference.core.ops import likeliest_children
-from inference.core.tree import ROOT, OptimalTree
-from inference.shapes.shapes import cat_levels, plain_probs, stops
-from inference.sizing.policy import TreeGrowth
-from inference.stopping.interface import Source, StopRule, ToProbs
+from outrider.inference.core.ops import likeliest_children
+from outrider.inference.core.tree import ROOT, OptimalTree
+from outrider.inference.shapes.shapes import cat_levels, plain_probs, stops
+from outrider.inference.sizing.policy import TreeGrowth
+from outrider.inference.stopping.interface import Source, StopRule, ToProbs
 
 
 def opt_tree(

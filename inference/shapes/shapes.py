@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.core.ops import largest
-from inference.core.sampling import invert
-from inference.core.tree import ROOT, DraftTree, chain_parents
-from inference.settings.method import DRAWS, Draw
-from inference.stopping.interface import Source, Step, StopRule, ToProbs
-from outrider.errors import UserError, require_choice
-from outrider.files import read_json
+from outrider.base.errors import UserError, require_choice
+from outrider.base.files import read_json
+from outrider.inference.core.ops import largest
+from outrider.inference.core.sampling import invert
+from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
+from outrider.inference.settings.method import DRAWS, Draw
+from outrider.inference.stopping.interface import Source, Step, StopRule, ToProbs
 
 
 def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Source, row: int = 0) -> bool:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inference.core.tree import ROOT, DraftTree
-from inference.settings.method import StructureConfig, number
-from inference.shapes.shapes import plain_probs, stops
-from inference.stopping.interface import Source, StopRule, ToProbs
+from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.settings.method import StructureConfig, number
+from outrider.inference.shapes.shapes import plain_probs, stops
+from outrider.inference.stopping.interface import Source, StopRule, ToProbs
 
 
 @dataclass(frozen=True)

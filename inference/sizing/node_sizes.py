@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draft_models.ngrams.kernels import lean
-from inference.core.drafter import CHOSEN
-from inference.settings.limits import MOST_NODES
-from inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
+from outrider.draft_models.ngrams.kernels import lean
+from outrider.inference.core.drafter import CHOSEN
+from outrider.inference.settings.limits import MOST_NODES
+from outrider.inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
 
 SEARCH_SIZES = (8, 16, 32, MOST_NODES)  # sizes of a search, in nodes
 _HALVES = 2.0 ** (-np.arange(1, BANDS) / 2)  # lower bounds of all bands of q except the last

@@ -18,9 +18,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from inference.core.tree import ROOT, DraftTree, OptimalTree
-from inference.settings.limits import LONGEST_CHAIN, MOST_NODES
-from inference.sizing.costs import Costs
+from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
+from outrider.inference.settings.limits import LONGEST_CHAIN, MOST_NODES
+from outrider.inference.sizing.costs import Costs
 
 DEEPEST = 16  # a limit of "auto", with MOST_NODES and LONGEST_CHAIN
 WIDTHS, WIDEST_FAMILY = (1, 2, 3, 4, 6, 8), 8  # children of a node in a k-config tree that "auto" considers

@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from draft_models.calibration_head import CalibrationHead
-from inference.settings.method import AUTO, THRESHOLDS, Rule, StopConfig
-from inference.sizing.policy import Tuning
-from inference.stopping.interface import Step, StopRule, ask
-from inference.stopping.plain import SVIP, AdaEDL, BestLength, Confidence, FixedLength, RejectionRisk
-from inference.stopping.survival import Belief, Survival, Trust
-from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.inference.settings.method import AUTO, THRESHOLDS, Rule, StopConfig
+from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping.interface import Step, StopRule, ask
+from outrider.inference.stopping.plain import SVIP, AdaEDL, BestLength, Confidence, FixedLength, RejectionRisk
+from outrider.inference.stopping.survival import Belief, Survival, Trust
+from outrider.inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
 
 # A drafter's q may be miscalibrated either way: a greedy target accepts tokens of low q nearly always.
 DRAFT = Belief(offset=(0.0, 3.0), slope=(1.0, 0.5))

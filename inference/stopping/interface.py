@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draft_models.calibration_head import CalibrationHead, log_odds
+from outrider.draft_models.calibration_head import CalibrationHead, log_odds
 
 # Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
 ToProbs = Callable[[Tensor, Sequence[int]], Tensor]

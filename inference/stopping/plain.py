@@ -7,10 +7,10 @@ right. Both bound the acceptance probability from below by 1 − √(c H(q)), an
 import math
 from dataclasses import dataclass
 
-from draft_models.calibration_head import CalibrationHead
-from inference.settings.limits import LONGEST_CHAIN
-from inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
-from inference.stopping.interface import Step, StopRule, ask, sigmoid
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.inference.settings.limits import LONGEST_CHAIN
+from outrider.inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
+from outrider.inference.stopping.interface import Step, StopRule, ask, sigmoid
 
 # The threshold's update: the target acceptance rate, the step, and the smoothing of rate and threshold. It follows
 # Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.

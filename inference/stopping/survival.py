@@ -6,9 +6,9 @@ The scores of tokens are calibrated for the current text as it grows.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inference.settings.limits import LONGEST_CHAIN
-from inference.sizing.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
-from inference.stopping.interface import Step, StopRule, sigmoid
+from outrider.inference.settings.limits import LONGEST_CHAIN
+from outrider.inference.sizing.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
+from outrider.inference.stopping.interface import Step, StopRule, sigmoid
 
 PRIOR_ROUNDS = 4.0  # weight of the rate expected at the start, in rounds of this generation
 DRIFT = 0.03  # share of the prior's variances added per round: text has easy and hard stretches

@@ -2,8 +2,8 @@
 
 import random
 
-from draft_models.calibration_head import CalibrationHead
-from inference.stopping.interface import Step, StopRule, ask, sigmoid
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.inference.stopping.interface import Step, StopRule, ask, sigmoid
 
 
 class BetaThompson(StopRule):

@@ -21,31 +21,31 @@ from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, cast, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from conf.options import known_as, settings_of
-from data_prep.text.chat import StreamedText, render_prompt
-from data_prep.text.prompt_records import Prompt
-from data_prep.text.records import Message
-from data_prep.text.settings import PromptTemplate
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.settings import DecodeDtype
-from inference.core.decode import autoregressive, speculative, until
-from inference.core.rounds import Round, synchronized_clock
-from inference.core.stop_strings import StopStrings
-from inference.core.token_selector import TokenSelector
-from inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
-from inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
-from inference.measure.probe import tune
-from inference.measure.results import AUTOREGRESSIVE
-from inference.settings.evaluate import EvaluateConfig, Runtime
-from inference.settings.kinds import KINDS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
-from inference.settings.method import MethodConfig
-from inference.settings.sampling import GREEDY, SamplingConfig
-from inference.sizing.policy import Tuning
-from outrider.errors import UserError, require
-from outrider.progress import Stage
-from outrider.settings import Count, Named, construct
-from outrider.streams import Streams
-from outrider.words import did_you_mean
+from outrider.base.errors import UserError, require
+from outrider.base.progress import Stage
+from outrider.base.settings import Count, Named, construct
+from outrider.base.streams import Streams
+from outrider.base.words import did_you_mean
+from outrider.commands.options import known_as, settings_of
+from outrider.data_prep.text.chat import StreamedText, render_prompt
+from outrider.data_prep.text.prompt_records import Prompt
+from outrider.data_prep.text.records import Message
+from outrider.data_prep.text.settings import PromptTemplate
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.settings import DecodeDtype
+from outrider.inference.core.decode import autoregressive, speculative, until
+from outrider.inference.core.rounds import Round, synchronized_clock
+from outrider.inference.core.stop_strings import StopStrings
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
+from outrider.inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
+from outrider.inference.measure.probe import tune
+from outrider.inference.measure.results import AUTOREGRESSIVE
+from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
+from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
+from outrider.inference.sizing.policy import Tuning
 
 # {"role": "system" | "user" | "assistant", "content": text}; the last is a user's. An answer may have its "ids".
 Messages = Sequence[Mapping[str, object]]
@@ -256,7 +256,7 @@ class Model:
             else Prompt(str(number), "chat", tuple(prompt), True)
             for number, prompt in enumerate(prompts, start=1)
         ]
-        from inference.evaluate.compare import evaluate_checkpoint  # the report's modules: loaded only for one
+        from outrider.inference.evaluate.compare import evaluate_checkpoint  # the report's modules: loaded only for one
 
         with nullcontext(out_dir) if out_dir is not None else tempfile.TemporaryDirectory() as folder:
             config = replace(self.config, out_dir=folder, **options)

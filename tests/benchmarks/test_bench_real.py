@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_config, load_tokenizer
-from draft_models.targets.tensor_files import open_tensors
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.tiny import VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 
 # In the place of the package. Every model counts on from the last token, the one that drafts up to 4.
@@ -126,7 +126,7 @@ def test_a_judgement_says_whose_faults_it_found() -> None:
 def test_llama_cpp_runs_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peer_llamacpp import llama_server, llama_version
 
-    from outrider.streams import Streams
+    from outrider.base.streams import Streams
 
     with pytest.raises(UserError, match=r"llama_cpp.*pip install llama-cpp-python"):
         llama_version(sys.executable)

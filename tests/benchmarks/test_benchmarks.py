@@ -8,12 +8,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from draft_models.early_exit.model import EarlyExit, NoLayer
-from draft_models.targets.stack import LayerStack
-from inference.core.target_session import TargetSession
-from inference.core.tree import ROOT, chain_parents
-from inference.drafters.early_exit import EarlyExitSource
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.early_exit.model import EarlyExit, NoLayer
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.target_session import TargetSession
+from outrider.inference.core.tree import ROOT, chain_parents
+from outrider.inference.drafters.early_exit import EarlyExitSource
 from tests.families import save_family
 from tests.tiny import ARCHITECTURES, VOCABULARY, make_drafter, open_stack, random_prompt, save_target
 

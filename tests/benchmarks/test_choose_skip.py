@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.core.decode import autoregressive
-from inference.core.target_session import TargetSession
-from inference.core.tree import ROOT
-from inference.drafters.skip_layers import SkipLayersSource
+from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.target_session import TargetSession
+from outrider.inference.core.tree import ROOT
+from outrider.inference.drafters.skip_layers import SkipLayersSource
 from tests.tiny import open_stack, random_prompt, save_target
 
 

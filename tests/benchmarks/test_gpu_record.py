@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.errors import UserError
+from outrider.base.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_models.calibration import drafter_digest, load_calibration
-from draft_models.eagle3.checkpoint import new_head, open_head, save_head
-from draft_models.eagle3.reading import default_taps, new_reading
-from draft_models.early_exit.checkpoint import read_meta, save_pretrained
-from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.open_target import open_target
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TARGET
-from draft_models.targets.tensor_files import open_tensors
-from draft_models.tiny.models import save_tiny_models
-from inference.core.decode import autoregressive
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.calibration import drafter_digest, load_calibration
+from outrider.draft_models.eagle3.checkpoint import new_head, open_head, save_head
+from outrider.draft_models.eagle3.reading import default_taps, new_reading
+from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TARGET
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.draft_models.tiny.models import save_tiny_models
+from outrider.inference.core.decode import autoregressive
 from tests.fitted_heads import fitted_head
 from tests.tiny import make_drafter, random_prompt, reference_generate, save_target, shake_norms_and_biases, unproven
 

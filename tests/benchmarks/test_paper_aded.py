@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from draft_models.ngrams.suffixes import read_only, separated, sort_suffixes
-from draft_models.ngrams.table import TrigramTable
-from inference.core.decode import autoregressive
-from inference.core.tree import ROOT, depths
-from inference.drafters.ngram.ngram_search import exploration
+from outrider.draft_models.ngrams.suffixes import read_only, separated, sort_suffixes
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.tree import ROOT, depths
+from outrider.inference.drafters.ngram.ngram_search import exploration
 from tests.tiny import open_stack, random_prompt, save_target
 
 VOCABULARY = 12

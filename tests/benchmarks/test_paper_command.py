@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
+from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
 from tests.tiny import save_target
 
 
@@ -93,9 +93,9 @@ def test_times_are_of_the_rows_that_claims_of_time_name_and_of_few_tokens(
 def test_exits_of_every_shape_are_compared(paper: Callable[..., Any], tiny_models: Path, tmp_path: Path) -> None:
     """Each drafts for its own rows, and what a step costs is what its layers and the head weigh. In time all are
     compared with the same plain decoding."""
-    from draft_models.early_exit.checkpoint import save_pretrained
-    from draft_models.early_exit.model import EarlyExit, exit_layers
-    from draft_models.targets.open_target import open_target
+    from outrider.draft_models.early_exit.checkpoint import save_pretrained
+    from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
+    from outrider.draft_models.targets.open_target import open_target
 
     target = open_target(str(tiny_models / TARGET))
     for name, n, depth in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2)):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inference.settings.kinds import KINDS
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.inference.settings.kinds import KINDS
 
 
 def table_4(folder: Path | None, checkpoint: str | None = None):  # type: ignore[no-untyped-def]
@@ -38,7 +38,7 @@ def test_table_4_names_what_it_lacks_and_takes_what_is_there(tmp_path: Path) -> 
 
 
 def test_table_4_says_how_much_its_drafters_learned_from(tmp_path: Path, tiny_models: Path) -> None:
-    from draft_models.early_exit.checkpoint import META_FILE
+    from outrider.draft_models.early_exit.checkpoint import META_FILE
 
     assert table_4(tmp_path).note == ""
     shutil.copytree(tiny_models / str(KINDS["early_exit"].tiny), tmp_path / "mixed")

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.tree import DraftTree
-from inference.settings.method import StructureConfig
-from inference.shapes.token_graph import token_graph
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.settings.method import StructureConfig
+from outrider.inference.shapes.token_graph import token_graph
 from tests.known_source import KnownSource, Q, root, untied
 from tests.tiers import as_many
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.settings.method import MethodConfig, StopConfig
-from inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.sampling import SamplingConfig
 
 Counts = dict[str, float]
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from inference.core.decode import autoregressive
-from inference.core.verify import Matching, Rejection
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.shapes import full_shape
+from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.verify import Matching, Rejection
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.shapes import full_shape
 from tests.tiny import open_stack, random_prompt, save_target
 
 RULES = {"without": (False, False), "with": (True, False), "naive": (False, True), "naive, with": (True, True)}

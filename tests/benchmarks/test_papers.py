@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.calibration_head import CalibrationHead
-from draft_models.targets.stack import LayerStack
-from draft_models.tiny.models import tiny_head
-from inference.core.decode import autoregressive
-from inference.core.tree import OptimalTree
-from inference.drafters.shaped import Calibrated
-from inference.loading.targets import prepare
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.token_graph import GraphTree
-from outrider.errors import UserError
-from outrider.files import write_json
+from outrider.base.errors import UserError
+from outrider.base.files import write_json
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.tiny.models import tiny_head
+from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.tree import OptimalTree
+from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.loading.targets import prepare
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.token_graph import GraphTree
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 Counts = dict[str, float]
@@ -263,8 +263,8 @@ def test_a_session_knows_the_prompts_before_it(tiny_models: Path) -> None:
     from papers.claims import Row
     from papers.measuring import Asked, Bench, continued, counts_of
 
-    from draft_models.ngrams.table import TrigramTable
-    from draft_models.targets.settings import TABLE
+    from outrider.draft_models.ngrams.table import TrigramTable
+    from outrider.draft_models.targets.settings import TABLE
 
     table = TrigramTable.open(tiny_models / TABLE)
     text = tuple(random_prompt(60, 3))
@@ -282,8 +282,8 @@ def test_a_session_knows_the_prompts_before_it(tiny_models: Path) -> None:
 def test_one_solved_example_stands_before_every_prompt(tmp_path: Path) -> None:
     from papers.shots import with_example
 
-    from data_prep.text.prompts import Prompt
-    from outrider.errors import UserError
+    from outrider.base.errors import UserError
+    from outrider.data_prep.text.prompts import Prompt
 
     file = tmp_path / "p.jsonl"
     rows = [{"question": "one?", "answer": "1"}, {"question": "two?", "answer": "2"}, {"question": "three?"}]

@@ -10,26 +10,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_models.calibration import META_FILE as CALIBRATION_FILE
-from draft_models.card import write_card
-from draft_models.draft_vocabulary import narrow
-from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
-from draft_models.early_exit.model import USE
-from draft_models.ngrams.table import TrigramTable
-from draft_models.small_lm.model import TRAINING_FILE, load_small_lm
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.narrowed import DraftVocabulary
-from draft_models.targets.open_target import load_tokenizer, open_target
-from draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from draft_models.targets.stack import LayerStack
-from draft_models.tiny.models import save_tiny_model, save_tiny_models
-from inference.loading.targets import load_drafters
-from inference.report.facts import drafter_lines, trained_seconds
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig, StopConfig
-from outrider.errors import UserError
-from train.parts.drafter import export
+from outrider.base.errors import UserError
+from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
+from outrider.draft_models.card import write_card
+from outrider.draft_models.draft_vocabulary import narrow
+from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, read_meta
+from outrider.draft_models.early_exit.model import USE
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import TRAINING_FILE, load_small_lm
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.draft_models.targets.open_target import load_tokenizer, open_target
+from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.tiny.models import save_tiny_model, save_tiny_models
+from outrider.inference.loading.targets import load_drafters
+from outrider.inference.report.facts import drafter_lines, trained_seconds
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.train.parts.drafter import export
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = sorted((ROOT / "drafters").glob("*"))

@@ -19,26 +19,26 @@ import torch
 from tokenizers import normalizers
 
 import outrider
-from data_prep.ngrams.token_shards import passages
-from data_prep.responses import generate as responses_module
-from data_prep.responses.generate import generate_responses
-from data_prep.responses.settings import GenerateConfig
-from data_prep.responses.tasks import Answer, Task
-from data_prep.text import documents
-from data_prep.text.documents import encode
-from data_prep.text.records import Read, find_layout, to_record
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import read_records
-from draft_models.losses import IGNORE
-from draft_models.targets.encoder import open_encoder
-from draft_models.targets.open_target import load_tokenizer
-from inference.audit.answers import read_answers
-from inference.conversation import Chat, Screen
-from inference.core.rounds import Round
-from inference.settings.tools import ChatConfig
-from outrider import errors
-from outrider.errors import UserError
+from outrider.base import errors
+from outrider.base.errors import UserError
+from outrider.data_prep.ngrams.token_shards import passages
+from outrider.data_prep.text import documents
+from outrider.data_prep.text.documents import encode
+from outrider.data_prep.text.records import Read, find_layout, to_record
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.encoder import open_encoder
+from outrider.draft_models.targets.open_target import load_tokenizer
+from outrider.inference.audit.answers import read_answers
+from outrider.inference.batch import generate as responses_module
+from outrider.inference.batch.generate import generate_responses
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.batch.tasks import Answer, Task
+from outrider.inference.conversation import Chat, Screen
+from outrider.inference.core.rounds import Round
+from outrider.inference.settings.tools import ChatConfig
 from tests.cases.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
 from tests.tiny import save_target
 

@@ -7,16 +7,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
-from data_prep.formats.gguf_config import FAMILIES
-from data_prep.settings import ConvertConfig
-from data_prep.targets import convert_target
-from draft_models.targets.open_target import open_target
-from outrider.errors import UserError
-from tests.data_prep.formats.test_gguf import example, write_family
+from outrider.base.errors import UserError
+from outrider.data_prep.settings import ConvertConfig
+from outrider.data_prep.targets import convert_target
+from outrider.draft_models.formats.gguf_config import FAMILIES
+from outrider.draft_models.targets.open_target import open_target
+from outrider.train import auto_run
+from outrider.train.settings.auto import AutoConfig
+from tests.draft_models.formats.test_gguf import example, write_family
 from tests.gguf_files import rewritten
 from tests.tiny import reference_generate
-from train import auto_run
-from train.settings.auto import AutoConfig
 
 
 def test_a_quantised_gemma_3_is_converted_and_decoded_with(tmp_path: Path) -> None:

@@ -19,30 +19,30 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import conf
-from data_prep.responses import client, server
-from data_prep.responses.generate import generate_responses
-from data_prep.responses.server import Server
-from data_prep.responses.settings import GenerateConfig
-from data_prep.targets import take_out
-from data_prep.text import chat
-from data_prep.text.settings import DataConfig
-from draft_models.targets.open_target import open_target
-from inference.audit import __main__ as audit_command
-from inference.audit.answers import ServedAnswer, read_answers
-from inference.audit.audit import audit, judged, read
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.tools import AuditConfig
 from outrider import cli
+from outrider import commands as conf
 from outrider.api.model import preset
-from outrider.errors import UserError, require, warn
-from outrider.files import parse_json
-from outrider.run_dirs import HOLDER_FILE, only_run
-from outrider.streams import Streams
-from outrider.wandb_config import WandbConfig
-from outrider.words import clean
+from outrider.base.errors import UserError, require, warn
+from outrider.base.files import parse_json
+from outrider.base.run_dirs import HOLDER_FILE, only_run
+from outrider.base.streams import Streams
+from outrider.base.wandb_config import WandbConfig
+from outrider.base.words import clean
+from outrider.data_prep.targets import take_out
+from outrider.data_prep.text import chat
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.audit import __main__ as audit_command
+from outrider.inference.audit.answers import ServedAnswer, read_answers
+from outrider.inference.audit.audit import audit, judged, read
+from outrider.inference.batch import client, server
+from outrider.inference.batch.generate import generate_responses
+from outrider.inference.batch.server import Server
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.tools import AuditConfig
 from tests.data_prep.responding import ENDS, letter_tokenizer, responses, skipped
-from tests.data_prep.responses.serving import MODELS, Engine, replying, serving
+from tests.inference.batch.serving import MODELS, Engine, replying, serving
 from tests.test_shape import sources
 from tests.tiny import save_target
 
@@ -81,7 +81,7 @@ def asked(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     alone = SimpleNamespace(
         device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True, wait_for_everyone=lambda: 0
     )
-    monkeypatch.setattr("data_prep.responses.generate.join_processes", lambda: alone)
+    monkeypatch.setattr("outrider.inference.batch.generate.join_processes", lambda: alone)
 
     def make(command: str, url: str, **values: Any) -> Any:
         own = {"max_new_tokens": 8, "concurrency": 2, "server_retries": 0, "server_timeout": 5.0, **values}
@@ -296,10 +296,17 @@ def test_a_nested_stream_is_none(target: Path, asked: Callable[..., Any]) -> Non
 def test_json_from_outside_goes_through_the_bounded_reader() -> None:
     """The others read what this project or a library wrote from values in memory, or what was checked before."""
     known = {
-        "outrider.files", "outrider.run_dirs", "outrider.api.model", "inference.loading.generation_config",
-        "inference.serving.engine_process", "inference.serving.engine_worker", "draft_models.targets.fingerprint",
-        "data_prep.formats.gguf_write", "data_prep.formats.torch_files", "train.core.progress",
-    }  # fmt: skip
+        "outrider.base.files",
+        "outrider.base.run_dirs",
+        "outrider.api.model",
+        "outrider.inference.loading.generation_config",
+        "outrider.inference.serving.engine_process",
+        "outrider.inference.serving.engine_worker",
+        "outrider.draft_models.targets.fingerprint",
+        "outrider.draft_models.formats.gguf_write",
+        "outrider.draft_models.formats.torch_files",
+        "outrider.train.core.progress",
+    }
     found = {name for name, file in sources().items() if re.search(r"json\.loads?\b", file.read_text())}
     assert found <= known, found - known
     for nested in (b"[" * 100_000, b'{"a":' * 100_000):

@@ -26,31 +26,31 @@ from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from conf import config_for, reported
-from data_prep.python_docs import own_split, write_prompts
-from data_prep.responses.generate import run_identity
-from data_prep.settings import PromptsConfig
-from data_prep.text.prompts import read_prompts
-from data_prep.text.records import turn_key
-from data_prep.text.rows import PackedRows, load_rows
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import read_records, resolve_paths
-from draft_models.card import serving, write_card
-from draft_models.early_exit.model import USE
-from draft_models.targets.encoder import open_encoder
-from draft_models.targets.open_target import open_target
-from inference.evaluate_checkpoint import with_methods
-from inference.loading.rehearsal import read_some
+from outrider.base.errors import UserError
+from outrider.base.run_dirs import check_identity
+from outrider.base.words import option
 from outrider.cli import print_anything, say
-from outrider.errors import UserError
-from outrider.run_dirs import check_identity
-from outrider.words import option
+from outrider.commands import config_for, reported
+from outrider.data_prep.python_docs import own_split, write_prompts
+from outrider.data_prep.settings import PromptsConfig
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.records import turn_key
+from outrider.data_prep.text.rows import PackedRows, load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records, resolve_paths
+from outrider.draft_models.card import serving, write_card
+from outrider.draft_models.early_exit.model import USE
+from outrider.draft_models.targets.encoder import open_encoder
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.batch.generate import run_identity
+from outrider.inference.evaluate_checkpoint import with_methods
+from outrider.inference.loading.rehearsal import read_some
+from outrider.train.auto_run import Choice, Look, pipeline_of
+from outrider.train.pipeline_settings import STEPS, PipelineConfig, StepConfig
+from outrider.train.settings.auto import TRAINED, AutoConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.tiers import as_many
 from tests.tiny import byte_tokenizer, save_target
-from train.auto_run import Choice, Look, pipeline_of
-from train.pipeline_settings import STEPS, PipelineConfig, StepConfig
-from train.settings.auto import TRAINED, AutoConfig
 
 ODD = "=,()[]{}$'\"#%~\\ \n\té-*?:&;|@!`<>+.01ae"
 TEXTS = st.text(st.sampled_from(ODD), min_size=1, max_size=12) | st.text(

@@ -1,6 +1,7 @@
 """What can be known before the first minute, in every command: tokens, sizes, templates, prompts, files."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -13,37 +14,37 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import outrider
-from conf import config_for
-from data_prep.responses.generate import generate_responses
-from data_prep.responses.settings import GenerateConfig
-from data_prep.text.prompts import read_prompts
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from draft_models.ngrams.table import TrigramTable
-from draft_models.small_lm.model import TRAINING_FILE
-from draft_models.targets.open_target import open_target
-from inference.audit.answers import read_answers
-from inference.drafters.ngram.ngrams import open_table
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.commands import config_for
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import TRAINING_FILE
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.audit.answers import read_answers
+from outrider.inference.batch.generate import generate_responses
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
+from outrider.train import auto_run
+from outrider.train.auto_run import run_auto
+from outrider.train.exporting import export_drafter
+from outrider.train.pipeline_run import fitted
+from outrider.train.pipeline_settings import PipelineConfig, StepConfig
+from outrider.train.recipes import calibration
+from outrider.train.recipes.calibration import calibrate
+from outrider.train.recipes.eagle3 import train_eagle3
+from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.settings.auto import AutoConfig
+from outrider.train.settings.drafters import DrafterConfig
+from outrider.train.settings.export import ExportConfig
 from tests.data_prep.responding import skipped
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import byte_tokenizer, save_target
 from tests.train import jobs
-from train import auto_run
-from train.auto_run import run_auto
-from train.exporting import export_drafter
-from train.pipeline_run import fitted
-from train.pipeline_settings import PipelineConfig, StepConfig
-from train.recipes import calibration
-from train.recipes.calibration import calibrate
-from train.recipes.eagle3 import train_eagle3
-from train.recipes.early_exit import train_early_exit
-from train.recipes.small_lm import finetune_drafter
-from train.settings.auto import AutoConfig
-from train.settings.drafters import DrafterConfig
-from train.settings.export import ExportConfig
 
 ROWS = 258  # the tokenizer's <pad> is the id 258
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + jobs.CHAT
@@ -282,7 +283,7 @@ def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("minutes", [0.01, 3.4, -1.0, float("nan")])
 def test_minutes_that_are_never_enough_are_refused_before_anything_is_answered(minutes: float) -> None:
-    with pytest.raises(UserError, match=r"minutes=.*3\.5"):
+    with pytest.raises(UserError, match="minutes=nan: expected" if math.isnan(minutes) else r"minutes=.*3\.5"):
         AutoConfig(target="org/model", minutes=minutes)
     assert auto_run._QUICK + auto_run._FEWEST == 3.5
 

@@ -16,32 +16,32 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import outrider
-from data_prep.responses.generate import load_target
-from data_prep.responses.settings import GenerateConfig
-from data_prep.text.settings import DataConfig
-from draft_models.draft_vocabulary import TOKENS_FILE, read_draft_vocabulary
-from draft_models.eagle3.checkpoint import load_head
-from draft_models.early_exit.checkpoint import (
+from outrider.base.errors import UserError
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.draft_vocabulary import TOKENS_FILE, read_draft_vocabulary
+from outrider.draft_models.eagle3.checkpoint import load_head
+from outrider.draft_models.early_exit.checkpoint import (
     META_FILE,
     WEIGHTS_FILE,
     from_pretrained,
     read_draft_tokens,
     save_pretrained,
 )
-from draft_models.small_lm.model import load_small_lm, load_whole_lm
-from draft_models.targets import open_target as opening
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.narrowed import MARK
-from draft_models.targets.open_target import load_config, open_target
-from draft_models.targets.tensor_files import TensorFiles, open_tensors
-from inference.loading.targets import load_plain, load_stack
-from outrider.errors import UserError
+from outrider.draft_models.small_lm.model import load_small_lm, load_whole_lm
+from outrider.draft_models.targets import open_target as opening
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.narrowed import MARK
+from outrider.draft_models.targets.open_target import load_config, open_target
+from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
+from outrider.inference.batch.generate import load_target
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.loading.targets import load_plain, load_stack
+from outrider.train.recipes.small_lm import start_lm
+from outrider.train.settings.drafters import DrafterConfig
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
 from tests.tiers import quick_where
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 from tests.train.jobs import finetuning
-from train.recipes.small_lm import start_lm
-from train.settings.drafters import DrafterConfig
 
 CPU, FLOAT = torch.device("cpu"), torch.float32
 HEAD, EMBEDDING, LAST = "lm_head.weight", "model.embed_tokens.weight", f"model.layers.{LAYERS - 1}.mlp.up_proj.weight"

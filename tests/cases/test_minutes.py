@@ -18,31 +18,31 @@ from unittest.mock import patch
 
 import pytest
 
-from conf import config_for
-from data_prep.responses.tasks import Todo, read_tasks
-from data_prep.text.chat import render_prompt
-from data_prep.text.documents import encode
-from draft_models.card import write_card
-from draft_models.early_exit.model import USE
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
-from inference.loading.rehearsal import read_some
-from inference.measure.statistics import MIN_PROMPTS
-from inference.measure.time_limit import TimeLimit
-from inference.report.wording import busy_sentences, measure_again
-from outrider import progress
+from outrider.base import progress
+from outrider.base.errors import UserError
+from outrider.base.progress import RELAY, Stage
 from outrider.cli import COMMANDS
-from outrider.errors import UserError
-from outrider.progress import RELAY, Stage
+from outrider.commands import config_for
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.documents import encode
+from outrider.draft_models.card import write_card
+from outrider.draft_models.early_exit.model import USE
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
+from outrider.inference.batch.tasks import Todo, read_tasks
+from outrider.inference.loading.rehearsal import read_some
+from outrider.inference.measure.statistics import MIN_PROMPTS
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.inference.report.wording import busy_sentences, measure_again
+from outrider.train import auto
+from outrider.train.auto_run import Choice, Look, choose, describe, pipeline_of, run_auto
+from outrider.train.core.time_budget import ENOUGH, StepBudget
+from outrider.train.pipeline_run import _tee, run_pipeline
+from outrider.train.pipeline_settings import STEPS, TIME
+from outrider.train.settings.auto import AutoConfig
+from outrider.train.settings.fit import FitConfig
 from tests.conf.test_configs import compose_and_build
 from tests.test_shape import sources
 from tests.tiny import byte_tokenizer
-from train import auto
-from train.auto_run import Choice, Look, choose, describe, pipeline_of, run_auto
-from train.core.time_budget import ENOUGH, StepBudget
-from train.pipeline_run import _tee, run_pipeline
-from train.pipeline_settings import STEPS, TIME
-from train.settings.auto import AutoConfig
-from train.settings.fit import FitConfig
 
 CONFIG = AutoConfig(target="org/model", prompts="p.jsonl", minutes=15.0)
 # thirty prompts on two shared cores: the look has answered all that are not held out, and a step takes long to load
@@ -73,9 +73,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         product.write_text(json.dumps({"reports": []}) if step != "report" else "{")
         return 0
 
-    monkeypatch.setattr("train.pipeline_run.run_command", run)
-    monkeypatch.setattr("train.pipeline_run.summary", lambda *_: {"steps": {}})
-    monkeypatch.setattr("train.pipeline_run.time", SimpleNamespace(time=made.clock))
+    monkeypatch.setattr("outrider.train.pipeline_run.run_command", run)
+    monkeypatch.setattr("outrider.train.pipeline_run.summary", lambda *_: {"steps": {}})
+    monkeypatch.setattr("outrider.train.pipeline_run.time", SimpleNamespace(time=made.clock))
     return made
 
 
@@ -134,7 +134,7 @@ def test_work_begins_only_where_half_of_it_fits() -> None:
 
 def test_a_plan_says_its_minutes(tiny_models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the command says something before it imports torch."""
-    with patch("train.auto_run.run_auto", lambda *_: print("torch is there")):
+    with patch("outrider.train.auto_run.run_auto", lambda *_: print("torch is there")):
         auto.main.__wrapped__(CONFIG)
     assert "minutes=15" in capsys.readouterr().out.partition("torch is there")[0]
     run_auto(AutoConfig(target=str(tiny_models / TARGET), template="none", minutes=30.0, plan=True), config_for)
@@ -161,8 +161,8 @@ def test_time_left_is_one_number_that_only_falls() -> None:
 
 CHILD = f"""
 import os
-from outrider import progress
-from outrider.progress import Stage
+from outrider.base import progress
+from outrider.base.progress import Stage
 with progress.command("evaluate"), Stage("measuring", 12, "prompts") as stage, Stage("arm 2/4 ngrams"):
     assert "{RELAY}" not in os.environ
     for done in (0, 0, 3):
@@ -177,7 +177,7 @@ def test_progress_of_a_command_is_shown_as_part_of_the_one_that_runs_it(
 ) -> None:
     """In one stream, once for each change, and neither on the screen nor in the log as lines of its own."""
     seen = []
-    with patch("train.pipeline_run.relayed", lambda line: seen.append(line) or progress.relayed(line)):
+    with patch("outrider.train.pipeline_run.relayed", lambda line: seen.append(line) or progress.relayed(line)):
         (tmp_path / "child.py").write_text(CHILD)
         assert _tee([sys.executable, str(tmp_path / "child.py")], tmp_path / "log") == 0
     shown = [line for line in seen if line.startswith("\x1e")]
@@ -334,7 +334,7 @@ def test_what_failed_before_it_wrote_leaves_no_directory(
                 folder.mkdir()
             monkeypatch.setattr(sys, "argv", [name, *words, f"out_dir={folder}"])
             with pytest.raises(SystemExit) as left:
-                import_module(COMMANDS[name].module).main()
+                import_module(f"outrider.{COMMANDS[name].module}").main()
             assert (left.value.code, folder.exists()) == (2, there)
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -12,30 +12,36 @@ import pytest
 import torch
 from numpy.random import default_rng
 
-import draft_models.losses as losses_module
-from draft_models.acceptance import BLOCKS, FLOAT32_BYTES, acceptance_by_target, judge
-from draft_models.card import LEAST_TAU
-from draft_models.losses import DIVERGENCES, linear_cross_entropy, linear_divergence, linear_topk_divergence, loss_bytes
-from inference.core.rounds import Generation, Round
-from inference.measure.lossless import Deviation
-from inference.measure.replay import RecordedTurn, replay_markdown, replay_report
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
-from inference.measure.speed import speedup
-from inference.measure.statistics import LEAST, looped
-from inference.report.page import make_page
-from inference.report.report import build_report, markdown, write_reports
-from inference.report.side_by_side import compare_reports
-from inference.report.wording import recommendation
-from inference.settings.method import MethodConfig
-from inference.settings.sampling import SamplingConfig
-from inference.settings.tools import CompareConfig
-from outrider.streams import Streams
+import outrider.draft_models.losses as losses_module
+from outrider.base.streams import Streams
+from outrider.draft_models.acceptance import BLOCKS, FLOAT32_BYTES, acceptance_by_target, judge
+from outrider.draft_models.card import LEAST_TAU
+from outrider.draft_models.losses import (
+    DIVERGENCES,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_topk_divergence,
+    loss_bytes,
+)
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.measure.lossless import Deviation
+from outrider.inference.measure.replay import RecordedTurn, replay_markdown, replay_report
+from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from outrider.inference.measure.speed import speedup
+from outrider.inference.measure.statistics import LEAST, looped
+from outrider.inference.report.page import make_page
+from outrider.inference.report.report import build_report, markdown, write_reports
+from outrider.inference.report.side_by_side import compare_reports
+from outrider.inference.report.wording import recommendation
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.tools import CompareConfig
+from outrider.train.core.fit import fit
+from outrider.train.recipes.early_exit import train_early_exit
 from tests.memory import Alive
 from tests.tiny import save_target
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import FIT, distilling, log, write_corpus
-from train.core.fit import fit
-from train.recipes.early_exit import train_early_exit
 
 # ------------------------------------------------------------------------------------------------------------ loops
 
@@ -180,7 +186,7 @@ def test_so_do_two_evaluations_side_by_side(tmp_path: Path, monkeypatch: pytest.
     """Five texts that got no faster, and three loops that got ten times as fast."""
     runs = {"a": results([1.0] * 8, loops=(5, 6, 7)), "b": results([1.0] * 5 + [10.0] * 3, loops=(5, 6, 7))}
     monkeypatch.setattr(
-        "inference.report.side_by_side.read_evaluation",
+        "outrider.inference.report.side_by_side.read_evaluation",
         lambda name: _evaluation(name, runs[name]),
     )
     found = compare_reports(CompareConfig(compare=["a", "b"], out_dir=str(tmp_path / "out")))
@@ -192,7 +198,7 @@ def test_so_do_two_evaluations_side_by_side(tmp_path: Path, monkeypatch: pytest.
 
 
 def _evaluation(name: str, made: Sequence[PromptResult]) -> Any:
-    from inference.report.side_by_side import Evaluation
+    from outrider.inference.report.side_by_side import Evaluation
 
     return Evaluation(name, {"m": {"method": "m", **FACTS}}, {r.prompt_id: r for r in made})
 
@@ -366,6 +372,6 @@ def test_the_card_of_a_useless_early_exit_says_so_without_decoding(
 
 def test_wandb_learns_where_a_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: dict[str, object] = {}
-    monkeypatch.setattr("train.core.fit.start_wandb", lambda *given: logged.update(given[-1]))
+    monkeypatch.setattr("outrider.train.core.fit.start_wandb", lambda *given: logged.update(given[-1]))
     fit(TinyModel(), tiny_rows(), tiny_config(steps=2), tmp_path)
     assert (logged["out_dir"], logged["processes"]) == (str(tmp_path), 1)

@@ -18,19 +18,19 @@ from typing import Any
 import pytest
 from hydra.errors import HydraException
 
-from conf import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
-from conf.options import choices_of, compose_defaults, settings_of
-from inference.evaluate_checkpoint import with_methods
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig, StopConfig
-from inference.settings.tools import ChatConfig
 from outrider import cli
-from outrider.errors import UserError
-from outrider.settings import construct
+from outrider.base.errors import UserError
+from outrider.base.settings import construct
+from outrider.commands import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
+from outrider.commands.options import choices_of, compose_defaults, settings_of
+from outrider.inference.evaluate_checkpoint import with_methods
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.tools import ChatConfig
+from outrider.train.settings.drafters import EesdConfig
 from tests.pairwise import each_value
 from tests.tiers import quick_where, typical_where
-from train.settings.drafters import EesdConfig
 
 ROOT = Path(__file__).parent.parent.parent
 # What each command must be told.
@@ -182,7 +182,7 @@ def test_layers_to_skip_are_a_list_or_null() -> None:
 # An interpreter that has imported what commands begin with, and runs each in a fork: a line says where, which and how.
 WITHOUT_TORCH = """
 import json, os, runpy, sys
-from conf.options import compose_defaults
+from outrider.commands.options import compose_defaults
 from outrider.cli import COMMANDS
 for command in COMMANDS.values():
     command.load_settings()
@@ -407,7 +407,7 @@ def test_a_command_without_options_shows_its_usual_lines(
     assert 1 <= len(used) == len(lines) <= 3
     for overrides in used:
         compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
-    main = importlib.import_module(cli.COMMANDS[command].module).main
+    main = importlib.import_module(f"outrider.{cli.COMMANDS[command].module}").main
     monkeypatch.setattr(sys, "argv", [command, "--help"])
     main()
     assert capsys.readouterr().out.startswith("\n".join(lines))
@@ -447,7 +447,7 @@ def test_a_path_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ctrl_c_ends_in_one_line() -> None:
     code = (
-        "import dataclasses, conf\n"
+        "import dataclasses\nfrom outrider import commands as conf\n"
         "@dataclasses.dataclass(frozen=True)\n"
         "class Options:\n    seed: int = 0\n"
         "conf.ConfigStore.instance().store('loop', {'defaults': ['loop_schema', 'hydra_quiet']})\n"

@@ -10,18 +10,18 @@ from typing import Any, get_args
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conf import CONF_DIR, build, has_gpu
-from conf.options import compose_defaults
-from data_prep.text.settings import DataConfig, MixPart
-from draft_models.targets.settings import TARGET, Architecture
-from draft_models.tiny.models import TINY_ARCHITECTURES, save_tiny_model, save_tiny_models
-from inference.loading.rehearsal import MODELS, small
-from outrider.errors import UserError
-from outrider.wandb_config import WandbConfig
+from outrider.base.errors import UserError
+from outrider.base.wandb_config import WandbConfig
+from outrider.commands import CONF_DIR, build, has_gpu
+from outrider.commands.options import compose_defaults
+from outrider.data_prep.text.settings import DataConfig, MixPart
+from outrider.draft_models.targets.settings import TARGET, Architecture
+from outrider.draft_models.tiny.models import TINY_ARCHITECTURES, save_tiny_model, save_tiny_models
+from outrider.inference.loading.rehearsal import MODELS, small
+from outrider.train.settings.fit import FitConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build, registered
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
-from train.settings.fit import FitConfig
 
 EXPERIMENTS = sorted(f"{f.parent.name}/{f.stem}" for f in (CONF_DIR / "experiment").glob("*/*.yaml"))
 ANY_MODEL = {"eesd/without_self_distillation", *(name for name in EXPERIMENTS if name.endswith("/demo"))}
@@ -44,7 +44,7 @@ def composed(name: str, *overrides: str) -> Any:
 
 def run(command: str, config: Any) -> None:
     """What the command does with its config, in this process."""
-    entry = importlib.import_module(COMMANDS[command][1].removesuffix(".py").replace("/", "."))
+    entry = importlib.import_module("outrider." + COMMANDS[command][1].removesuffix(".py").replace("/", "."))
     entry.main.__wrapped__(config)
 
 
@@ -121,7 +121,7 @@ def test_the_corpora_of_aded() -> None:
 
 def on(monkeypatch: pytest.MonkeyPatch, gpu: bool, command: str, *overrides: str) -> Any:
     """A config as composed on a machine with or without a GPU."""
-    monkeypatch.setattr("conf.has_gpu", lambda: gpu)
+    monkeypatch.setattr("outrider.commands.has_gpu", lambda: gpu)
     return build(registered(command), compose_defaults(command, [*overrides]))
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from conf import register
-from conf.options import compose_defaults, groups_of, help_text, meanings_of, options_of
 from docs.make_options import PAGE, page
+from outrider.base.errors import UserError
+from outrider.base.settings import RunConfig, Settings, decides, free, opt
 from outrider.cli import COMMANDS as LISTED
-from outrider.errors import UserError
-from outrider.settings import RunConfig, Settings, decides, free, opt
+from outrider.commands import register
+from outrider.commands.options import compose_defaults, groups_of, help_text, meanings_of, options_of
+from outrider.train.settings.drafters import EesdConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
-from train.settings.drafters import EesdConfig
 
 ROOT = Path(__file__).parents[2]
 

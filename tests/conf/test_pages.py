@@ -16,12 +16,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from data_prep.text.documents import encode
-from inference.evaluate_checkpoint import with_methods
-from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig
-from outrider import settings
-from outrider.errors import UserError
+from outrider.base import settings
+from outrider.base.errors import UserError
+from outrider.data_prep.text.documents import encode
+from outrider.inference.evaluate_checkpoint import with_methods
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig
 from tests.conf.test_configs import COMMANDS, ROOT, compose_and_build, written_commands
 from tests.families import FAMILIES
 from tests.tiny import byte_tokenizer

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from data_prep.responses.settings import GenerateConfig
-from data_prep.text.settings import DataConfig
+from outrider.data_prep.text.settings import DataConfig
+from outrider.inference.batch.settings import GenerateConfig
 from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer
 from tests.tiny import save_target
 
@@ -69,7 +69,7 @@ def on_the_cpu(monkeypatch):
         is_main_process=True,
         wait_for_everyone=lambda: None,
     )
-    monkeypatch.setattr("data_prep.responses.generate.join_processes", lambda: alone)
+    monkeypatch.setattr("outrider.inference.batch.generate.join_processes", lambda: alone)
 
 
 @pytest.fixture(scope="module")

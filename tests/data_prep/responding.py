@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.responses.directory import read_shard, shards
+from outrider.inference.batch.directory import read_shard, shards
 
 ENDS = [257, *range(182, 198), *range(199, 257)]  # the end token, and others, so that answers end after a while
 TEMPLATE = (

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from data_prep.text.settings import DataConfig, MixPart
-from outrider.errors import UserError
-from outrider.files import user_cache
+from outrider.base.errors import UserError
+from outrider.base.files import user_cache
+from outrider.data_prep.text.settings import DataConfig, MixPart
 
 GROUP = Path(__file__).parents[2] / "conf" / "data"
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import python_docs
-from data_prep.python_docs import MODULES, TEMPLATES, questions, subjects
-from data_prep.settings import PromptsConfig
-from data_prep.text.prompts import Prompt, read_prompts
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import is_heldout, read_records
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep import python_docs
+from outrider.data_prep.python_docs import MODULES, TEMPLATES, questions, subjects
+from outrider.data_prep.settings import PromptsConfig
+from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import is_heldout, read_records
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from data_prep.formats import convert
-from data_prep.settings import ConvertConfig, FetchConfig
-from data_prep.targets import FETCHED_FILE, ORIGINS, RECORD_FILE, SOURCE_FOLDER, convert_target, fetch_target
-from data_prep.text.chat import render_prompt
-from data_prep.text.documents import encode
-from draft_models.targets.model_files import load_causal_lm, load_generation_config
-from draft_models.targets.open_target import open_target
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.settings import ConvertConfig, FetchConfig
+from outrider.data_prep.targets import FETCHED_FILE, ORIGINS, RECORD_FILE, SOURCE_FOLDER, convert_target, fetch_target
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.documents import encode
+from outrider.draft_models.formats import convert
+from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
+from outrider.draft_models.targets.open_target import open_target
 from tests.gguf_files import TEMPLATE, save_plain_target, write_gguf
 from tests.tiny import random_prompt, reference_generate
 

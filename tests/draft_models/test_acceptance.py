@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.acceptance import (
+from outrider.draft_models.acceptance import (
     BLOCKS,
     FLOAT32_BYTES,
     acceptance,

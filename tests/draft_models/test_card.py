@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ship_drafters import portable
-from draft_models.card import add_report, serving, write_card
-from draft_models.eagle3.checkpoint import use_of
-from draft_models.early_exit import model as early_exit
-from draft_models.small_lm import model as small_lm
+from outrider.draft_models.card import add_report, serving, write_card
+from outrider.draft_models.eagle3.checkpoint import use_of
+from outrider.draft_models.early_exit import model as early_exit
+from outrider.draft_models.small_lm import model as small_lm
 
 
 def test_the_commands_are_for_this_drafter(tmp_path: Path) -> None:

@@ -13,31 +13,31 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, fit_rows, places
-from draft_models.early_exit.checkpoint import (
+from outrider.base.errors import UserError
+from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, fit_rows, places
+from outrider.draft_models.early_exit.checkpoint import (
     WEIGHTS_FILE,
     from_pretrained,
     read_draft_tokens,
     read_meta,
     save_pretrained,
 )
-from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.losses import IGNORE
-from draft_models.targets.narrowed import spread
-from draft_models.targets.open_target import open_target
-from inference.drafters.early_exit import EarlyExitPlugin
-from inference.engines.packing import PackedLinear, can_pack
-from inference.loading.memory_plan import Place, weight_bytes
-from inference.loading.targets import prepare
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import UserError
+from outrider.draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.narrowed import spread
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.drafters.early_exit import EarlyExitPlugin
+from outrider.inference.engines.packing import PackedLinear, can_pack
+from outrider.inference.loading.memory_plan import Place, weight_bytes
+from outrider.inference.loading.targets import prepare
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.train.recipes.early_exit import train_early_exit
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, open_stack, random_prompt, save_target
 from tests.train import jobs
-from train.recipes.early_exit import train_early_exit
 
 TOKENS = torch.tensor([3, 7, 100, 101, 256])
 

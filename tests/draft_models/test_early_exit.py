@@ -13,17 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draft_models.early_exit import checkpoint as exports
-from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
-from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.losses import IGNORE
-from draft_models.targets.attention import additive
-from draft_models.targets.empty_models import layer_stack, number_layer
-from draft_models.targets.fingerprint import Fingerprint, fingerprint_target
-from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import load_config, load_tokenizer, open_target
-from draft_models.targets.tensor_files import open_tensors
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.early_exit import checkpoint as exports
+from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
+from outrider.draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.attention import additive
+from outrider.draft_models.targets.empty_models import layer_stack, number_layer
+from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
+from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.train.exporting import export_drafter
+from outrider.train.settings.export import ExportConfig
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import (
@@ -35,8 +37,6 @@ from tests.tiny import (
     random_prompt,
     save_target,
 )
-from train.exporting import export_drafter
-from train.settings.export import ExportConfig
 
 
 def load_student(

@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from draft_models.calibration import META_FILE as CALIBRATION_FILE
-from draft_models.calibration import load_calibration, save_calibration
-from draft_models.calibration_head import CalibrationHead
-from draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
-from draft_models.early_exit.model import EarlyExit
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_config, load_tokenizer
-from draft_models.targets.tensor_files import open_tensors
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.calibration import META_FILE as CALIBRATION_FILE
+from outrider.draft_models.calibration import load_calibration, save_calibration
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
+from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.tiers import as_many
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_target
 
@@ -153,7 +153,7 @@ def other(value: Any) -> Any:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_field_decides_but_those_that_are_known_not_to(trained: Callable[..., Path], architecture: str) -> None:
     """Whatever config.json holds: of some fields it is known that they decide no number; all others count."""
-    from draft_models.targets.fingerprint import NOT_DECIDING, config_differences, deciding_config
+    from outrider.draft_models.targets.fingerprint import NOT_DECIDING, config_differences, deciding_config
 
     path = trained(architecture) / "target"
     before, stored = deciding_config(str(path), None), json.loads((path / "config.json").read_text())

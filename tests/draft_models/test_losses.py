@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draft_models.draft_vocabulary import places
-from draft_models.losses import (
+from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.losses import (
     DIVERGENCES,
     IGNORE,
     PLAIN,
@@ -18,7 +18,7 @@ from draft_models.losses import (
     linear_divergence,
     linear_topk_divergence,
 )
-from draft_models.targets.model_spec import LogitRule
+from outrider.draft_models.targets.model_spec import LogitRule
 
 WIDTH, VOCABULARY, K = 6, 17, 4
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_config, load_tokenizer
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.target_session import Runtime
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.settings.evaluate import EvaluateConfig
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.settings.evaluate import EvaluateConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 

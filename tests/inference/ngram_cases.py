@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from draft_models.ngrams.table import TrigramTable
-from inference.core.sampling import top_tokens
-from inference.core.tree import DraftTree
-from inference.drafters.ngram.ngrams import MixedDrafter, TrigramDrafter
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.inference.core.sampling import top_tokens
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.ngram.ngrams import MixedDrafter, TrigramDrafter
 
 VOCABULARY = 12
 TEXTS = st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=40)  # one id beyond the table

@@ -17,21 +17,21 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
-from draft_models.targets.open_target import open_target
-from inference.audit.answers import ServedAnswer, read_answers
-from inference.audit.audit import Part, audit, beyond, judged, read
-from inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, draws_of, p_values, refused, tokens_needed
-from inference.core.decode import autoregressive, speculative
-from inference.core.sampling import Sampler, invert
-from inference.core.token_selector import TokenSelector
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
-from inference.measure.lossless import Reference, make_reference
-from inference.settings.sampling import SamplingConfig
-from inference.settings.tools import AuditConfig
-from inference.shapes.factory import make_structure
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.audit.answers import ServedAnswer, read_answers
+from outrider.inference.audit.audit import Part, audit, beyond, judged, read
+from outrider.inference.audit.draws import LAMBDAS, ORDERS, Draws, beginning, draws_of, p_values, refused, tokens_needed
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.sampling import Sampler, invert
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.measure.lossless import Reference, make_reference
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.settings.tools import AuditConfig
+from outrider.inference.shapes.factory import make_structure
 from tests.table_target import TableModel
 from tests.tiers import quick_where
 from tests.tiny import STRUCTURES as SHAPES
@@ -162,7 +162,7 @@ def test_what_servers_with_a_fault_draw_from_is_what_a_simulation_of_them_draws(
         distributions = {typical: [x * (x > bound) + rejected * x for x in of_row]}
         distributions[forgotten] = [of_row[0] * (i == 0) + (1 - of_row[0]) * x for i, x in enumerate(of_row)]
         for fault, distribution in distributions.items():
-            with patch("inference.audit.draws.COPIES", 20000):
+            with patch("outrider.inference.audit.draws.COPIES", 20000):
                 _, many = draws_of(p.log(), p.log(), torch.zeros(2, dtype=torch.long), coins)
             tails = many[fault].tail[row]
             found = [float((tails - sum(of_row[i:])).abs().lt(1e-9).double().mean()) for i in range(len(of_row))]
@@ -477,7 +477,7 @@ def test_what_the_noise_refuses_is_measured_by_other_readings_of_transformers_to
 
     given = dict(enumerate(lossy(model, 0), 1))
     for making, refuses in ((make_reference, True), (tipped, False)):
-        with patch("inference.audit.audit.make_reference", making):
+        with patch("outrider.inference.audit.audit.make_reference", making):
             found = judged(read(model, given, Streams(0)), given, LEVEL)
         assert found.numbers["not_chosen"] > 0
         assert any("another token than the target's" in fault for fault in found.faults) == refuses
@@ -488,8 +488,8 @@ def test_a_long_answer_is_read_in_parts_that_bound_memory(model: PreTrainedModel
         given = dict(enumerate(lossy(model, 0), 1))
         whole = judged(read(model, given, Streams(0)), given, LEVEL)
         with (
-            patch("inference.audit.audit.LOGITS", 10 * model.config.vocab_size + 1),
-            patch("inference.audit.audit.make_reference", Mock(side_effect=make_reference)) as made,
+            patch("outrider.inference.audit.audit.LOGITS", 10 * model.config.vocab_size + 1),
+            patch("outrider.inference.audit.audit.make_reference", Mock(side_effect=make_reference)) as made,
         ):
             parts = judged(read(model, given, Streams(0)), given, LEVEL)
         assert [len(call.args[2]) for call in made.call_args_list] == [10, 10, 10, 10, 8] * len(given)
@@ -504,7 +504,7 @@ def test_faults_are_simulated_once_and_in_the_place_of_so_many_tokens(model: Pre
     drawn = decode(model, partial(draw, coins=torch.Generator().manual_seed(0)))
     given = dict(enumerate(drawn, 1))
     assert read(model, given, Streams(0), simulate=False).simulated == {}
-    with patch("inference.audit.audit.SIMULATED", 100):
+    with patch("outrider.inference.audit.audit.SIMULATED", 100):
         arm = read(model, given, Streams(0))
     assert 100 <= arm.simulated_tokens < 200
     assert sum(len(draws.tail) for draws in arm.draws) == 16 * 48

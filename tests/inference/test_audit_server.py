@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from data_prep.responses import client
-from inference.audit.audit import audit
-from inference.settings.tools import OF_SERVERS, AuditConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.inference.audit.audit import audit
+from outrider.inference.batch import client
+from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
 from tests.data_prep.responding import letter_tokenizer
-from tests.data_prep.responses.serving import Engine, serving
+from tests.inference.batch.serving import Engine, serving
 from tests.tiny import save_target
 
 PROMPTS = 14

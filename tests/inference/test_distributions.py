@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration_head import CalibrationHead
-from draft_models.ngrams.table import TrigramTable
-from draft_models.targets.narrowed import DraftVocabulary
-from inference.core import token_selector, verify
-from inference.core.sampling import Sampler, invert
-from inference.core.tree import DraftTree
-from inference.drafters.shaped import Calibrated
-from inference.measure.arms import make_arms
-from inference.measure.results import AUTOREGRESSIVE, Arm
-from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes import factory, shapes
-from inference.sizing.costs import Costs
-from inference.sizing.policy import Tuning
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.inference.core import token_selector, verify
+from outrider.inference.core.sampling import Sampler, invert
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.measure.arms import make_arms
+from outrider.inference.measure.results import AUTOREGRESSIVE, Arm
+from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes import factory, shapes
+from outrider.inference.sizing.costs import Costs
+from outrider.inference.sizing.policy import Tuning
 from tests.inference.ngram_cases import make_documents
 from tests.table_target import TableHead, TableModel, TableRuntime
 from tests.tiers import as_many, quick_where, typical_where

@@ -9,21 +9,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.targets import attention
-from draft_models.targets.open_target import OpenTarget, open_target
-from draft_models.targets.proof import prove_layers
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive, speculative
-from inference.core.target_session import Runtime
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import ModelDrafter
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.settings.method import StructureConfig
-from inference.shapes.factory import make_structure
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from outrider.draft_models.targets import attention
+from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.draft_models.targets.proof import prove_layers
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.settings.method import StructureConfig
+from outrider.inference.shapes.factory import make_structure
 from tests.families import FAMILIES, LAYERS, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import method_of, random_prompt, reference_generate

@@ -11,27 +11,27 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from data_prep.text.prompts import Prompt
-from draft_models.targets.int8 import Int8Linear, quantise_rows
-from draft_models.targets.open_target import open_target
-from inference.core.decode import autoregressive, speculative
-from inference.core.drafter import DraftModel
-from inference.drafters.early_exit import Calibrated
-from inference.drafters.shaped import ModelDrafter
-from inference.engines.fused_layers import join
-from inference.engines.packing import (
+from outrider.base.streams import Streams
+from outrider.data_prep.text.prompts import Prompt
+from outrider.draft_models.targets.int8 import Int8Linear, quantise_rows
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.drafters.early_exit import Calibrated
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.engines.fused_layers import join
+from outrider.inference.engines.packing import (
     LAYOUTS,
     can_pack,
 )
-from inference.evaluate.compare import evaluate as command
-from inference.loading import targets
-from inference.loading.memory_plan import evaluation_memory
-from inference.loading.targets import make_runtime, prepare
-from inference.measure.lossless import BULK
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig
-from inference.shapes.factory import make_structure
-from outrider.streams import Streams
+from outrider.inference.evaluate.compare import evaluate as command
+from outrider.inference.loading import targets
+from outrider.inference.loading.memory_plan import evaluation_memory
+from outrider.inference.loading.targets import make_runtime, prepare
+from outrider.inference.measure.lossless import BULK
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.shapes.factory import make_structure
 from tests.inference.evaluate.evaluating import evaluate
 from tests.tiny import LAYERS, STRUCTURES, make_drafter, method_of, random_prompt, reference_generate, save_target
 
@@ -112,8 +112,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 def test_every_arm_decodes_the_int8_model(
     made: tuple[Path, list[int]], source: str | None, structure: str | None, runtime: str
 ) -> None:
-    from inference.drafters.early_exit import EarlyExitSource
-    from inference.drafters.skip_layers import SkipLayersSource
+    from outrider.inference.drafters.early_exit import EarlyExitSource
+    from outrider.inference.drafters.skip_layers import SkipLayersSource
 
     path, said = made
     stack = open_target(str(path)).stack(dtype=torch.float32, int8=True)

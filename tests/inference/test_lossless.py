@@ -11,28 +11,28 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from draft_models.ngrams.table import TrigramTable
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive, cut, speculative
-from inference.core.rounds import Round
-from inference.core.sampling import Sampler
-from inference.core.target_session import Runtime
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree
-from inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.ngram.ngrams import make_ngram_drafter
-from inference.drafters.shaped import ModelDrafter, allowance_of
-from inference.drafters.small_lm import SmallLMSource
-from inference.measure.arms import make_arms
-from inference.settings.method import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import make_structure, make_tree
-from inference.sizing.costs import WIDEST, Costs
-from inference.sizing.policy import Tuning
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import autoregressive, cut, speculative
+from outrider.inference.core.rounds import Round
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.core.verify import Chance, Matching, NodeRule, Rejection, verify_sampled
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
+from outrider.inference.drafters.shaped import ModelDrafter, allowance_of
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.measure.arms import make_arms
+from outrider.inference.settings.method import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.factory import make_structure, make_tree
+from outrider.inference.sizing.costs import WIDEST, Costs
+from outrider.inference.sizing.policy import Tuning
 from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import quick_where, typical_where
@@ -369,7 +369,7 @@ def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch:
             seen.append((rule, bool(q), bool(given["draws"])))
         return verify_sampled(tokens, parents, q, p, rule, chance, **given)
 
-    monkeypatch.setattr("inference.core.token_selector.verify_sampled", noted)
+    monkeypatch.setattr("outrider.inference.core.token_selector.verify_sampled", noted)
     used = {}
     for name in methods:
         seen.clear()

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from inference.core.decode import speculative
-from inference.core.target_session import Runtime
-from inference.core.tree import DraftTree
-from inference.drafters.shaped import ModelDrafter
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.shapes.factory import make_structure
-from inference.shapes.opt_tree import opt_tree
-from inference.shapes.shapes import EAGLE_25, k_config, static
-from inference.shapes.token_graph import token_graph
-from inference.stopping.interface import Step, StopRule
-from inference.stopping.plain import Confidence, FixedLength
-from inference.stopping.thompson import BetaThompson
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.shapes.factory import make_structure
+from outrider.inference.shapes.opt_tree import opt_tree
+from outrider.inference.shapes.shapes import EAGLE_25, k_config, static
+from outrider.inference.shapes.token_graph import token_graph
+from outrider.inference.stopping.interface import Step, StopRule
+from outrider.inference.stopping.plain import Confidence, FixedLength
+from outrider.inference.stopping.thompson import BetaThompson
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.known_targets import Target, targets
 from tests.tiny import STRUCTURES, random_prompt

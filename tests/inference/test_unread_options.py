@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration_head import CalibrationHead
-from inference.loading.targets import new_drafter
-from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.shapes.factory import make_structure
-from inference.shapes.shapes import plain_probs
-from inference.sizing.costs import Costs
-from inference.sizing.policy import Tuning
-from inference.stopping.factory import RULES
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.inference.loading.targets import new_drafter
+from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.shapes.factory import make_structure
+from outrider.inference.shapes.shapes import plain_probs
+from outrider.inference.sizing.costs import Costs
+from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping.factory import RULES
 from tests.inference.ngram_cases import TABLE, FakeSession
 from tests.known_source import KnownSource, random_q, root
 

@@ -27,29 +27,33 @@ from transformers import (
     Starcoder2Config,
 )
 
-from data_prep.text.prompts import Prompt
-from data_prep.text.settings import DataConfig
-from draft_models.small_lm import model as small_lm
-from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.open_target import load_tokenizer, open_target
-from draft_models.targets.proof import prove_rows
-from draft_models.targets.stack import LayerStack, RowCache, WholeModel
-from draft_models.targets.target import Band
-from inference.core.decode import autoregressive, speculative
-from inference.core.target_session import WholeSession
-from inference.core.tree import chain_parents
-from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import ModelDrafter
-from inference.drafters.small_lm import SmallLMSource, fit_vocabulary
-from inference.engines.packing import PackedLinear, can_pack, pack_linears
-from inference.evaluate import compare
-from inference.loading.targets import find_setup, find_target, load_stack, make_runtime
-from inference.measure import bench
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
-from inference.shapes.factory import make_structure
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.data_prep.text.prompts import Prompt
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.small_lm import model as small_lm
+from outrider.draft_models.small_lm.model import load_small_lm
+from outrider.draft_models.targets.open_target import load_tokenizer, open_target
+from outrider.draft_models.targets.proof import prove_rows
+from outrider.draft_models.targets.stack import LayerStack, RowCache, WholeModel
+from outrider.draft_models.targets.target import Band
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.target_session import WholeSession
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.small_lm import SmallLMSource, fit_vocabulary
+from outrider.inference.engines.packing import PackedLinear, can_pack, pack_linears
+from outrider.inference.evaluate import compare
+from outrider.inference.loading.targets import find_setup, find_target, load_stack, make_runtime
+from outrider.inference.measure import bench
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.shapes.factory import make_structure
+from outrider.train.recipes.eagle3 import train_eagle3
+from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.settings.drafters import Eagle3Config, EesdConfig
+from outrider.train.settings.fit import FitConfig
 from tests.inference.evaluate.evaluating import evaluate
 from tests.known_targets import PROMPT, Target, targets, tokens_of
 from tests.tiers import typical_where
@@ -63,10 +67,6 @@ from tests.tiny import (
     reference_generate,
     save_target,
 )
-from train.recipes.eagle3 import train_eagle3
-from train.recipes.early_exit import train_early_exit
-from train.settings.drafters import Eagle3Config, EesdConfig
-from train.settings.fit import FitConfig
 
 COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 256, "eos_token_id": None}
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

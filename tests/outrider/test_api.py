@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM
 
 import outrider
 from benchmarks.planted_faults import rope_scaled
-from data_prep.text import chat
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.open_target import open_target
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from inference.core.target_session import TargetSession
-from inference.settings.method import MethodConfig, StopConfig
 from outrider.api.model import Model, Turn
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text import chat
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from outrider.inference.core.target_session import TargetSession
+from outrider.inference.settings.method import MethodConfig, StopConfig
 from tests.tiny import LAYERS, make_drafter, save_target, unproven
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def by_transformers(model: Any, prompt: str, **options: Any) -> str:
 def test_importing_is_quick() -> None:
     code = "import sys, outrider; print({'torch', 'transformers', 'hydra'} & set(sys.modules), outrider.UserError)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == "set() <class 'outrider.errors.UserError'>\n"
+    assert run.stdout == "set() <class 'outrider.base.errors.UserError'>\n"
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         outrider.lode  # noqa: B018
 
@@ -81,7 +81,7 @@ def test_a_script_beside_a_folder_called_outrider_imports_the_package(tmp_path: 
     run = subprocess.run(
         [sys.executable, script], cwd=tmp_path, env=elsewhere, capture_output=True, text=True, check=False
     )
-    assert run.stdout == f"{ROOT / 'outrider/__init__.py'} <class 'outrider.errors.UserError'>\n", run.stderr
+    assert run.stdout == f"{ROOT / 'outrider/__init__.py'} <class 'outrider.base.errors.UserError'>\n", run.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from conf.options import settings_of
 from outrider import cli
-from outrider.errors import UserError
-from outrider.words import GONE, did_you_mean
+from outrider.base.errors import UserError
+from outrider.base.words import GONE, did_you_mean
+from outrider.commands.options import settings_of
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *typed: str) -> int:
@@ -42,7 +42,7 @@ def test_a_command_runs_with_its_options(
 def test_a_command_is_told_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it can say how it is to be typed again."""
     told: list[list[str]] = []
-    monkeypatch.setattr("inference.compare_reports.main", lambda: told.append(sys.argv))
+    monkeypatch.setattr("outrider.inference.compare_reports.main", lambda: told.append(sys.argv))
     assert run(monkeypatch, "compare_reports", "out_dir=x") == 0
     assert told == [["outrider compare-reports", "out_dir=x"]]
 

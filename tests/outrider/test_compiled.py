@@ -8,15 +8,15 @@ from pathlib import Path
 import numba
 import pytest
 
-from outrider.compiled import _clock, kept
+from outrider.base.compiled import _clock, kept
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from functools import partial
 import numba
-from outrider import compiled
-from outrider.compiled import kept, kept_entry
+from outrider.base import compiled
+from outrider.base.compiled import kept, kept_entry
 
 compiled.LONG /= 1000  # on any machine it is long enough to be spoken of
 

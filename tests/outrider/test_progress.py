@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider import progress
-from outrider.progress import Stage, command, counted
+from outrider.base import progress
+from outrider.base.progress import Stage, command, counted
 
 
 class Terminal(io.StringIO):
@@ -166,7 +166,7 @@ def test_on_a_terminal_without_a_size_there_are_lines(impatient: None) -> None:
 @pytest.mark.slow
 def test_a_stage_keeps_no_process_alive() -> None:
     """Not one that ends within it."""
-    code = "from outrider.progress import Stage; Stage('some').__enter__(); print('over')"
+    code = "from outrider.base.progress import Stage; Stage('some').__enter__(); print('over')"
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from outrider.errors import UserError
-from outrider.processes import only_run_of
-from outrider.run_dirs import HOLDER_FILE, LOCK_FILE, clear, only_run
+from outrider.base.errors import UserError
+from outrider.base.processes import only_run_of
+from outrider.base.run_dirs import HOLDER_FILE, LOCK_FILE, clear, only_run
 from tests.launched import launched
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from outrider.run_dirs import only_run
+from outrider.base.run_dirs import only_run
 with only_run(Path(sys.argv[1]), "a training"):
     print("held", flush=True)
     time.sleep(60)

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import pytest
 
-from data_prep.text import chat
-from draft_models.targets.settings import TARGET
+from outrider.data_prep.text import chat
+from outrider.draft_models.targets.settings import TARGET
 
 pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient

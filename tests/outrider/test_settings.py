@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
-from outrider.errors import UserError
-from outrider.run_dirs import check_identity
-from outrider.settings import (
+from outrider.base.errors import UserError
+from outrider.base.run_dirs import check_identity
+from outrider.base.settings import (
     ABSENT,
     Count,
     Named,

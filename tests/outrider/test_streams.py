@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from outrider.streams import Streams
+from outrider.base.streams import Streams
 
 
 def names() -> list[tuple[Streams, tuple[str | int, ...]]]:

@@ -3,22 +3,18 @@ version of the code changes with any source, and with no document."""
 
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import venv
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
-import setuptools
 from omegaconf import OmegaConf
 
-from outrider.files import PACKAGES, code_version
+from outrider.base.files import FOLDERS, code_version
 
 ROOT = Path(__file__).parents[2]
 BUILD = """
@@ -28,31 +24,20 @@ build_meta.build_wheel("../made", metadata_directory=f"../{named}")
 """  # as pip does
 
 
-def test_only_our_own_imports_are_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the top, in functions, and by a name that is imported late; not what only looks like one."""
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    monkeypatch.chdir(ROOT)
-    under_outrider = runpy.run_path("setup.py")["under_outrider"]
-    written = """from train.loop import fit\n    import conf\nload("inference.drafters.small_lm:PLUGIN")\n"""
-    assert under_outrider(written) == (
-        """from outrider.train.loop import fit\n    import outrider.conf\n"""
-        """load("outrider.inference.drafters.small_lm:PLUGIN")\n"""
-    )
-    other = """from training import a\nfrom outrider.train import b\nsplit = "train"\nfile = "train.jsonl"\n"""
-    assert under_outrider(other) == other
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of this tree."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    tracked = subprocess.run(["git", "ls-files", *PACKAGES, "*.toml", "setup.py", "README.md", "LICENSE"],
+    tracked = subprocess.run(["git", "ls-files", "outrider", "conf", *FOLDERS, "*.toml", "README.md", "LICENSE"],
                              cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()  # fmt: skip
     for name in tracked:
         if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+            if (ROOT / name).is_symlink():
+                (source / name).symlink_to((ROOT / name).readlink())
+            else:
+                (source / name).write_bytes((ROOT / name).read_bytes())
     subprocess.run([sys.executable, "-c", BUILD], cwd=source, check=True, capture_output=True)
     (made,) = (folder / "made").glob("*.whl")
     return made
@@ -70,6 +55,19 @@ def environment(wheel: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
+def test_what_is_installed_is_what_is_tested(environment: Path) -> None:
+    """File by file, YAML too; in the clone the folders of the package are links."""
+    (site,) = environment.glob("lib/python*/site-packages")
+    for installed in (file for file in (site / "outrider").rglob("*") if file.suffix not in ("", ".pyc")):
+        assert installed.read_bytes() == (ROOT / installed.relative_to(site)).read_bytes()
+    for pattern in ("*.py", "*.yaml", "*.txt"):
+        for folder in ("outrider", "conf", *FOLDERS):
+            for file in (ROOT / folder).rglob(pattern):
+                within = file.relative_to(ROOT)
+                assert (site / ("outrider" if folder != "outrider" else "") / within).exists(), within
+
+
 def typed(environment: Path, cwd: Path, *words: str | Path) -> str:
     """What a command of the environment prints in `cwd`, as a user types it."""
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -84,16 +82,16 @@ def test_it_installs_one_name_and_nothing_of_it_imports_the_clone(environment: P
     """Beside files that have the names of its packages."""
     (top,) = environment.glob("lib/python*/site-packages/outrider-*.dist-info/top_level.txt")
     assert top.read_text().split() == ["outrider"]
-    for name in PACKAGES[:-1]:
-        if name != "outrider":
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "__init__.py").write_text("raise RuntimeError(__file__)")
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError(__file__)")
     (tmp_path / "train.py").write_text("raise RuntimeError(__file__)")
     code = (
         "import pkgutil, importlib, sys, outrider\n"
         "from outrider.cli import COMMANDS\n"
-        "for command in COMMANDS.values(): command.load_settings(), importlib.import_module(command.module)\n"
-        f"print(*{{name.partition('.')[0] for name in sys.modules}} & {{*{PACKAGES}}}, outrider.__file__)"
+        "for command in COMMANDS.values():\n"
+        "    command.load_settings(), importlib.import_module(f'outrider.{command.module}')\n"
+        f"print(*{{name.partition('.')[0] for name in sys.modules}} & {{*{('outrider', *FOLDERS)}}}, outrider.__file__)"
     )
     names, place = typed(environment, tmp_path, "python", "-c", code).split()
     assert names == "outrider"
@@ -107,7 +105,7 @@ def test_pip_installs_what_runs_in_any_folder(environment: Path, tmp_path: Path)
     (tmp_path / "mine.py").write_text("import outrider\nprint(outrider.__file__, outrider.UserError)")
     place, error = typed(environment, tmp_path, "python", "mine.py").split(" ", 1)
     assert Path(place).is_relative_to(environment)
-    assert error == "<class 'outrider.errors.UserError'>\n"
+    assert error == "<class 'outrider.base.errors.UserError'>\n"
     assert typed(environment, tmp_path, "outrider", "--version") == f"outrider {stated('version')}\n"
     assert typed(environment, tmp_path, "outrider").startswith("outrider auto target=MODEL ")
     fetched = typed(environment, tmp_path, "outrider", "fetch-target", "model=tiny", "out_dir=model")
@@ -146,24 +144,13 @@ def test_what_is_cited_is_what_is_released() -> None:
     assert stated("version") in heading
 
 
-def test_it_covers_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **options: asked.update(options))
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["setup.py", "editable_wheel"])
-    runpy.run_path("setup.py")
-    assert {name.partition(".")[0] for name in asked["packages"]} == {*PACKAGES}
-    folders = {str(p.parent.relative_to(ROOT)) for package in PACKAGES for p in (ROOT / package).rglob("*.py")}
-    assert {name.replace(".", "/") for name in asked["packages"]} == folders
-    assert code_version().startswith(version("outrider") + "+")
-
-
 def test_an_edit_is_another_version_and_a_document_is_none(tmp_path: Path) -> None:
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("outrider", *FOLDERS):
+        unread = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=unread)
 
     def version_now() -> str:
-        code = "from outrider.files import code_version; print(code_version())"
+        code = "from outrider.base.files import code_version; print(code_version())"
         return subprocess.run(
             [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
@@ -174,8 +161,8 @@ def test_an_edit_is_another_version_and_a_document_is_none(tmp_path: Path) -> No
     (tmp_path / "train" / "notes.txt").write_text("more")
     assert version_now() == before
     seen = {before}
-    for package in PACKAGES:
-        source = next((tmp_path / package).rglob("*.py"))
+    for folder in ("outrider", *FOLDERS):
+        source = next((tmp_path / folder).rglob("*.py"))
         source.write_text(source.read_text() + "\n")
         seen.add(version_now())
-    assert len(seen) == 1 + len(PACKAGES)
+    assert len(seen) == 2 + len(FOLDERS)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.text.settings import DataConfig
+from outrider.data_prep.text.settings import DataConfig
 from tests.tiny import save_target
 from tests.train.jobs import write_corpus
 

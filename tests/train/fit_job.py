@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from draft_models.losses import IGNORE
-from outrider.wandb_config import WandbConfig
-from train.core.fit import fit
-from train.settings.fit import FitConfig
+from outrider.base.wandb_config import WandbConfig
+from outrider.draft_models.losses import IGNORE
+from outrider.train.core.fit import fit
+from outrider.train.settings.fit import FitConfig
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 23, 8, 6, 37
 

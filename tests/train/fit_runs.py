@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from outrider.train.core.fit import Evaluate, FitResult, fit
+from outrider.train.core.sharding import trained_parameters
 from tests.forked import Fork
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import ROOT
-from train.core.fit import Evaluate, FitResult, fit
-from train.core.sharding import trained_parameters
 
 
 def fit_tiny(

@@ -14,20 +14,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.responses.directory import Response, Shard
-from data_prep.responses.tasks import TopK
-from data_prep.text.documents import encode
-from data_prep.text.settings import DataConfig
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_config, load_tokenizer
-from draft_models.targets.tensor_files import open_tensors
-from outrider.wandb_config import WandbConfig
+from outrider.base.wandb_config import WandbConfig
+from outrider.data_prep.text.documents import encode
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.batch.directory import Response, Shard
+from outrider.inference.batch.tasks import TopK
+from outrider.train.core import run_dir
+from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
+from outrider.train.settings.fit import FitConfig
 from tests.forked import Fork
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
-from train.core import run_dir
-from train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
-from train.settings.fit import FitConfig
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog "

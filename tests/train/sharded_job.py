@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from outrider.errors import UserError
-from outrider.processes import join_processes
+from outrider.base.errors import UserError
+from outrider.base.processes import join_processes
+from outrider.train.core import sharding
+from outrider.train.core.fit import fit
+from outrider.train.core.sharding import trained_parameters
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
-from train.core import sharding
-from train.core.fit import fit
-from train.core.sharding import trained_parameters
 
 
 def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> set[bool]:

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from conf import config_for
-from data_prep.text.prompts import read_prompts
-from inference.loading.memory_plan import Held
-from inference.report.wording import recommendation
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.commands import config_for
+from outrider.data_prep.text.prompts import read_prompts
+from outrider.inference.loading.memory_plan import Held
+from outrider.inference.loading.rehearsal import small
+from outrider.inference.report.wording import recommendation
+from outrider.train.auto import main
+from outrider.train.auto_run import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of, run_auto
+from outrider.train.pipeline_run import reports_in
+from outrider.train.pipeline_settings import HERE, STEPS, TIME
+from outrider.train.settings.auto import TRAINED, AutoConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.train.test_pipeline import said_by
-from train.auto import main
-from train.auto_run import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of, run_auto
-from train.pipeline_run import reports_in
-from train.pipeline_settings import HERE, STEPS, TIME
-from train.settings.auto import TRAINED, AutoConfig
 
 LOOK = Look("cpu", 40, tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
 CONFIG = AutoConfig(target="org/model", minutes=60.0)
@@ -132,7 +133,7 @@ def test_folders_are_named_after_targets() -> None:
 def chat_target(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny model with a chat template."""
     folder = tmp_path_factory.mktemp("fetched")
-    from data_prep.fetch_target import main as fetch
+    from outrider.data_prep.fetch_target import main as fetch
 
     fetch.__wrapped__(compose_and_build("fetch_target", ["model=tiny", f"out_dir={folder}"]))
     return str(folder)
@@ -186,7 +187,7 @@ def test_a_plan_makes_nothing(
 
 
 def test_a_target_that_does_not_fit_is_refused(chat_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.auto_run.evaluation_memory", lambda *_: [Held("weights", 10**15)])
+    monkeypatch.setattr("outrider.train.auto_run.evaluation_memory", lambda *_: [Held("weights", 10**15)])
     with pytest.raises(UserError, match=r"decoding it takes memory_gb=1000000\.0 of"):
         run_auto(AutoConfig(target=chat_target, plan=True), config_for)
 
@@ -202,7 +203,7 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(tmp_path: Path, tiny_
 def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -> None:
     prompts = str(own_prompts(tmp_path)) if own else None
     pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), Choice((), {}, {}), LOOK)
-    step = config_for(STEPS["prompts"].script, pipeline.options("prompts"))
+    step = small(config_for(STEPS["prompts"].script, pipeline.options("prompts")), tmp_path)
     assert (step.file, step.per_object == 1) == (prompts, not own)
 
 

@@ -12,40 +12,40 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import Split
-from draft_models.calibration import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
-from draft_models.calibration_head import CalibrationHead
-from draft_models.early_exit.checkpoint import read_meta, save_pretrained
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_config, load_tokenizer
-from draft_models.targets.settings import HEAD_FOLDER, TARGET, ReadingChanges
-from draft_models.targets.tensor_files import TensorFiles, open_tensors
-from inference.core.decode import autoregressive, speculative
-from inference.core.drafter import Drafter, DraftModel
-from inference.core.rounds import Round
-from inference.drafters.eagle3 import Eagle3Source
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
-from inference.drafters.small_lm import SmallLMSource
-from inference.evaluate.compare import evaluate
-from inference.measure.time_limit import TimeLimit, spread_order
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from inference.shapes.factory import Chain
-from inference.stopping.plain import FixedLength
 from outrider import preset
-from outrider.errors import UserError
-from outrider.processes import join_processes
+from outrider.base.errors import UserError
+from outrider.base.processes import join_processes
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import Split
+from outrider.draft_models.calibration import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.settings import HEAD_FOLDER, TARGET, ReadingChanges
+from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.drafter import Drafter, DraftModel
+from outrider.inference.core.rounds import Round
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.evaluate.compare import evaluate
+from outrider.inference.measure.time_limit import TimeLimit, spread_order
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.plain import FixedLength
+from outrider.train.core.training import Batch
+from outrider.train.parts.calibration_scores import brier, later_half, predict
+from outrider.train.parts.capture import EXAMPLES, Drafting, Text, capture, capture_splits, joined, only_tested
+from outrider.train.recipes import calibration
+from outrider.train.recipes.calibration import calibrate
 from tests.fitted_heads import fitted_head
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, same, save_for_calibration
-from train.core.training import Batch
-from train.parts.calibration_scores import brier, later_half, predict
-from train.parts.capture import EXAMPLES, Drafting, Text, capture, capture_splits, joined, only_tested
-from train.recipes import calibration
-from train.recipes.calibration import calibrate
 
 
 @pytest.fixture(scope="module")

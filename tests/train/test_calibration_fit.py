@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from draft_models.calibration_head import CalibrationHead
-from draft_models.losses import IGNORE
-from tests.train.jobs import synthetic
-from train.parts.calibration_scores import (
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.losses import IGNORE
+from outrider.train.parts.calibration_scores import (
     CANDIDATES,
     FEWEST,
     brier,
@@ -20,8 +19,9 @@ from train.parts.calibration_scores import (
     survivals,
     temper,
 )
-from train.parts.capture import EXAMPLES
-from train.recipes.calibration import CalibrationModel, Examples
+from outrider.train.parts.capture import EXAMPLES
+from outrider.train.recipes.calibration import CalibrationModel, Examples
+from tests.train.jobs import synthetic
 
 
 def drawn_rounds(bias: float, scale: float, count: int, seed: int) -> dict[str, torch.Tensor]:

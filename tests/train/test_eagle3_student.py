@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import train.recipes.eagle3 as module
-from draft_models.acceptance import tau_of_rounds
-from draft_models.eagle3 import model
-from draft_models.eagle3.checkpoint import new_head
-from draft_models.eagle3.reading import new_reading
-from draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
-from draft_models.targets.target import Band
+import outrider.train.recipes.eagle3 as module
+from outrider.draft_models.acceptance import tau_of_rounds
+from outrider.draft_models.eagle3 import model
+from outrider.draft_models.eagle3.checkpoint import new_head
+from outrider.draft_models.eagle3.reading import new_reading
+from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
+from outrider.draft_models.targets.target import Band
+from outrider.train.recipes.eagle3 import Eagle3Student, drafts_of, memory_of
+from outrider.train.settings.fit import FitConfig
 from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
-from train.recipes.eagle3 import Eagle3Student, drafts_of, memory_of
-from train.settings.fit import FitConfig
 
 TOKENS = torch.arange(0, VOCABULARY, 3)
 STEPS, DECAY, TAPS = 3, 0.5, (1, 2, 4)

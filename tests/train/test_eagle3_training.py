@@ -12,20 +12,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from data_prep.text.settings import DataConfig
-from draft_models.card import CARD_FILE
-from draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head, stored_tokens
-from draft_models.targets.open_target import load_config
-from inference.core.decode import speculative
-from inference.drafters.eagle3 import PLUGIN, Eagle3Source
-from inference.drafters.shaped import ModelDrafter
-from inference.shapes.factory import Chain
-from inference.stopping.plain import FixedLength
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.card import CARD_FILE
+from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head, stored_tokens
+from outrider.draft_models.targets.open_target import load_config
+from outrider.inference.core.decode import speculative
+from outrider.inference.drafters.eagle3 import PLUGIN, Eagle3Source
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.plain import FixedLength
+from outrider.train.parts.target_states import DONE_FILE, GROUP, MADE_FROM_FILE, STATES_FILE, pack, packed_width, unpack
+from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, heading, log, same
-from train.parts.target_states import DONE_FILE, GROUP, MADE_FROM_FILE, STATES_FILE, pack, packed_width, unpack
-from train.recipes.eagle3 import Eagle3Student, train_eagle3
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig)
 def test_what_cannot_be_is_refused_before_a_weight_is_read(
     sure: Path, corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.recipes.eagle3.make_student", None)
+    monkeypatch.setattr("outrider.train.recipes.eagle3.make_student", None)
     for changes, message in (
         ({"taps": (3, 2, 1)}, r"taps=\(3, 2, 1\): expected boundaries in ascending order"),
         ({"taps": (1, 2, 9)}, r"taps=\[1, 2, 9\]: expected 0 to 4, the target's layers"),

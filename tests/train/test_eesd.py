@@ -10,30 +10,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_meta
-from draft_models.early_exit.model import EarlyExitStudent
-from draft_models.losses import IGNORE
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import OpenTarget, load_config, load_tokenizer, open_target
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.decode import speculative
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
-from inference.shapes.factory import Chain
-from inference.stopping.plain import FixedLength
-from outrider.errors import UserError
-from outrider.run_dirs import LOCK_FILE
+from outrider.base.errors import UserError
+from outrider.base.run_dirs import LOCK_FILE
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_meta
+from outrider.draft_models.early_exit.model import EarlyExitStudent
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.open_target import OpenTarget, load_config, load_tokenizer, open_target
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.decode import speculative
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.plain import FixedLength
+from outrider.train.core.fit import fit
+from outrider.train.parts.heldout import heldout_prompt, heldout_prompts
+from outrider.train.recipes.early_exit import default_exit_layer, evaluation_of, make_student, train_early_exit
+from outrider.train.settings.drafters import EesdConfig
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import distilling, kill_when, launch, same
-from train.core.fit import fit
-from train.parts.heldout import heldout_prompt, heldout_prompts
-from train.recipes.early_exit import default_exit_layer, evaluation_of, make_student, train_early_exit
-from train.settings.drafters import EesdConfig
 
 FIT = replace(jobs.FIT, steps=6)
 
@@ -246,7 +246,7 @@ def test_the_target_to_watch_with_is_there_before_training(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(OpenTarget, "stack", stack)
-    monkeypatch.setattr("train.core.driver.fit", fit)
+    monkeypatch.setattr("outrider.train.core.driver.fit", fit)
     with pytest.raises(KeyboardInterrupt):
         train_early_exit(distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=1))
 

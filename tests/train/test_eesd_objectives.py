@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from draft_models.early_exit.checkpoint import WEIGHTS_FILE
-from draft_models.early_exit.model import EarlyExitStudent, exit_layers
-from draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
-from draft_models.targets.open_target import OpenTarget, open_target
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE
+from outrider.draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
+from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.train.parts.top_k_rows import load_top_k_rows
+from outrider.train.recipes.early_exit import evaluation_of, train_early_exit
+from outrider.train.settings.drafters import EesdConfig
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
 from tests.train.jobs import FIT, distilling, log, same, save_responses
-from train.parts.top_k_rows import load_top_k_rows
-from train.recipes.early_exit import evaluation_of, train_early_exit
-from train.settings.drafters import EesdConfig
 
 K = 5
 

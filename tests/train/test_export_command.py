@@ -13,28 +13,28 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from draft_models.draft_vocabulary import narrow, save_tokens
-from draft_models.eagle3.checkpoint import open_head, use_of
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.early_exit.model import EarlyExit
-from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.model_files import load_causal_lm
-from draft_models.targets.narrowed import DraftVocabulary
-from draft_models.targets.open_target import load_config, open_target
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET, ReadingChanges
-from inference.drafters.eagle3 import Eagle3Plugin
-from inference.drafters.small_lm import PLUGIN
-from outrider.errors import UserError
-from outrider.settings import construct
+from outrider.base.errors import UserError
+from outrider.base.settings import construct
+from outrider.draft_models.draft_vocabulary import narrow, save_tokens
+from outrider.draft_models.eagle3.checkpoint import open_head, use_of
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.small_lm.model import load_small_lm
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.draft_models.targets.open_target import load_config, open_target
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET, ReadingChanges
+from outrider.inference.drafters.eagle3 import Eagle3Plugin
+from outrider.inference.drafters.small_lm import PLUGIN
+from outrider.train import exporting
+from outrider.train.exporting import export_drafter
+from outrider.train.settings.export import ExportConfig
 from tests.eagle3_heads import DIALECTS, VOCABULARY, head_weights, write_head
 from tests.eagle3_heads import TARGET as WIDE_TARGET
 from tests.gguf_files import save_plain_target
 from tests.inference.serving.vllm_stand_in import vllm_config
 from tests.tiny import VOCABULARY as TINY
 from tests.tiny import byte_tokenizer, random_prompt, save_target
-from train import exporting
-from train.exporting import export_drafter
-from train.settings.export import ExportConfig
 
 TEXT = torch.tensor([random_prompt(30)])
 

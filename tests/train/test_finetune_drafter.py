@@ -15,27 +15,27 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.planted_faults import rope_scaled
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from draft_models.losses import DIVERGENCES, IGNORE
-from draft_models.small_lm.model import TRAINING_FILE, load_small_lm
-from draft_models.targets.open_target import load_config, load_tokenizer, open_target
-from inference.core.decode import autoregressive, speculative
-from inference.drafters.shaped import ModelDrafter
-from inference.drafters.small_lm import SmallLMSource
-from inference.shapes.factory import Chain
-from inference.stopping.plain import FixedLength
-from outrider.errors import UserError
-from outrider.processes import join_processes
-from outrider.run_dirs import LOCK_FILE
+from outrider.base.errors import UserError
+from outrider.base.processes import join_processes
+from outrider.base.run_dirs import LOCK_FILE
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.losses import DIVERGENCES, IGNORE
+from outrider.draft_models.small_lm.model import TRAINING_FILE, load_small_lm
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.plain import FixedLength
+from outrider.train.core.driver import BEST_FOLDER, Best
+from outrider.train.parts.heldout import Decoding
+from outrider.train.recipes.small_lm import drafter_config, finetune_drafter, start_lm
+from outrider.train.settings.drafters import DrafterConfig
 from tests.families import save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, finetuning, log, same, weights
-from train.core.driver import BEST_FOLDER, Best
-from train.parts.heldout import Decoding
-from train.recipes.small_lm import drafter_config, finetune_drafter, start_lm
-from train.settings.drafters import DrafterConfig
 
 # ------------------------------------------------------------------------------------------------ the command
 
@@ -150,7 +150,7 @@ def test_the_best_weights_outlast_a_change_of_processes(
     two = SimpleNamespace(
         is_main_process=True, device=state.device, process_index=0, num_processes=2, wait_for_everyone=lambda: None
     )
-    monkeypatch.setattr("train.core.driver.join_processes", lambda: two)
+    monkeypatch.setattr("outrider.train.core.driver.join_processes", lambda: two)
     finetune_drafter(replace(run, resume=True))
     assert same(before, weights(tmp_path / "out"))
 

@@ -15,18 +15,18 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
 
-from draft_models.losses import IGNORE
-from outrider.errors import UserError
-from outrider.wandb_config import WandbConfig
+from outrider.base.errors import UserError
+from outrider.base.wandb_config import WandbConfig
+from outrider.draft_models.losses import IGNORE
+from outrider.train.core import run_dir
+from outrider.train.core.fit import fit
+from outrider.train.core.loop import epoch_order, step_rows
+from outrider.train.core.progress import start_wandb
+from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
+from outrider.train.settings.fit import FitConfig
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
 from tests.train.fit_runs import fit_tiny, trained_weights
 from tests.train.jobs import log
-from train.core import run_dir
-from train.core.fit import fit
-from train.core.loop import epoch_order, step_rows
-from train.core.progress import start_wandb
-from train.core.sharding import WEIGHTS_FILE, trained_parameters
-from train.settings.fit import FitConfig
 
 TRAINED = {"layer.mix.weight", "layer.mix.bias", "layer.out.weight", "head.weight", "head.bias"}
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.errors import UserError
-from outrider.files import write_json
+from outrider.base.errors import UserError
+from outrider.base.files import write_json
+from outrider.train.core import run_dir
+from outrider.train.core.fit import STATE_FILE, read_state
+from outrider.train.core.sharding import WEIGHTS_FILE
 from tests.train.fit_job import TinyModel
 from tests.train.fit_runs import fit_tiny, start_tiny, trained_weights
 from tests.train.jobs import kill_when, log
-from train.core import run_dir
-from train.core.fit import STATE_FILE, read_state
-from train.core.sharding import WEIGHTS_FILE
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_the_time_of_all_runs_is_added_up(tmp_path):
 def test_a_finished_run_returns_at_once_with_its_weights(tmp_path, monkeypatch):
     found = iter([0.25, 0.5])
     model, first = fit_tiny(tmp_path, evaluate=lambda *_: {"agreement": next(found)}, eval_every=4)
-    monkeypatch.setattr("train.core.fit.Engine", None)  # nothing is to be trained
+    monkeypatch.setattr("outrider.train.core.fit.Engine", None)  # nothing is to be trained
     again, second = fit_tiny(tmp_path, resume=True)
     assert second.resumed_from == second.steps == 8
     assert second.metrics == first.metrics == {"agreement": 0.5}

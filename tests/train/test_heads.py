@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draft_models.early_exit.model import EarlyExitStudent, exit_layers
-from draft_models.losses import IGNORE
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.open_target import OpenTarget, open_target
+from outrider.draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.train.parts.heldout import supervised_hidden, target_choices
+from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, row_generator
+from outrider.train.recipes.small_lm import SmallLMStudent
 from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import VOCABULARY, random_prompt
-from train.parts.heldout import supervised_hidden, target_choices
-from train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, row_generator
-from train.recipes.small_lm import SmallLMStudent
 
 SATURATED = {"final_logit_softcapping": 0.01}  # most logits are the cap, and the first of them is the choice
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,25 +16,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import outrider
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from draft_models.losses import linear_cross_entropy
-from draft_models.targets.open_target import open_target
-from inference.core.drafter import Drafter, DraftModel
-from inference.core.session import Session
-from inference.drafters.shaped import ModelDrafter, allowance_of
-from inference.settings.kinds import KINDS, DrafterPlugin, Kind, register
-from inference.settings.method import MethodConfig
-from inference.shapes.factory import make_structure
-from inference.sizing.policy import Tuning
-from outrider.errors import UserError
-from outrider.settings import Count, RunConfig, free
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.settings import Count, RunConfig, free
+from outrider.base.streams import Streams
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.losses import linear_cross_entropy
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.core.drafter import Drafter, DraftModel
+from outrider.inference.core.session import Session
+from outrider.inference.drafters.shaped import ModelDrafter, allowance_of
+from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, register
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.shapes.factory import make_structure
+from outrider.inference.sizing.policy import Tuning
+from outrider.train.core.driver import run_training
+from outrider.train.core.training import Metrics, Trained, Training
+from outrider.train.parts.heldout import Decoding, evaluation
+from outrider.train.settings.fit import FitConfig
 from tests.train.jobs import FIT, interrupted_at, log, same
-from train.core.driver import run_training
-from train.core.training import Metrics, Trained, Training
-from train.parts.heldout import Decoding, evaluation
-from train.settings.fit import FitConfig
 
 WEIGHTS_FILE = "bigram.safetensors"
 

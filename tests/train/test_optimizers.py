@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.train.core.engine import Engine
+from outrider.train.core.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
+from outrider.train.core.sharding import trained_parameters
 from tests.train.fit_job import TinyModel, tiny_config
-from train.core.engine import Engine
-from train.core.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
-from train.core.sharding import trained_parameters
 
 
 def weights(model):

@@ -17,16 +17,16 @@ from unittest.mock import patch
 import pytest
 from filelock import FileLock
 
-from conf import config_for
-from draft_models.targets.settings import TARGET
-from outrider.errors import UserError
-from outrider.progress import Stage
-from outrider.run_dirs import only_run
+from outrider.base.errors import UserError
+from outrider.base.progress import Stage
+from outrider.base.run_dirs import only_run
+from outrider.commands import config_for
+from outrider.draft_models.targets.settings import TARGET
+from outrider.train.pipeline_run import check_steps, run_pipeline, step_stage
+from outrider.train.pipeline_settings import HERE, STEPS, PipelineConfig, PipelineStep, StepConfig
 from tests.conf.test_configs import compose_and_build
 from tests.tiers import typical_where
 from tests.train.test_pipeline_options import EXPERIMENTS, PAPERS, steps_of
-from train.pipeline_run import check_steps, run_pipeline, step_stage
-from train.pipeline_settings import HERE, STEPS, PipelineConfig, PipelineStep, StepConfig
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
@@ -66,7 +66,7 @@ def said_by(run: Callable[[], object]) -> str:
             import_module(".".join(script.parts)).main()
         return 0
 
-    with patch("train.pipeline_run._tee", call), redirect_stdout(said):
+    with patch("outrider.train.pipeline_run._tee", call), redirect_stdout(said):
         run()
     return said.getvalue()
 
@@ -155,7 +155,7 @@ def test_no_step_starts_where_a_later_one_could_not(
     given = [word.replace("BARE", str(tmp_path / "bare")) for word in words]
     config = compose_and_build("pipeline", ["experiment=demo", f"out_dir={tmp_path / 'run'}", *given])
     with pytest.raises(UserError, match=f"step {step}, before any has run: .*{said}"):
-        import_module("train.pipeline").main.__wrapped__(config)
+        import_module("outrider.train.pipeline").main.__wrapped__(config)
     assert not (tmp_path / "run").exists()
 
 
@@ -362,7 +362,7 @@ def test_a_running_step_ends_with_the_pipeline(tmp_path):
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
     )
     code = (
-        "from train.pipeline_settings import *\nfrom train.pipeline_run import run_pipeline\n"
+        "from outrider.train.pipeline_settings import *\nfrom outrider.train.pipeline_run import run_pipeline\n"
         f"STEPS['target'] = PipelineStep({str(script)!r}, 'x')\n"
         f"run_pipeline(PipelineConfig(steps={{'target': StepConfig()}}, out_dir={str(tmp_path / 'out')!r}))\n"
     )

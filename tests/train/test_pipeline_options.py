@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from conf import config_for
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.commands import config_for
+from outrider.train.pipeline_run import check_steps
+from outrider.train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, StepConfig
 from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
 from tests.tiers import quick_where
-from train.pipeline_run import check_steps
-from train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, StepConfig
 
 ROOT = Path(__file__).parents[2]
 PAPERS = {  # experiments about targets of the papers: the target, and the steps that they leave out

@@ -12,23 +12,23 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.text.settings import DataConfig
-from draft_models.card import CARD_FILE, add_report
-from draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
-from inference.drafters.eagle3 import Eagle3Source
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.small_lm import SmallLMSource
-from inference.settings.kinds import KINDS
-from outrider.errors import UserError
-from outrider.files import code_version
+from outrider.base.errors import UserError
+from outrider.base.files import code_version
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.card import CARD_FILE, add_report
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.settings.kinds import KINDS
+from outrider.train.core import run_dir
+from outrider.train.parts.heldout import Decoding
+from outrider.train.recipes.eagle3 import train_eagle3
+from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.settings.drafters import DrafterConfig
 from tests.tiny import save_target
 from tests.train.jobs import FIT, distilling, finetuning, heading, interrupted_at, log, same
-from train.core import run_dir
-from train.parts.heldout import Decoding
-from train.recipes.eagle3 import train_eagle3
-from train.recipes.early_exit import train_early_exit
-from train.recipes.small_lm import finetune_drafter
-from train.settings.drafters import DrafterConfig
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ def test_accumulation_equals_one_batch(
 
 
 CHECKPOINTED = [  # where it is called, and how often: for each trained layer or step of a draft
-    ("early_exit", "draft_models.early_exit.model.checkpoint", 1),
+    ("early_exit", "outrider.draft_models.early_exit.model.checkpoint", 1),
     ("small_lm", "transformers.modeling_utils.checkpoint", 2),
-    ("eagle3", "train.recipes.eagle3.checkpoint", 3),
+    ("eagle3", "outrider.train.recipes.eagle3.checkpoint", 3),
 ]
 
 

@@ -12,26 +12,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data_prep.formats.torch_files import SafeTensor
-from data_prep.responses.generate import generate_responses
-from data_prep.responses.settings import GenerateConfig
-from data_prep.text.settings import DataConfig
-from draft_models.calibration import WEIGHTS_FILE
-from draft_models.targets.open_target import open_target
-from draft_models.targets.settings import HEAD_FOLDER
-from draft_models.targets.target import Target
-from draft_models.targets.tensor_files import TensorFiles
-from inference.core.decode import speculative
-from inference.engines.cpu.recorded import recorded
-from inference.loading.targets import load_stack, prepare
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.calibration import WEIGHTS_FILE
+from outrider.draft_models.formats.torch_files import SafeTensor
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.settings import HEAD_FOLDER
+from outrider.draft_models.targets.target import Target
+from outrider.draft_models.targets.tensor_files import TensorFiles
+from outrider.inference.batch.generate import generate_responses
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.core.decode import speculative
+from outrider.inference.engines.cpu.recorded import recorded
+from outrider.inference.loading.targets import load_stack, prepare
+from outrider.train.core.training import Batch
+from outrider.train.parts import capture as capturing
+from outrider.train.parts.capture import Drafting, Text
+from outrider.train.recipes.calibration import calibrate
+from outrider.train.settings.drafters import CalibrateConfig
 from tests.tiny import LAYERS, byte_tokenizer, save_target
 from tests.train.jobs import CHAT, calibrating, same, save_for_calibration
-from train.core.training import Batch
-from train.parts import capture as capturing
-from train.parts.capture import Drafting, Text
-from train.recipes.calibration import calibrate
-from train.settings.drafters import CalibrateConfig
 
 END = 105  # a token that the target says now and then
 WITH_TARGET = capturing.capture
@@ -40,7 +40,7 @@ WITH_TARGET = capturing.capture
 @pytest.fixture(autouse=True)
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer to draw than these heads to fit."""
-    monkeypatch.setattr("train.recipes.calibration.plot_reliability", lambda _: b"")
+    monkeypatch.setattr("outrider.train.recipes.calibration.plot_reliability", lambda _: b"")
 
 
 @pytest.fixture(scope="module")

@@ -19,21 +19,21 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
-from data_prep.text.settings import DataConfig
-from draft_models.early_exit.checkpoint import WEIGHTS_FILE
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE
+from outrider.train.core import sharding
+from outrider.train.core.sharding import trained_parameters
+from outrider.train.recipes.eagle3 import train_eagle3
+from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.settings.drafters import DrafterConfig
 from tests.forked import Fork
 from tests.launched import free_port, launched
 from tests.tiers import typical_where
 from tests.train import sharded_job
 from tests.train.fit_job import TinyModel
 from tests.train.jobs import FIT, distilling, finetuning, heading, options_of
-from train.core import sharding
-from train.core.sharding import trained_parameters
-from train.recipes.eagle3 import train_eagle3
-from train.recipes.early_exit import train_early_exit
-from train.recipes.small_lm import finetune_drafter
-from train.settings.drafters import DrafterConfig
 
 ROOT = Path(__file__).parent.parent.parent
 ZERO3 = {  # conf/accelerate/zero3.yaml leaves parameters of fewer than 100,000 elements whole
@@ -180,10 +180,13 @@ def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, 
     frozen = replace(steps, train_head=False, fit=replace(FIT, steps=2), out_dir=str(folder / "frozen-alone"))
     train_eagle3(frozen)
     return {
-        "frozen": ["train.eagle3", *options_of(replace(frozen, out_dir=str(folder / "frozen")))],
-        "steps": ["train.eagle3", *options_of(replace(steps, out_dir=str(folder / "steps")))],
-        "adapters": ["train.finetune_drafter", *options_of(replace(adapters, out_dir=str(folder / "adapters")))],
-        "early_exit": ["train.eesd", *options_of(replace(exits, out_dir=str(folder / "early_exit")))],
+        "frozen": ["outrider.train.eagle3", *options_of(replace(frozen, out_dir=str(folder / "frozen")))],
+        "steps": ["outrider.train.eagle3", *options_of(replace(steps, out_dir=str(folder / "steps")))],
+        "adapters": [
+            "outrider.train.finetune_drafter",
+            *options_of(replace(adapters, out_dir=str(folder / "adapters"))),
+        ],
+        "early_exit": ["outrider.train.eesd", *options_of(replace(exits, out_dir=str(folder / "early_exit")))],
     }
 
 

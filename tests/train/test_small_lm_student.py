@@ -9,15 +9,15 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draft_models.losses import IGNORE
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import load_config
-from draft_models.targets.tensor_files import open_tensors
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.open_target import load_config
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator
+from outrider.train.recipes.small_lm import SmallLMStudent
 from tests.tiny import VOCABULARY, open_stack, random_prompt, save_target
-from train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator
-from train.recipes.small_lm import SmallLMStudent
 
 
 def student(target: Path, objective: str = "forward_kl", on_policy: OnPolicy | None = None) -> SmallLMStudent:

@@ -11,25 +11,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draft_models.draft_vocabulary import TOKENS_FILE, narrow, places, read_draft_vocabulary, widen
-from draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
-from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.narrowed import DraftVocabulary, is_narrowed
-from draft_models.targets.open_target import load_config, load_tokenizer, open_target, read_config
-from draft_models.targets.stack import LayerStack
-from inference.drafters.small_lm import PLUGIN
-from inference.loading.memory_plan import Place, weight_bytes
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.draft_vocabulary import TOKENS_FILE, narrow, places, read_draft_vocabulary, widen
+from outrider.draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
+from outrider.draft_models.small_lm.model import load_small_lm
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target, read_config
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.drafters.small_lm import PLUGIN
+from outrider.inference.loading.memory_plan import Place, weight_bytes
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.train.parts.on_policy import OnPolicy, continue_prefixes
+from outrider.train.recipes.small_lm import SmallLMStudent, finetune_drafter
+from outrider.train.settings.drafters import DrafterConfig
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import VOCABULARY, save_target
 from tests.train.jobs import FIT, finetuning, save_responses, write_corpus
-from train.parts.on_policy import OnPolicy, continue_prefixes
-from train.recipes.small_lm import SmallLMStudent, finetune_drafter
-from train.settings.drafters import DrafterConfig
 
 TOKENS = torch.tensor([3, 7, 40, 41, 99, 100, 256])
 

@@ -9,14 +9,14 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from inference.measure.time_limit import TimeLimit
-from outrider.wandb_config import WandbConfig
+from outrider.base.wandb_config import WandbConfig
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.train.core.fit import FitResult, fit
+from outrider.train.core.time_budget import StepBudget
+from outrider.train.settings.fit import FitConfig
 from tests.launched import launched
 from tests.train.fit_runs import trained_weights
 from tests.train.jobs import log, same
-from train.core.fit import FitResult, fit
-from train.core.time_budget import StepBudget
-from train.settings.fit import FitConfig
 
 QUIET = WandbConfig(mode="disabled")
 FIT = FitConfig(

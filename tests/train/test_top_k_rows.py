@@ -8,18 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data_prep.responses.directory import Response, Shard
-from data_prep.responses.tasks import TopK
-from data_prep.text.documents import encode
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from draft_models.losses import IGNORE
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.documents import encode
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.losses import IGNORE
+from outrider.inference.batch.directory import Response, Shard
+from outrider.inference.batch.tasks import TopK
+from outrider.train.parts.top_k_rows import load_top_k_rows
+from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.settings.drafters import DrafterConfig
 from tests.tiny import byte_tokenizer, open_stack
 from tests.train.jobs import CHAT, FIT, TEXT, finetuning, log, same, save_responses
-from train.parts.top_k_rows import load_top_k_rows
-from train.recipes.small_lm import finetune_drafter
-from train.settings.drafters import DrafterConfig
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
-from draft_models.losses import IGNORE
-from outrider.errors import UserError
-from outrider.processes import join_processes
-from outrider.run_dirs import LOCK_FILE
-from outrider.settings import differences
-from outrider.wandb_config import WandbConfig
-from train import toy_target
-from train.parts.drafter import export
-from train.recipes.toy import (
+from outrider.base.errors import UserError
+from outrider.base.processes import join_processes
+from outrider.base.run_dirs import LOCK_FILE
+from outrider.base.settings import differences
+from outrider.base.wandb_config import WandbConfig
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.losses import IGNORE
+from outrider.train import toy_target
+from outrider.train.parts.drafter import export
+from outrider.train.recipes.toy import (
     ToyTarget,
     bits_per_byte,
     build_lm,
@@ -33,8 +33,8 @@ from train.recipes.toy import (
     train_tokenizer,
     train_toy_target,
 )
-from train.settings.fit import FitConfig
-from train.settings.toy import TOY_REPORT, ToyTargetConfig
+from outrider.train.settings.fit import FitConfig
+from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

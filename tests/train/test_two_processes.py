@@ -15,9 +15,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data_prep.text.settings import DataConfig
-from draft_models import calibration
-from draft_models.early_exit import checkpoint
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models import calibration
+from outrider.draft_models.early_exit import checkpoint
+from outrider.train.core.loop import own_share, step_rows
+from outrider.train.core.sharding import WEIGHTS_FILE
+from outrider.train.recipes.calibration import calibrate
+from outrider.train.recipes.eagle3 import train_eagle3
+from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.settings.drafters import DrafterConfig
 from tests.launched import launched
 from tests.train import fit_job
 from tests.train.fit_runs import fit_tiny
@@ -33,13 +40,6 @@ from tests.train.jobs import (
     save_for_calibration,
 )
 from tests.train.sharded_job import run_command
-from train.core.loop import own_share, step_rows
-from train.core.sharding import WEIGHTS_FILE
-from train.recipes.calibration import calibrate
-from train.recipes.eagle3 import train_eagle3
-from train.recipes.early_exit import train_early_exit
-from train.recipes.small_lm import finetune_drafter
-from train.settings.drafters import DrafterConfig
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ def train(folder: Path, small: Path, corpus: DataConfig) -> Runs:
     calibrate(head)
     alone = load_file(drafted / "drafter" / calibration.WEIGHTS_FILE)
     (drafted / "drafter" / calibration.WEIGHTS_FILE).unlink()
-    modules = {"exit": ("train.eesd", exits), "adapters": ("train.finetune_drafter", adapters)}
-    modules["steps"] = ("train.eagle3", steps)
-    modules["head"] = ("train.calibrate", head)
+    modules = {"exit": ("outrider.train.eesd", exits), "adapters": ("outrider.train.finetune_drafter", adapters)}
+    modules["steps"] = ("outrider.train.eagle3", steps)
+    modules["head"] = ("outrider.train.calibrate", head)
     commands = [
         [module, *options_of(replace(config, out_dir=str(folder / name)))] for name, (module, config) in modules.items()
     ]

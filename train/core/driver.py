@@ -15,14 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from outrider.errors import UserError, reason
-from outrider.files import parse_json, require_writable, write_atomically
-from outrider.processes import join_processes, only_run_of
-from outrider.settings import RunConfig, construct
-from train.core import run_dir, sharding
-from train.core.fit import Evaluate, fit
-from train.core.sharding import WEIGHTS_FILE, trained_parameters
-from train.core.training import Metrics, Student, Trained, Training
+from outrider.base.errors import UserError, reason
+from outrider.base.files import parse_json, require_writable, write_atomically
+from outrider.base.processes import join_processes, only_run_of
+from outrider.base.settings import RunConfig, construct
+from outrider.train.core import run_dir, sharding
+from outrider.train.core.fit import Evaluate, fit
+from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
+from outrider.train.core.training import Metrics, Student, Trained, Training
 
 BEST_FOLDER = "best"
 

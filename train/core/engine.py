@@ -22,12 +22,12 @@ from accelerate.utils import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from outrider.errors import UserError, reason, warn
-from outrider.processes import join_processes
-from train.core import sharding
-from train.core.optimizers import build_optimizer
-from train.core.sharding import load_trained
-from train.settings.fit import FitConfig
+from outrider.base.errors import UserError, reason, warn
+from outrider.base.processes import join_processes
+from outrider.train.core import sharding
+from outrider.train.core.optimizers import build_optimizer
+from outrider.train.core.sharding import load_trained
+from outrider.train.settings.fit import FitConfig
 
 OPTIMIZER_FILE = f"{OPTIMIZER_NAME}.bin"
 

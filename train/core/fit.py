@@ -17,22 +17,22 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import nn
 
-from data_prep.text.records import HELDOUT_BY
-from draft_models.targets.open_target import fast_dtype
-from inference.core.rounds import Clock
-from inference.measure.time_limit import TimeLimit
-from outrider.errors import UserError, require
-from outrider.files import code_version, write_json
-from outrider.processes import join_processes
-from outrider.settings import Settings, read_as
-from train.core import run_dir, sharding
-from train.core.engine import Engine
-from train.core.loop import train
-from train.core.progress import Report, cut_log, start_wandb
-from train.core.sharding import load_trained, save_trained
-from train.core.time_budget import StepBudget
-from train.core.training import FitResult, Metrics, TrainRows
-from train.settings.fit import FitConfig
+from outrider.base.errors import UserError, require
+from outrider.base.files import code_version, write_json
+from outrider.base.processes import join_processes
+from outrider.base.settings import Settings, read_as
+from outrider.data_prep.text.records import HELDOUT_BY
+from outrider.draft_models.targets.open_target import fast_dtype
+from outrider.inference.core.rounds import Clock
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.train.core import run_dir, sharding
+from outrider.train.core.engine import Engine
+from outrider.train.core.loop import train
+from outrider.train.core.progress import Report, cut_log, start_wandb
+from outrider.train.core.sharding import load_trained, save_trained
+from outrider.train.core.time_budget import StepBudget
+from outrider.train.core.training import FitResult, Metrics, TrainRows
+from outrider.train.settings.fit import FitConfig
 
 STATE_FILE = "training_state.json"
 _WHAT = "state of a training"

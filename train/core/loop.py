@@ -9,17 +9,17 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import default_collate
 
-from draft_models.losses import IGNORE
-from outrider.errors import UserError
-from outrider.streams import Streams
-from train.core import run_dir
-from train.core.engine import Engine
-from train.core.progress import Report
-from train.core.training import Batch, TrainRows
-from train.settings.fit import FitConfig
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.losses import IGNORE
+from outrider.train.core import run_dir
+from outrider.train.core.engine import Engine
+from outrider.train.core.progress import Report
+from outrider.train.core.training import Batch, TrainRows
+from outrider.train.settings.fit import FitConfig
 
 if TYPE_CHECKING:
-    from train.core.time_budget import StepBudget
+    from outrider.train.core.time_budget import StepBudget
 
 
 @functools.lru_cache(maxsize=2)  # a step may take rows of two epochs

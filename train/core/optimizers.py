@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from draft_models.targets.open_target import fast_dtype
-from outrider.errors import UserError
-from train.settings.fit import FitConfig
+from outrider.base.errors import UserError
+from outrider.draft_models.targets.open_target import fast_dtype
+from outrider.train.settings.fit import FitConfig
 
 
 class Float32Muon(torch.optim.Muon):

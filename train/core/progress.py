@@ -11,10 +11,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from draft_models.losses import IGNORE
-from outrider.files import write_atomically
-from outrider.progress import Stage
-from outrider.wandb_config import ID_FILE, WandbConfig
+from outrider.base.files import write_atomically
+from outrider.base.progress import Stage
+from outrider.base.wandb_config import ID_FILE, WandbConfig
+from outrider.draft_models.losses import IGNORE
 
 LOG_FILE = "log.jsonl"
 FORMATS = {"lr": "{:.3g}", "tokens_per_s": "{:.0f}", "grad_norm": "{:.3g}", "eta": "{:.0f}s"}

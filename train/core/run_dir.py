@@ -1,7 +1,7 @@
 """The protocol of a training run's out_dir: complete checkpoints, and the conditions for using the directory.
 
 A checkpoint is a directory `checkpoint-<step>`. It is renamed to that name after its last byte is written, so every
-directory with such a name is complete. A command locks its out_dir while it runs (see `outrider.run_dirs.only_run`).
+directory with such a name is complete. A command locks its out_dir while it runs (`outrider.base.run_dirs.only_run`).
 This module is light, so that entries can use it before heavy imports.
 """
 
@@ -11,10 +11,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from outrider.errors import UserError
-from outrider.files import read_mapping, require_writable
-from outrider.run_dirs import check_identity
-from outrider.settings import Settings
+from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, require_writable
+from outrider.base.run_dirs import check_identity
+from outrider.base.settings import Settings
 
 RUN_FILE = "run.json"  # in every checkpoint: the run's identity
 STAGING = ".staging"  # incomplete files; never read

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from outrider.errors import UserError, reason
-from outrider.files import write_atomically
+from outrider.base.errors import UserError, reason
+from outrider.base.files import write_atomically
 
 WEIGHTS_FILE = "model.safetensors"
 

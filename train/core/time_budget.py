@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from inference.measure.time_limit import TimeLimit
-from outrider.errors import warn
-from outrider.processes import from_main, join_processes
-from train.settings.fit import FitConfig
+from outrider.base.errors import warn
+from outrider.base.processes import from_main, join_processes
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.train.settings.fit import FitConfig
 
 ENOUGH = 20  # steps below which a training learns little
 

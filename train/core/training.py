@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from train.settings.fit import FitConfig
+from outrider.train.settings.fit import FitConfig
 
 Student = TypeVar("Student", bound=nn.Module)
 Metrics = dict[str, float]

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from draft_models.calibration_head import POSITIONS, CalibrationHead
-from train.core.training import Batch
+from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead
+from outrider.train.core.training import Batch
 
 CANDIDATES = torch.linspace(-1.5, 1.5, 121).exp()  # temperatures, including 1
 FEWEST = 100  # rounds needed to fit a position's temperature; only rounds with all earlier tokens accepted count

@@ -16,24 +16,24 @@ from accelerate.utils import gather_object
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from data_prep.text.chat import answered_by, records_of_runs
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import Split
-from draft_models.losses import IGNORE
-from draft_models.targets.fingerprint import changed_parts, config_differences
-from draft_models.targets.open_target import OpenTarget
-from inference.core.drafter import DraftModel
-from inference.core.rounds import Round
-from inference.drafters.shaped import ModelDrafter
-from inference.measure.time_limit import TimeLimit, spread_order
-from inference.shapes.factory import Chain
-from inference.stopping.interface import Step
-from outrider.errors import UserError
-from outrider.files import require_writable, write_atomically
-from outrider.processes import from_main
-from outrider.progress import counted
-from train.core import run_dir
-from train.core.training import Batch
+from outrider.base.errors import UserError
+from outrider.base.files import require_writable, write_atomically
+from outrider.base.processes import from_main
+from outrider.base.progress import counted
+from outrider.data_prep.text.chat import answered_by, records_of_runs
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import Split
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.fingerprint import changed_parts, config_differences
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.rounds import Round
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.measure.time_limit import TimeLimit, spread_order
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.interface import Step
+from outrider.train.core import run_dir
+from outrider.train.core.training import Batch
 
 EXAMPLES = 64  # drafted tokens in one row of `fit`
 _REMEDY = "make others with outrider generate-responses temperature=0 top_k_logits=2"

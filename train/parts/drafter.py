@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draft_models.card import write_card
-from draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, save_tokens
-from draft_models.early_exit.checkpoint import provenance
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.narrowed import draft_vocabulary_of
-from draft_models.targets.open_target import OpenTarget, fast_dtype
-from inference.loading.memory_plan import Held, training_memory
-from inference.loading.targets import end_tokens
-from outrider.errors import UserError
-from outrider.files import save_parts, write_json
-from outrider.processes import say
-from train.core import run_dir
-from train.core.optimizers import layer_matrices
-from train.core.training import Trained, TrainRows
-from train.settings.drafters import DrafterTraining
-from train.settings.fit import FitConfig
+from outrider.base.errors import UserError
+from outrider.base.files import save_parts, write_json
+from outrider.base.processes import say
+from outrider.draft_models.card import write_card
+from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, coverage, save_tokens
+from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.narrowed import draft_vocabulary_of
+from outrider.draft_models.targets.open_target import OpenTarget, fast_dtype
+from outrider.inference.loading.memory_plan import Held, training_memory
+from outrider.inference.loading.targets import end_tokens
+from outrider.train.core import run_dir
+from outrider.train.core.optimizers import layer_matrices
+from outrider.train.core.training import Trained, TrainRows
+from outrider.train.settings.drafters import DrafterTraining
+from outrider.train.settings.fit import FitConfig
 
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
 

@@ -8,23 +8,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from draft_models.acceptance import AcceptanceOf, acceptance_by_target, analytic_tau, judge, placed
-from draft_models.losses import IGNORE
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import OpenTarget
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import speculative
-from inference.core.drafter import DraftModel
-from inference.core.rounds import collect
-from inference.drafters.shaped import ModelDrafter
-from inference.loading.targets import end_tokens
-from inference.measure.statistics import acceptance_by_position, decode_statistics
-from inference.shapes.factory import Chain
-from inference.stopping.plain import FixedLength
-from outrider.processes import say
-from outrider.progress import counted
-from train.core.sharding import trained_parameters
-from train.core.training import Batch, Metrics, Student, TrainRows
+from outrider.base.processes import say
+from outrider.base.progress import counted
+from outrider.draft_models.acceptance import AcceptanceOf, acceptance_by_target, analytic_tau, judge, placed
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.core.rounds import collect
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.loading.targets import end_tokens
+from outrider.inference.measure.statistics import acceptance_by_position, decode_statistics
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.plain import FixedLength
+from outrider.train.core.sharding import trained_parameters
+from outrider.train.core.training import Batch, Metrics, Student, TrainRows
 
 WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone
 

@@ -11,10 +11,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draft_models.losses import IGNORE
-from draft_models.targets.narrowed import draft_vocabulary_of
-from inference.core.sampling import invert
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.narrowed import draft_vocabulary_of
+from outrider.inference.core.sampling import invert
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from data_prep.text.rows import PackedRows
-from outrider.errors import UserError
-from outrider.files import read_mapping, require_writable, write_json
-from outrider.processes import from_main, only_run_of
-from outrider.progress import counted
-from outrider.run_dirs import changes
-from outrider.words import listed
-from train.core.training import Batch
+from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, require_writable, write_json
+from outrider.base.processes import from_main, only_run_of
+from outrider.base.progress import counted
+from outrider.base.run_dirs import changes
+from outrider.base.words import listed
+from outrider.data_prep.text.rows import PackedRows
+from outrider.train.core.training import Batch
 
 GROUP = 32
 _SCALE_BYTES = 2

@@ -10,17 +10,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data_prep.responses.directory import Response, read_shard, top_k_documents
-from data_prep.responses.tasks import TopK
-from data_prep.text.documents import Document
-from data_prep.text.records import Counts, Record, SkipRecordError, find_layout, split_key, to_record, warn_of_unused
-from data_prep.text.rows import PackedRows, load_rows, pack
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import Split, is_heldout, resolve_paths
-from draft_models.losses import IGNORE
-from draft_models.targets.vocabulary import require_rows
-from outrider.errors import UserError
-from outrider.processes import join_processes
+from outrider.base.errors import UserError
+from outrider.base.processes import join_processes
+from outrider.data_prep.text.documents import Document
+from outrider.data_prep.text.records import (
+    Counts,
+    Record,
+    SkipRecordError,
+    find_layout,
+    split_key,
+    to_record,
+    warn_of_unused,
+)
+from outrider.data_prep.text.rows import PackedRows, load_rows, pack
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import Split, is_heldout, resolve_paths
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.vocabulary import require_rows
+from outrider.inference.batch.directory import Response, read_shard, top_k_documents
+from outrider.inference.batch.tasks import TopK
 
 
 class TopKRows:

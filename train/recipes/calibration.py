@@ -13,19 +13,22 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from data_prep.text.settings import DataConfig
-from data_prep.text.sources import Split
-from draft_models.calibration import save_calibration
-from draft_models.calibration_head import CalibrationHead, log_odds
-from draft_models.early_exit.checkpoint import open_target_of, read_meta
-from draft_models.losses import IGNORE
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
-from inference.core.decode import speculative
-from inference.core.rounds import Round
-from inference.drafters.shaped import ModelDrafterPlugin
-from inference.engines.packing import lay_out
-from inference.loading.memory_plan import (
+from outrider.base.errors import UserError, warn
+from outrider.base.files import require_writable, write_atomically, write_json
+from outrider.base.processes import from_main, join_processes, say
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import Split
+from outrider.draft_models.calibration import save_calibration
+from outrider.draft_models.calibration_head import CalibrationHead, log_odds
+from outrider.draft_models.early_exit.checkpoint import open_target_of, read_meta
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.rounds import Round
+from outrider.inference.drafters.shaped import ModelDrafterPlugin
+from outrider.inference.engines.packing import lay_out
+from outrider.inference.loading.memory_plan import (
     Held,
     Place,
     describe,
@@ -35,21 +38,18 @@ from inference.loading.memory_plan import (
     planned_device,
     target_memory,
 )
-from inference.loading.rehearsal import rehearsable
-from inference.loading.targets import end_tokens, load_stack, position_limits
-from inference.loading.targets import prepare as prepare_drafters
-from inference.loading.templates import templates_of
-from inference.measure.replay import FirstLayersSession, RecordedSession, replay
-from inference.measure.time_limit import TimeLimit
-from inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, kind_in
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError, warn
-from outrider.files import require_writable, write_atomically, write_json
-from outrider.processes import from_main, join_processes, say
-from train.core.driver import run_training
-from train.core.training import Batch, Metrics, Trained, Training
-from train.parts.calibration_scores import brier, judge, later_half, plot_reliability, predict, temper
-from train.parts.capture import (
+from outrider.inference.loading.rehearsal import rehearsable
+from outrider.inference.loading.targets import end_tokens, load_stack, position_limits
+from outrider.inference.loading.targets import prepare as prepare_drafters
+from outrider.inference.loading.templates import templates_of
+from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
+from outrider.inference.measure.time_limit import TimeLimit
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, kind_in
+from outrider.inference.settings.method import MethodConfig
+from outrider.train.core.driver import run_training
+from outrider.train.core.training import Batch, Metrics, Trained, Training
+from outrider.train.parts.calibration_scores import brier, judge, later_half, plot_reliability, predict, temper
+from outrider.train.parts.capture import (
     EXAMPLES,
     Drafting,
     Text,
@@ -59,9 +59,9 @@ from train.parts.capture import (
     recorded_text,
     require_answers_of,
 )
-from train.parts.heldout import heldout_prompt
-from train.parts.top_k_rows import load_taught_rows
-from train.settings.drafters import CalibrateConfig
+from outrider.train.parts.heldout import heldout_prompt
+from outrider.train.parts.top_k_rows import load_taught_rows
+from outrider.train.settings.drafters import CalibrateConfig
 
 
 @rehearsable

@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from data_prep.text.rows import PackedRows, load_rows
-from draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
-from draft_models.draft_vocabulary import places
-from draft_models.eagle3.checkpoint import (
+from outrider.base.errors import UserError, warn
+from outrider.base.processes import from_main, say
+from outrider.base.progress import counted
+from outrider.base.streams import Streams
+from outrider.data_prep.text.rows import PackedRows, load_rows
+from outrider.draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
+from outrider.draft_models.draft_vocabulary import places
+from outrider.draft_models.eagle3.checkpoint import (
     TRAINING_FILE,
     StoredHead,
     make_head,
@@ -30,30 +34,33 @@ from draft_models.eagle3.checkpoint import (
     shapes_of,
     use_of,
 )
-from draft_models.eagle3.dialects import require_said
-from draft_models.eagle3.model import Eagle3, Mask, Steps
-from draft_models.eagle3.reading import Reading, new_reading, require_target
-from draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
-from draft_models.targets.attention import packed_mask
-from draft_models.targets.empty_models import empty_model, layer_stack
-from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.target import Band
-from inference.drafters.eagle3 import Eagle3Source
-from inference.loading.memory_plan import Held, explained, planned_device
-from inference.loading.memory_plan import describe as describe_memory
-from inference.loading.rehearsal import rehearsable
-from outrider.errors import UserError, warn
-from outrider.processes import from_main, say
-from outrider.progress import counted
-from outrider.streams import Streams
-from train.core.driver import run_training
-from train.core.training import Batch, Metrics, Trained, Training
-from train.parts.drafter import fit_memory, frozen_dtype, parameters_of, pick_tokens, require_context, write_records
-from train.parts.heldout import WATCHED_DRAFT, Decoding, batches_of, evaluation
-from train.parts.target_states import RowsWithStates, with_states
-from train.settings.drafters import Eagle3Config
+from outrider.draft_models.eagle3.dialects import require_said
+from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
+from outrider.draft_models.eagle3.reading import Reading, new_reading, require_target
+from outrider.draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
+from outrider.draft_models.targets.attention import packed_mask
+from outrider.draft_models.targets.empty_models import empty_model, layer_stack
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.target import Band
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.loading.memory_plan import Held, explained, planned_device
+from outrider.inference.loading.memory_plan import describe as describe_memory
+from outrider.inference.loading.rehearsal import rehearsable
+from outrider.train.core.driver import run_training
+from outrider.train.core.training import Batch, Metrics, Trained, Training
+from outrider.train.parts.drafter import (
+    fit_memory,
+    frozen_dtype,
+    parameters_of,
+    pick_tokens,
+    require_context,
+    write_records,
+)
+from outrider.train.parts.heldout import WATCHED_DRAFT, Decoding, batches_of, evaluation
+from outrider.train.parts.target_states import RowsWithStates, with_states
+from outrider.train.settings.drafters import Eagle3Config
 
 
 @rehearsable

@@ -15,26 +15,26 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draft_models.acceptance import AcceptanceOf
-from draft_models.card import CARD_FILE, write_card
-from draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
-from draft_models.early_exit.model import USE, EarlyExit, EarlyExitStudent, exit_layers
-from draft_models.targets.empty_models import empty_layers
-from draft_models.targets.model_spec import context_limit
-from draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import TensorFiles
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Calibrated
-from inference.loading.memory_plan import GB, Held, Place, cache_bytes, explained, planned_device, weight_bytes
-from inference.loading.memory_plan import describe as describe_memory
-from inference.loading.rehearsal import rehearsable
-from inference.loading.targets import prepare as prepare_drafters
-from inference.settings.kinds import EARLY_EXIT
-from outrider.processes import from_main, say
-from train.core.driver import run_training
-from train.core.training import Batch, Metrics, Trained, Training, TrainRows
-from train.parts.drafter import (
+from outrider.base.processes import from_main, say
+from outrider.draft_models.acceptance import AcceptanceOf
+from outrider.draft_models.card import CARD_FILE, write_card
+from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
+from outrider.draft_models.early_exit.model import USE, EarlyExit, EarlyExitStudent, exit_layers
+from outrider.draft_models.targets.empty_models import empty_layers
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import TensorFiles
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.loading.memory_plan import GB, Held, Place, cache_bytes, explained, planned_device, weight_bytes
+from outrider.inference.loading.memory_plan import describe as describe_memory
+from outrider.inference.loading.rehearsal import rehearsable
+from outrider.inference.loading.targets import prepare as prepare_drafters
+from outrider.inference.settings.kinds import EARLY_EXIT
+from outrider.train.core.driver import run_training
+from outrider.train.core.training import Batch, Metrics, Trained, Training, TrainRows
+from outrider.train.parts.drafter import (
     fit_memory,
     frozen_dtype,
     parameters_of,
@@ -42,9 +42,9 @@ from train.parts.drafter import (
     require_context,
     require_vocabulary,
 )
-from train.parts.heldout import Decoding, HeldOutText, evaluation
-from train.parts.top_k_rows import load_taught_rows
-from train.settings.drafters import EesdConfig
+from outrider.train.parts.heldout import Decoding, HeldOutText, evaluation
+from outrider.train.parts.top_k_rows import load_taught_rows
+from outrider.train.settings.drafters import EesdConfig
 
 
 @rehearsable

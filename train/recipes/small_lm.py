@@ -22,16 +22,25 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from data_prep.text.rows import load_rows
-from draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, places, read_draft_vocabulary
-from draft_models.losses import IGNORE, head_product, linear_cross_entropy, linear_divergence, linear_topk_divergence
-from draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
-from draft_models.targets.attention import ATTENTION, stock_name
-from draft_models.targets.empty_models import empty_model, layer_stack
-from draft_models.targets.fingerprint import model_identity
-from draft_models.targets.model_spec import LogitRule, context_limit
-from draft_models.targets.narrowed import DraftVocabulary, is_narrowed
-from draft_models.targets.open_target import (
+from outrider.base.errors import UserError
+from outrider.base.processes import from_main, say
+from outrider.base.streams import Streams
+from outrider.data_prep.text.rows import load_rows
+from outrider.draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, places, read_draft_vocabulary
+from outrider.draft_models.losses import (
+    IGNORE,
+    head_product,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_topk_divergence,
+)
+from outrider.draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
+from outrider.draft_models.targets.attention import ATTENTION, stock_name
+from outrider.draft_models.targets.empty_models import empty_model, layer_stack
+from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.model_spec import LogitRule, context_limit
+from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
+from outrider.draft_models.targets.open_target import (
     OpenTarget,
     load_config,
     load_proven,
@@ -41,18 +50,15 @@ from draft_models.targets.open_target import (
     special_tokens,
     stored_dtype,
 )
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import open_tensors
-from inference.drafters.small_lm import SmallLMSource
-from inference.loading.memory_plan import Held, Place, explained, planned_device, target_memory
-from inference.loading.rehearsal import rehearsable
-from outrider.errors import UserError
-from outrider.processes import from_main, say
-from outrider.streams import Streams
-from train.core.driver import run_training
-from train.core.sharding import is_shared_out
-from train.core.training import Metrics, Trained, Training, TrainRows
-from train.parts.drafter import (
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.loading.memory_plan import Held, Place, explained, planned_device, target_memory
+from outrider.inference.loading.rehearsal import rehearsable
+from outrider.train.core.driver import run_training
+from outrider.train.core.sharding import is_shared_out
+from outrider.train.core.training import Metrics, Trained, Training, TrainRows
+from outrider.train.parts.drafter import (
     export,
     fit_memory,
     parameters_of,
@@ -61,10 +67,10 @@ from train.parts.drafter import (
     require_vocabulary,
     write_records,
 )
-from train.parts.heldout import Decoding, HeldOutText, evaluation, judged, packed_hidden
-from train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator
-from train.parts.top_k_rows import load_taught_rows
-from train.settings.drafters import DrafterConfig, FinetuneConfig
+from outrider.train.parts.heldout import Decoding, HeldOutText, evaluation, judged, packed_hidden
+from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator
+from outrider.train.parts.top_k_rows import load_taught_rows
+from outrider.train.settings.drafters import DrafterConfig, FinetuneConfig
 
 
 @rehearsable

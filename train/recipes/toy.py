@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from data_prep.text.rows import PackedRows, load_rows
-from data_prep.text.sources import read_records
-from draft_models.losses import IGNORE, linear_cross_entropy
-from draft_models.targets.attention import packed_mask
-from draft_models.targets.open_target import special_tokens
-from outrider.errors import UserError
-from outrider.files import write_json
-from outrider.processes import join_processes
-from outrider.progress import Stage, counted
-from outrider.streams import Streams
-from train.core.driver import run_training
-from train.core.optimizers import layer_matrices
-from train.core.training import Metrics, Trained, Training
-from train.parts.drafter import export
-from train.settings.toy import TOY_REPORT, ToyTargetConfig
+from outrider.base.errors import UserError
+from outrider.base.files import write_json
+from outrider.base.processes import join_processes
+from outrider.base.progress import Stage, counted
+from outrider.base.streams import Streams
+from outrider.data_prep.text.rows import PackedRows, load_rows
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.losses import IGNORE, linear_cross_entropy
+from outrider.draft_models.targets.attention import packed_mask
+from outrider.draft_models.targets.open_target import special_tokens
+from outrider.train.core.driver import run_training
+from outrider.train.core.optimizers import layer_matrices
+from outrider.train.core.training import Metrics, Trained, Training
+from outrider.train.parts.drafter import export
+from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
 

@@ -6,10 +6,10 @@ from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge
 
-from data_prep.text.settings import PromptFile, PromptTemplate
-from draft_models.targets.settings import MODEL
-from outrider.errors import require
-from outrider.settings import Place, RunConfig, free
+from outrider.base.errors import require
+from outrider.base.settings import Place, RunConfig, free
+from outrider.data_prep.text.settings import PromptFile, PromptTemplate
+from outrider.draft_models.targets.settings import MODEL
 
 Trained = Literal["early_exit", "small_lm", "eagle3"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)

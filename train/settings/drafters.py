@@ -5,8 +5,10 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from data_prep.text.settings import DataConfig
-from draft_models.targets.settings import (
+from outrider.base.errors import require
+from outrider.base.settings import Count, Place, Positive, Settings, Share, free, opt, require_default
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.targets.settings import (
     Divergence,
     DrafterFolder,
     FloatDtype,
@@ -18,9 +20,7 @@ from draft_models.targets.settings import (
     TargetConfig,
     Written,
 )
-from outrider.errors import require
-from outrider.settings import Count, Place, Positive, Settings, Share, free, opt, require_default
-from train.settings.fit import FitConfig
+from outrider.train.settings.fit import FitConfig
 
 NotNegative = Annotated[int, Ge(0)]
 Width = Annotated[int, Ge(2)]  # of a row in tokens

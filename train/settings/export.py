@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from draft_models.targets.settings import FloatDtype, Model, ReadingChanges
-from outrider.errors import require
-from outrider.settings import Place, RunConfig, free, only, opt
+from outrider.base.errors import require
+from outrider.base.settings import Place, RunConfig, free, only, opt
+from outrider.draft_models.targets.settings import FloatDtype, Model, ReadingChanges
 
 Engine = Literal["vllm", "sglang", "transformers", "llama_cpp", "openvino"]
 _UNKNOWN: dict[Engine, tuple[FloatDtype, ...]] = {"llama_cpp": ("float64",), "openvino": ("float64", "bfloat16")}

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from outrider.errors import UserError, require
-from outrider.settings import Count, Positive, Seed, Settings, free, opt
-from outrider.wandb_config import WandbConfig
+from outrider.base.errors import UserError, require
+from outrider.base.settings import Count, Positive, Seed, Settings, free, opt
+from outrider.base.wandb_config import WandbConfig
 
 Beta = Annotated[float, Ge(0), Lt(1)]
 NotNegative = Annotated[float, Ge(0)]

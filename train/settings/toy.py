@@ -5,11 +5,11 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from data_prep.text.settings import DataConfig
-from outrider.errors import require
-from outrider.settings import Count, Positive, RunConfig, free, opt
-from train.settings.drafters import NotNegative, Width
-from train.settings.fit import FitConfig
+from outrider.base.errors import require
+from outrider.base.settings import Count, Positive, RunConfig, free, opt
+from outrider.data_prep.text.settings import DataConfig
+from outrider.train.settings.drafters import NotNegative, Width
+from outrider.train.settings.fit import FitConfig
 
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
 

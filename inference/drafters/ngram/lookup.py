@@ -7,16 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.core.drafter import Drafter, Stopwatch
-from inference.core.session import Session
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree, chain_parents
-from inference.settings.kinds import DrafterPlugin
-from inference.settings.method import AUTO, MethodConfig
-from inference.sizing.costs import Allowance
-from inference.sizing.node_sizes import BestNodes
-from inference.sizing.policy import OWN, Tuning
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.inference.core.drafter import Drafter, Stopwatch
+from outrider.inference.core.session import Session
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree, chain_parents
+from outrider.inference.settings.kinds import DrafterPlugin
+from outrider.inference.settings.method import AUTO, MethodConfig
+from outrider.inference.sizing.costs import Allowance
+from outrider.inference.sizing.node_sizes import BestNodes
+from outrider.inference.sizing.policy import OWN, Tuning
 
 # With max_draft=auto: the prior probability that a drafted token is right if the previous one is.
 _FIRST = (0.3, 0.4, 0.6)  # of the first token, by the length of the matched n-gram; each lies in a separate band

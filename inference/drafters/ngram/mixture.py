@@ -9,11 +9,19 @@ from typing import ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from draft_models.ngrams.kernels import compiled_for, lean, successors_of
-from draft_models.ngrams.overlay import LevelArrays, TextIndex, flat, index_text, new_recycled, recycled_rows, with_room
-from draft_models.ngrams.suffixes import LEAST, known_suffixes, no_suffixes, read_only, successors_at
-from draft_models.ngrams.table import TrigramTable, make_level
-from inference.drafters.ngram.ngram_mixing import (
+from outrider.draft_models.ngrams.kernels import compiled_for, lean, successors_of
+from outrider.draft_models.ngrams.overlay import (
+    LevelArrays,
+    TextIndex,
+    flat,
+    index_text,
+    new_recycled,
+    recycled_rows,
+    with_room,
+)
+from outrider.draft_models.ngrams.suffixes import LEAST, known_suffixes, no_suffixes, read_only, successors_at
+from outrider.draft_models.ngrams.table import TrigramTable, make_level
+from outrider.inference.drafters.ngram.ngram_mixing import (
     CORPUS_ORDERS,
     TAIL,
     class_of,
@@ -24,8 +32,8 @@ from inference.drafters.ngram.ngram_mixing import (
     text_class,
     text_contexts,
 )
-from inference.drafters.ngram.ngram_search import Nodes
-from inference.settings.method import NgramConfig
+from outrider.inference.drafters.ngram.ngram_search import Nodes
+from outrider.inference.settings.method import NgramConfig
 
 _ELSEWHERE = 1e-5  # probability of a token that no source knows, used in learning
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draft_models.ngrams.kernels import find, lean, mix, successors_of
-from draft_models.ngrams.overlay import ContextMap, LevelArrays, slot_of
-from outrider.compiled import kept
+from outrider.base.compiled import kept
+from outrider.draft_models.ngrams.kernels import find, lean, mix, successors_of
+from outrider.draft_models.ngrams.overlay import ContextMap, LevelArrays, slot_of
 
 _ONE = np.uint64(1)
 

@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draft_models.ngrams.overlay import Overlay, recycle
-from draft_models.ngrams.table import TrigramTable
-from draft_models.ngrams.table_files import read_header, table_digest
-from draft_models.targets.open_target import OpenTarget
-from inference.core.drafter import Drafter, Stopwatch
-from inference.core.session import Session
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree
-from inference.drafters.ngram.mixture import Mixture
-from inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
-from inference.settings.kinds import NGRAMS, DrafterPlugin, Placed, Trained
-from inference.settings.method import AUTO, MethodConfig, NgramConfig, number
-from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
-from inference.sizing.policy import Tuning
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.ngrams.overlay import Overlay, recycle
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.ngrams.table_files import read_header, table_digest
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.inference.core.drafter import Drafter, Stopwatch
+from outrider.inference.core.session import Session
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.ngram.mixture import Mixture
+from outrider.inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
+from outrider.inference.settings.kinds import NGRAMS, DrafterPlugin, Placed, Trained
+from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, number
+from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes
+from outrider.inference.sizing.policy import Tuning
 
 _Verified = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # stop, tokens, parents, rows, continuations
 _Found = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents, path probabilities if known

@@ -11,9 +11,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.engines.cpu.elementwise import put_columns, softmax_row
-from inference.engines.cpu.numbers import kernel, wide
-from inference.engines.cpu.vectors import (
+from outrider.inference.engines.cpu.elementwise import put_columns, softmax_row
+from outrider.inference.engines.cpu.numbers import kernel, wide
+from outrider.inference.engines.cpu.vectors import (
     FLOATS,
     LANES,
     LONG,

@@ -13,11 +13,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.engines.cpu.attention import seen_by, softmax
-from inference.engines.cpu.by_amx import BLOCK, LINE, REGISTER, STEP, call_amx, set_down, set_up
-from inference.engines.cpu.elementwise import put_columns
-from inference.engines.cpu.numbers import kernel
-from inference.engines.cpu.vectors import (
+from outrider.inference.engines.cpu.attention import seen_by, softmax
+from outrider.inference.engines.cpu.by_amx import BLOCK, LINE, REGISTER, STEP, call_amx, set_down, set_up
+from outrider.inference.engines.cpu.elementwise import put_columns
+from outrider.inference.engines.cpu.numbers import kernel
+from outrider.inference.engines.cpu.vectors import (
     BYTE,
     FLOAT,
     INT,

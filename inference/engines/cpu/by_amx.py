@@ -17,9 +17,20 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.engines.cpu.linear import PANEL, PARTS, Outputs, distances_ahead, switch_between
-from inference.engines.cpu.numbers import kernel
-from inference.engines.cpu.vectors import BYTE, FEATURES, FLOAT, LANES, LONG, arrays_of, ask_for, loaded, loop, row_of
+from outrider.inference.engines.cpu.linear import PANEL, PARTS, Outputs, distances_ahead, switch_between
+from outrider.inference.engines.cpu.numbers import kernel
+from outrider.inference.engines.cpu.vectors import (
+    BYTE,
+    FEATURES,
+    FLOAT,
+    LANES,
+    LONG,
+    arrays_of,
+    ask_for,
+    loaded,
+    loop,
+    row_of,
+)
 
 BLOCK = 16  # rows of a register
 STEP = 32  # inputs of a register: bfloat16s in a row of 64 bytes

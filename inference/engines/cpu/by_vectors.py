@@ -6,9 +6,9 @@ from typing import NamedTuple
 from numba import types
 from numba.extending import intrinsic
 
-from inference.engines.cpu.linear import PANEL, Outputs, distances_ahead, switch_between, weights_in
-from inference.engines.cpu.numbers import kernel
-from inference.engines.cpu.vectors import (
+from outrider.inference.engines.cpu.linear import PANEL, Outputs, distances_ahead, switch_between, weights_in
+from outrider.inference.engines.cpu.numbers import kernel
+from outrider.inference.engines.cpu.vectors import (
     FEATURES,
     FLOAT,
     INT,

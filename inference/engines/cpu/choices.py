@@ -6,9 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from inference.engines.cpu import entries
-from inference.engines.cpu.layout import STORED, Make, call
-from inference.engines.cpu.vectors import LANES
+from outrider.inference.engines.cpu import entries
+from outrider.inference.engines.cpu.layout import STORED, Make, call
+from outrider.inference.engines.cpu.vectors import LANES
 
 MANY = 2**12  # fewest numbers in a row for which the maximum is found here
 MOST_COLUMNS = 62  # most columns of this round: bits of an int64

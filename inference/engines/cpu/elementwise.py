@@ -6,8 +6,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.engines.cpu.linear import PARTS
-from inference.engines.cpu.vectors import (
+from outrider.inference.engines.cpu.linear import PARTS
+from outrider.inference.engines.cpu.vectors import (
     FLOAT,
     FLOATS,
     INT,

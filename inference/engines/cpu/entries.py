@@ -14,15 +14,15 @@ from numba import carray, njit, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from inference.engines.cpu.attention import NEAR
-from inference.engines.cpu.by_amx import STEP
-from inference.engines.cpu.elementwise import norm_row
-from inference.engines.cpu.likeliest import first_largest, likeliest_children
-from inference.engines.cpu.linear import PARTS, Linear
-from inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
-from inference.engines.cpu.passes import Layers, LayerShape, Workspace, part, product, run
-from inference.engines.cpu.vectors import LANES
-from outrider.compiled import kept_entry
+from outrider.base.compiled import kept_entry
+from outrider.inference.engines.cpu.attention import NEAR
+from outrider.inference.engines.cpu.by_amx import STEP
+from outrider.inference.engines.cpu.elementwise import norm_row
+from outrider.inference.engines.cpu.likeliest import first_largest, likeliest_children
+from outrider.inference.engines.cpu.linear import PARTS, Linear
+from outrider.inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
+from outrider.inference.engines.cpu.passes import Layers, LayerShape, Workspace, part, product, run
+from outrider.inference.engines.cpu.vectors import LANES
 
 Numbers = type  # a numpy type that compiled code supports
 # numba caches compiled functions on disk by their own file and their closures. These close over all files here.

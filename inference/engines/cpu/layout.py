@@ -20,14 +20,14 @@ import torch
 from numba.core.ccallback import CFunc
 from torch import Tensor
 
-from draft_models.targets.int8 import Int8Linear, Linear
-from inference.engines.cpu import entries
-from inference.engines.cpu.by_amx import STEP, has_amx
-from inference.engines.cpu.by_vectors import DOTS, TILE
-from inference.engines.cpu.entries import Numbers
-from inference.engines.cpu.linear import PANEL
-from inference.engines.cpu.recorded import settle
-from outrider.progress import Stage
+from outrider.base.progress import Stage
+from outrider.draft_models.targets.int8 import Int8Linear, Linear
+from outrider.inference.engines.cpu import entries
+from outrider.inference.engines.cpu.by_amx import STEP, has_amx
+from outrider.inference.engines.cpu.by_vectors import DOTS, TILE
+from outrider.inference.engines.cpu.entries import Numbers
+from outrider.inference.engines.cpu.linear import PANEL
+from outrider.inference.engines.cpu.recorded import settle
 
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # the library with PyTorch's own loops
 

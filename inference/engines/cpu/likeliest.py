@@ -14,8 +14,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from inference.engines.cpu.numbers import kernel, wide
-from inference.engines.cpu.vectors import (
+from outrider.inference.engines.cpu.numbers import kernel, wide
+from outrider.inference.engines.cpu.vectors import (
     FLOAT,
     FLOATS,
     INT,

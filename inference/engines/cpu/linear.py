@@ -7,7 +7,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from inference.engines.cpu.vectors import LANES, LONG, added, arrays_of, loaded, row_of, stored
+from outrider.inference.engines.cpu.vectors import LANES, LONG, added, arrays_of, loaded, row_of, stored
 
 PANEL = LANES  # outputs whose weights are stored together, input by input
 PARTS = 3  # bfloat16s whose sum is a float32

@@ -14,13 +14,13 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from inference.engines.cpu.attention import AttentionTask, attend
-from inference.engines.cpu.attention_amx import attend_by_amx
-from inference.engines.cpu.by_amx import STEP, by_amx
-from inference.engines.cpu.by_vectors import by_vectors
-from inference.engines.cpu.elementwise import add_row, gate_row, norm_row
-from inference.engines.cpu.linear import PANEL, Linear, weights_in
-from inference.engines.cpu.numbers import kernel, put, rounded, wait, wide
+from outrider.inference.engines.cpu.attention import AttentionTask, attend
+from outrider.inference.engines.cpu.attention_amx import attend_by_amx
+from outrider.inference.engines.cpu.by_amx import STEP, by_amx
+from outrider.inference.engines.cpu.by_vectors import by_vectors
+from outrider.inference.engines.cpu.elementwise import add_row, gate_row, norm_row
+from outrider.inference.engines.cpu.linear import PANEL, Linear, weights_in
+from outrider.inference.engines.cpu.numbers import kernel, put, rounded, wait, wide
 
 
 @kernel

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
-from outrider.errors import UserError
-from outrider.words import listed
+from outrider.base.errors import UserError
+from outrider.base.words import listed
 
 _current: ContextVar[dict[str, str] | None] = ContextVar("choices", default=None)
 _imposed: ContextVar[bool] = ContextVar("imposed", default=False)

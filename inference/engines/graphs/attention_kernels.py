@@ -12,13 +12,13 @@ from types import ModuleType
 
 import torch
 
-from draft_models.targets.attention import KERNELS, grouped_attention, use_kernel
-from draft_models.targets.model_spec import key_heads
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.target import Layers
-from inference.core.target_session import KernelChoice
-from inference.engines.graphs.fixed_shapes import GraphPool
-from outrider.errors import UserError, reason
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.targets.attention import KERNELS, grouped_attention, use_kernel
+from outrider.draft_models.targets.model_spec import key_heads
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.target import Layers
+from outrider.inference.core.target_session import KernelChoice
+from outrider.inference.engines.graphs.fixed_shapes import GraphPool
 
 WIDTHS = (1, 4, 16, 64)  # rows of measured passes
 KEYS = 128  # cache positions of measured passes: this many, 4 times as many, …, up to the longest text
@@ -34,7 +34,7 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
 @cache
 def _built_kernels() -> ModuleType | None:
     try:
-        from inference.engines.graphs import triton_kernels as kernels
+        from outrider.inference.engines.graphs import triton_kernels as kernels
 
         kernels.try_all("cuda")
     except Exception as error:  # of any kind: everything works without them, with more kernel launches

@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draft_models.targets.target import Layers, Target
-from inference.core.cache import KVCache
-from inference.core.ops import likeliest
-from inference.core.rows import RoundRows, RowLayout
-from inference.core.session import Pass, Session
-from inference.core.target_session import KernelChoice, Runtime, TargetSession, WholeSession
-from inference.engines.graphs.attention_kernels import kernel_for, measure_kernels, use_kernel_on
-from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload, bucket, can_capture
+from outrider.draft_models.targets.target import Layers, Target
+from outrider.inference.core.cache import KVCache
+from outrider.inference.core.ops import likeliest
+from outrider.inference.core.rows import RoundRows, RowLayout
+from outrider.inference.core.session import Pass, Session
+from outrider.inference.core.target_session import KernelChoice, Runtime, TargetSession, WholeSession
+from outrider.inference.engines.graphs.attention_kernels import kernel_for, measure_kernels, use_kernel_on
+from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload, bucket, can_capture
 
 SMALLEST_BUCKET = 128  # cache positions
 Key = tuple[str, int, int]  # of a graph: the name of the pass, its rows, the cache positions it sees

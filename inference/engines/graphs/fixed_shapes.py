@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_models.targets.target import Layers, Mask, Masks, Rotary
-from inference.core.rows import RowLayout, unpack
+from outrider.draft_models.targets.target import Layers, Mask, Masks, Rotary
+from outrider.inference.core.rows import RowLayout, unpack
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run without graphs
 UPLOADS = 64  # pinned buffers used in turn, so that the host hardly ever waits for the device

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.ngrams.table import TrigramTable
 
 WORDS = ["def", "add", "first", "second", "return", "hello", "there", "how", "are", "you", "the", "it", "is", "on"]
 

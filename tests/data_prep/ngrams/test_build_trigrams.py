@@ -10,15 +10,15 @@ import pytest
 from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.ngrams import building, token_shards
-from data_prep.ngrams.building import build_table
-from data_prep.ngrams.settings import TrigramConfig
-from data_prep.text.settings import DataConfig
-from draft_models.ngrams.table import TrigramTable
-from draft_models.ngrams.table_files import TABLE_FILE
-from draft_models.targets.encoder import open_encoder
-from draft_models.targets.vocabulary import vocabulary_digest
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.ngrams import building, token_shards
+from outrider.data_prep.ngrams.building import build_table
+from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.ngrams.table_files import TABLE_FILE
+from outrider.draft_models.targets.encoder import open_encoder
+from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences
 from tests.forked import Fork
 from tests.full_disk import largest_file

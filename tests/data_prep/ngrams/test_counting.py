@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.ngrams import merging, token_shards
-from data_prep.ngrams.counting import count_order, ranges, runs_of
-from data_prep.ngrams.merging import kept_from, merged
-from data_prep.ngrams.token_shards import Passage, tokenise
-from draft_models.ngrams.kernels import MAX_VOCABULARY
-from draft_models.ngrams.table import TrigramTable
-from draft_models.targets.encoder import Encoder
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.ngrams import merging, token_shards
+from outrider.data_prep.ngrams.counting import count_order, ranges, runs_of
+from outrider.data_prep.ngrams.merging import kept_from, merged
+from outrider.data_prep.ngrams.token_shards import Passage, tokenise
+from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.targets.encoder import Encoder
 from tests.data_prep.ngrams.corpora import require_same_counts
 from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
 

@@ -8,8 +8,9 @@ import numpy as np
 import psutil
 import pytest
 
-from data_prep.ngrams import token_shards
-from data_prep.ngrams.token_shards import (
+from outrider.base.errors import UserError
+from outrider.data_prep.ngrams import token_shards
+from outrider.data_prep.ngrams.token_shards import (
     Passage,
     Shards,
     passages,
@@ -17,8 +18,7 @@ from data_prep.ngrams.token_shards import (
     tokenise,
     whole_documents,
 )
-from draft_models.targets.encoder import Encoder, open_encoder
-from outrider.errors import UserError
+from outrider.draft_models.targets.encoder import Encoder, open_encoder
 
 ROOT = Path(__file__).parents[3]
 
@@ -101,8 +101,8 @@ def test_a_killed_process_is_reported(tmp_path: Path, model: str) -> None:
 def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
     script = (
         "import sys, time, multiprocessing, pathlib\n"
-        "from data_prep.ngrams import token_shards\n"
-        "from draft_models.targets.encoder import open_encoder\n"
+        "from outrider.data_prep.ngrams import token_shards\n"
+        "from outrider.draft_models.targets.encoder import open_encoder\n"
         "folder, model = sys.argv[1:]\n"
         "token_shards.SHARD_CHARACTERS = 5\n"
         "def texts():\n"

@@ -11,13 +11,20 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.text import chat as rendering
-from data_prep.text.chat import VICUNA_SYSTEM, StreamedText, adds_bos, ids_within, render_prompt, warn_of_template
-from data_prep.text.documents import encode, written_by
-from data_prep.text.records import Counts, FileLayout, Read, SkipRecordError, Written, find_layout, to_record
-from data_prep.text.settings import DataConfig, MixPart
-from draft_models.targets.vocabulary import for_rows
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text import chat as rendering
+from outrider.data_prep.text.chat import (
+    VICUNA_SYSTEM,
+    StreamedText,
+    adds_bos,
+    ids_within,
+    render_prompt,
+    warn_of_template,
+)
+from outrider.data_prep.text.documents import encode, written_by
+from outrider.data_prep.text.records import Counts, FileLayout, Read, SkipRecordError, Written, find_layout, to_record
+from outrider.data_prep.text.settings import DataConfig, MixPart
+from outrider.draft_models.targets.vocabulary import for_rows
 from tests.cases.chat_families import FAMILIES, byte_fallback, cleaning, tokenizer_of
 from tests.tiers import as_many
 

@@ -13,13 +13,13 @@ import sentencepiece
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.ngrams import token_shards
-from data_prep.ngrams.building import build_table
-from data_prep.ngrams.settings import TrigramConfig
-from data_prep.text import documents
-from data_prep.text.documents import batches, encode, encode_all, spans
-from data_prep.text.settings import DataConfig
-from draft_models.ngrams.table import TrigramTable
+from outrider.data_prep.ngrams import token_shards
+from outrider.data_prep.ngrams.building import build_table
+from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.text import documents
+from outrider.data_prep.text.documents import batches, encode, encode_all, spans
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.ngrams.table import TrigramTable
 from tests.data_prep.ngrams.corpora import require_same_counts
 from tests.forked import Fork
 from tests.tiny import byte_tokenizer
@@ -175,7 +175,7 @@ def test_a_table_of_long_texts_is_the_table_of_the_whole(
     monkeypatch.setattr(token_shards, "PIECE", 240)
     for shard, block in ((10**6, 10**6), (500, 10**6), (500, 100)):
         monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", shard)
-        monkeypatch.setattr("data_prep.ngrams.counting._LARGEST_BLOCK", block)
+        monkeypatch.setattr("outrider.data_prep.ngrams.counting._LARGEST_BLOCK", block)
         cut = replace(config, out_dir=str(tmp_path / f"cut-{shard}-{block}"))
         build_table(cut)
         require_same_counts(TrigramTable.open(cut.out_dir), TrigramTable.open(config.out_dir))
@@ -190,9 +190,9 @@ def test_a_long_line_takes_no_more_memory_than_the_budget(tmp_path: Path) -> Non
     script = """
 import resource, sys
 from pathlib import Path
-from data_prep.ngrams.building import build_table
-from data_prep.ngrams.settings import TrigramConfig
-from data_prep.text.settings import DataConfig
+from outrider.data_prep.ngrams.building import build_table
+from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.text.settings import DataConfig
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 folder = Path(sys.argv[1])

@@ -8,14 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.python_docs import write_prompts
-from data_prep.settings import PromptsConfig
-from data_prep.text.prompts import Prompt, read_prompts
-from data_prep.text.settings import BENCHMARKS, DataConfig
-from data_prep.text.sources import is_heldout, python_stdlib_files
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.python_docs import write_prompts
+from outrider.data_prep.settings import PromptsConfig
+from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.data_prep.text.settings import BENCHMARKS, DataConfig
+from outrider.data_prep.text.sources import is_heldout, python_stdlib_files
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
 
 
 def write(path, rows):

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from conf import CONF_DIR, build, register
-from data_prep.text import rows as rows_module
-from data_prep.text.documents import Document
-from data_prep.text.rows import COUNTS, interleave, load_rows, pack, rows_taken
-from data_prep.text.settings import DataConfig, MixPart
-from data_prep.text.sources import read_records
-from draft_models.losses import IGNORE
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.commands import CONF_DIR, build, register
+from outrider.data_prep.text import rows as rows_module
+from outrider.data_prep.text.documents import Document
+from outrider.data_prep.text.rows import COUNTS, interleave, load_rows, pack, rows_taken
+from outrider.data_prep.text.settings import DataConfig, MixPart
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.losses import IGNORE
+from outrider.train.settings.drafters import EesdConfig
 from tests.forked import Fork
 from tests.full_disk import largest_file
-from train.settings.drafters import EesdConfig
 
 TEXTS = [{"text": f"def add(first, second):\n    return {i} + second\n" * (1 + i % 5)} for i in range(40)]
 
@@ -293,8 +293,8 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
-from data_prep.text.rows import load_rows
-from data_prep.text.settings import DataConfig
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig
 config = DataConfig(source="local", path=sys.argv[1], cache_dir=sys.argv[2], heldout_fraction=0.0)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[3])
 while not Path(sys.argv[4]).exists():

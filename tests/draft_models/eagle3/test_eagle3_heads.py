@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
-from draft_models.eagle3.model import Eagle3, Steps, join
-from draft_models.targets.attention import packed_mask
-from draft_models.targets.settings import ReadingChanges, Written
-from draft_models.targets.target import Band
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
+from outrider.draft_models.eagle3.model import Eagle3, Steps, join
+from outrider.draft_models.targets.attention import packed_mask
+from outrider.draft_models.targets.settings import ReadingChanges, Written
+from outrider.draft_models.targets.target import Band
 from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
 
 PLACES = 5  # of a text

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from draft_models.ngrams.kernels import Grams, Grouped, group, merge_grams
-from draft_models.ngrams.suffixes import sort_suffixes
-from draft_models.ngrams.table import Level, TrigramTable, make_level, merged_facts
-from outrider.errors import require
+from outrider.base.errors import require
+from outrider.draft_models.ngrams.kernels import Grams, Grouped, group, merge_grams
+from outrider.draft_models.ngrams.suffixes import sort_suffixes
+from outrider.draft_models.ngrams.table import Level, TrigramTable, make_level, merged_facts
 
 
 def merge(tables: Sequence[TrigramTable]) -> TrigramTable:

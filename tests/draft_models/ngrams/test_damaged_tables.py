@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draft_models.ngrams.table import ARRAYS, TrigramTable
-from draft_models.ngrams.table_files import TABLE_FILE, table_digest, verified
-from inference.drafters.ngram.ngrams import make_ngram_drafter
-from inference.settings.method import NgramConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.ngrams.table import ARRAYS, TrigramTable
+from outrider.draft_models.ngrams.table_files import TABLE_FILE, table_digest, verified
+from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
+from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import VOCABULARY, draft, make_table
 from tests.kept_code import kept_folder
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.ngrams.overlay import Overlay, TextIndex
-from draft_models.ngrams.table import TrigramTable
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.ngrams.overlay import Overlay, TextIndex
+from outrider.draft_models.ngrams.table import TrigramTable
 from tests.ngram_reading import successors
 
 VOCABULARY = 9

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.ngrams.suffixes import (
+from outrider.draft_models.ngrams.suffixes import (
     FEW,
     LEAST,
     REACH,
@@ -21,7 +21,7 @@ from draft_models.ngrams.suffixes import (
     sort_suffixes,
     successors_at,
 )
-from draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.ngrams.table import TrigramTable
 from tests.draft_models.ngrams.in_memory import merge
 from tests.inference.ngram_cases import VOCABULARY, make_documents
 from tests.tiers import as_many

@@ -10,11 +10,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from draft_models.ngrams.kernels import MAX_VOCABULARY, Grams, merge_grams, mix
-from draft_models.ngrams.table import ARRAYS, TrigramTable
-from draft_models.ngrams.table_files import TABLE_FILE
-from draft_models.targets.vocabulary import vocabulary_digest
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY, Grams, merge_grams, mix
+from outrider.draft_models.ngrams.table import ARRAYS, TrigramTable
+from outrider.draft_models.ngrams.table_files import TABLE_FILE
+from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
 from tests.full_disk import largest_file
 from tests.ngram_reading import successors

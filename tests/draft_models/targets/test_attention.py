@@ -7,19 +7,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from data_prep.text.rows import _positions
-from draft_models.early_exit.model import EarlyExitStudent
-from draft_models.targets.attention import KERNELS, grouped_attention, packed_mask, stock_attention, use_kernel
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import load_config, open_target
-from draft_models.targets.stack import LayerStack, WholeModel
-from draft_models.targets.target import Band
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.target_session import TargetSession, WholeSession
-from inference.core.tree import chain_parents
-from inference.drafters.early_exit import EarlyExitSource
-from outrider.files import PACKAGES
+from outrider.data_prep.text.rows import _positions
+from outrider.draft_models.early_exit.model import EarlyExitStudent
+from outrider.draft_models.targets.attention import KERNELS, grouped_attention, packed_mask, stock_attention, use_kernel
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.open_target import load_config, open_target
+from outrider.draft_models.targets.stack import LayerStack, WholeModel
+from outrider.draft_models.targets.target import Band
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.target_session import TargetSession, WholeSession
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.drafters.early_exit import EarlyExitSource
 from tests.families import save_family
 from tests.forked import Fork
 from tests.memory import Largest
@@ -97,8 +96,8 @@ def test_packed_mask() -> None:
 def test_cudnn_is_left_out_where_a_target_is_opened_and_not_before(tmp_path: Path) -> None:
     """PyTorch would take it first on Hopper; an import changes nothing in the process."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    modules = "torch, inference.core.decode, draft_models.targets.open_target"
-    run = Fork(["-c", f"import {modules}; print(torch.backends.cuda.cudnn_sdp_enabled())"], anew=PACKAGES)
+    modules = "torch, outrider.inference.core.decode, outrider.draft_models.targets.open_target"
+    run = Fork(["-c", f"import {modules}; print(torch.backends.cuda.cudnn_sdp_enabled())"], anew=["outrider"])
     assert run.communicate() == ("True\n", "")
     save_target(tmp_path)
     open_target(str(tmp_path))

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draft_models.targets import int8
-from draft_models.targets.int8 import LARGEST, Int8Linear, int8_bytes, quantise, quantise_rows
-from draft_models.targets.open_target import open_target, pick_dtype
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.targets import int8
+from outrider.draft_models.targets.int8 import LARGEST, Int8Linear, int8_bytes, quantise, quantise_rows
+from outrider.draft_models.targets.open_target import open_target, pick_dtype
 from tests.families import save_family
 from tests.gguf_files import save_plain_target, write_gguf
 from tests.tiny import save_target

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.targets import attention, proof
-from draft_models.targets import open_target as opening
-from draft_models.targets.empty_models import decoder_layers, layer_stack, spec_of
-from draft_models.targets.open_target import open_target
-from draft_models.targets.proof import ROUNDED, prove_layers
-from draft_models.targets.stack import LayerStack, call_layer
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.targets import attention, proof
+from outrider.draft_models.targets import open_target as opening
+from outrider.draft_models.targets.empty_models import decoder_layers, layer_stack, spec_of
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.proof import ROUNDED, prove_layers
+from outrider.draft_models.targets.stack import LayerStack, call_layer
 from tests.families import FAMILIES, LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import unproven
@@ -112,6 +112,6 @@ def test_a_small_effect_in_one_kind_of_layers_is_refused(tmp_path: Path, monkeyp
         return out if call.slides else hidden + 1.01 * (out - hidden)
 
     prove_layers(model, "target=large")
-    monkeypatch.setattr("draft_models.targets.stack.call_layer", off)
+    monkeypatch.setattr("outrider.draft_models.targets.stack.call_layer", off)
     with pytest.raises(UserError, match=r"differ .* \(rounding: up to 1e-04\)"):
         prove_layers(model, "target=large")

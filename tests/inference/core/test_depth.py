@@ -10,19 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.decode import speculative
-from inference.core.rounds import Generation, Round, collect
-from inference.core.tree import ROOT, DraftTree
-from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.ngram.ngrams import make_ngram_drafter
-from inference.drafters.shaped import ModelDrafter
-from inference.measure.replay import replay
-from inference.measure.statistics import acceptance_by_position
-from inference.report.report import plot_acceptance
-from inference.settings.method import NgramConfig, StructureConfig
-from inference.shapes.factory import make_structure
-from inference.shapes.shapes import EAGLE_25, static
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.rounds import Generation, Round, collect
+from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.measure.replay import replay
+from outrider.inference.measure.statistics import acceptance_by_position
+from outrider.inference.report.report import plot_acceptance
+from outrider.inference.settings.method import NgramConfig, StructureConfig
+from outrider.inference.shapes.factory import make_structure
+from outrider.inference.shapes.shapes import EAGLE_25, static
 from tests.inference.ngram_cases import make_table
 from tests.known_source import KnownSource, paths_of, random_q, root
 from tests.known_targets import Target, targets

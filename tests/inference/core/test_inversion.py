@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.core import sampling
-from inference.core.sampling import invert
-from inference.core.tree import ROOT
-from inference.core.verify import RandomChance
-from inference.shapes.shapes import _draw, chain, k_config
+from outrider.inference.core import sampling
+from outrider.inference.core.sampling import invert
+from outrider.inference.core.tree import ROOT
+from outrider.inference.core.verify import RandomChance
+from outrider.inference.shapes.shapes import _draw, chain, k_config
 from tests.known_source import KnownSource, root
 
 LARGE = 151_936

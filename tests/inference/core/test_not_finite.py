@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from draft_models.targets.stack import LayerStack, WholeModel
-from inference.core.decode import autoregressive, speculative
-from inference.core.ops import likeliest
-from inference.core.rounds import Round
-from inference.core.sampling import Sampler
-from inference.core.target_session import Runtime, TargetSession
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree, depths
-from inference.drafters.eagle3 import Eagle3Source
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
-from inference.drafters.small_lm import SmallLMSource
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.settings.method import MethodConfig, StopConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import make_structure
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.stack import LayerStack, WholeModel
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.ops import likeliest
+from outrider.inference.core.rounds import Round
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.core.target_session import Runtime, TargetSession
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree, depths
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.factory import make_structure
 from tests.graph_contract import keep_contracts
 from tests.known_targets import PROMPT, Target, tokens_of
 from tests.pairwise import all_pairs, each_value

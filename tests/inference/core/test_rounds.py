@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from inference.core.cache import KVCache
-from inference.core.decode import speculative
-from inference.core.drafter import Drafter
-from inference.core.rounds import Round
-from inference.core.sampling import Sampler
-from inference.core.target_session import Runtime, TargetSession
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree, chain_parents
-from inference.drafters.eagle3 import Eagle3Source
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import ModelDrafter
-from inference.drafters.skip_layers import SkipLayersSource
-from inference.drafters.small_lm import SmallLMSource
-from inference.settings.method import MethodConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import Structure, make_structure
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.inference.core.cache import KVCache
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.core.rounds import Round
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.core.target_session import Runtime, TargetSession
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree, chain_parents
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.skip_layers import SkipLayersSource
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.settings.method import MethodConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.factory import Structure, make_structure
 from tests.known_targets import Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where

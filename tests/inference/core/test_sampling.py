@@ -26,11 +26,11 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference.core.sampling import Sampler, branches, top_tokens
-from inference.core.tree import ROOT
-from inference.loading.generation_config import generate_options
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.inference.core.sampling import Sampler, branches, top_tokens
+from outrider.inference.core.tree import ROOT
+from outrider.inference.loading.generation_config import generate_options
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.tiers import as_many
 from tests.tiny import open_stack, random_prompt, save_target
 

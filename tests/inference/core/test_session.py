@@ -10,16 +10,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.core.cache import KVCache
-from inference.core.decode import speculative
-from inference.core.rows import RoundRows, unpack
-from inference.core.session import Session
-from inference.core.target_session import TargetSession, WholeSession
-from inference.core.tree import DraftTree, chain_parents
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import ModelDrafter
-from inference.shapes.factory import Chain
-from inference.stopping.plain import FixedLength
+from outrider.inference.core.cache import KVCache
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.rows import RoundRows, unpack
+from outrider.inference.core.session import Session
+from outrider.inference.core.target_session import TargetSession, WholeSession
+from outrider.inference.core.tree import DraftTree, chain_parents
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.plain import FixedLength
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 

@@ -13,12 +13,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from inference.core.stop_strings import StopStrings
-from inference.measure.arms import make_arms
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.inference.core.stop_strings import StopStrings
+from outrider.inference.measure.arms import make_arms
+from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from tests import tiny
 from tests.tiny import open_stack, random_prompt, save_target
 

@@ -18,8 +18,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from inference.core.tree import ROOT
-from inference.core.verify import (
+from outrider.inference.core.tree import ROOT
+from outrider.inference.core.verify import (
     Chance,
     Matching,
     NodeRule,

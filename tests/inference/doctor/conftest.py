@@ -2,7 +2,7 @@
 
 import pytest
 
-from draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.open_target import open_target
 from tests.inference.doctor.fitted import Clinic, fitted, recordings, save_plain_target
 
 

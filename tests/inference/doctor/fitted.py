@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draft_models.eagle3.checkpoint import DRAFT_TOKENS, MADE_WITH, head_shapes, save_head
-from draft_models.eagle3.model import Eagle3
-from draft_models.eagle3.reading import Reading
-from draft_models.targets.open_target import OpenTarget
-from draft_models.targets.stack import LayerStack
-from inference.doctor.examinees import draft_by_head
-from inference.doctor.scores import Recording, answer_of, record
+from outrider.draft_models.eagle3.checkpoint import DRAFT_TOKENS, MADE_WITH, head_shapes, save_head
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.doctor.examinees import draft_by_head
+from outrider.inference.doctor.scores import Recording, answer_of, record
 from tests.tiny import byte_tokenizer, open_stack, save_target
 
 TOKENS = range(5, 125)  # of the target and the head

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.eagle3.checkpoint import TRAINING_FILE, load_head
-from draft_models.targets.settings import ReadingChanges
-from inference.doctor.examine import boundaries_of, compare, judge
-from inference.doctor.examinees import Examinee, draft_by_head, examine_head
-from inference.doctor.scores import join, refuse, score, table
-from inference.drafters.eagle3 import Eagle3Plugin
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, load_head
+from outrider.draft_models.targets.settings import ReadingChanges
+from outrider.inference.doctor.examine import boundaries_of, compare, judge
+from outrider.inference.doctor.examinees import Examinee, draft_by_head, examine_head
+from outrider.inference.doctor.scores import join, refuse, score, table
+from outrider.inference.drafters.eagle3 import Eagle3Plugin
 from tests.fitted_heads import hidden_of
 from tests.inference.doctor.fitted import TAPS, TOKENS, Clinic, write
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chance_of, is_better
+from outrider.inference.doctor.scores import BLOCK, CHANCE, FEWEST, Scores, chance_of, is_better
 
 
 def scores_of(agree: np.ndarray) -> Scores:

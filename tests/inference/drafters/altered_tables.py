@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from draft_models.ngrams.table import ARRAYS, TrigramTable
-from inference.drafters.ngram.ngrams import make_ngram_drafter
-from inference.settings.method import NgramConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.ngrams.table import ARRAYS, TrigramTable
+from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
+from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import draft, make_table
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draft_models.eagle3.checkpoint import load_head
-from draft_models.eagle3.model import Eagle3
-from draft_models.targets.stack import LayerStack
-from inference.core.target_session import Runtime
-from inference.core.tree import ROOT, DraftTree
-from inference.drafters.eagle3 import Eagle3Source
-from inference.engines import packing
-from inference.engines.graphs import cuda_graphs
+from outrider.draft_models.eagle3.checkpoint import load_head
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.engines import packing
+from outrider.inference.engines.graphs import cuda_graphs
 from tests.eagle3_heads import DIALECTS, TARGET, VOCABULARY, Facts, Row, head_weights, reference, write_head
 from tests.eagle3_runs import require_same_texts
 from tests.graph_contract import keep_contracts

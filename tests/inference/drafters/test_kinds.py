@@ -11,29 +11,29 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import outrider
-from data_prep.text.prompts import Prompt
-from draft_models.eagle3.checkpoint import load_head
-from draft_models.targets.open_target import open_target
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from inference.core.drafter import Drafter
-from inference.core.tree import DraftTree, chain_parents
-from inference.drafters.eagle3 import PLUGIN as HEADS
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.evaluate import compare
-from inference.evaluate.compare import evaluate as command
-from inference.loading.memory_plan import Place, cache_bytes, drafter_memory
-from inference.loading.rehearsal import small
-from inference.loading.targets import find_target
-from inference.measure import probe
-from inference.measure.arms import make_arms
-from inference.report.facts import drafter_folders
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in, register
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.sizing.policy import Tuning
-from outrider.errors import UserError
-from outrider.files import PACKAGES
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.files import FOLDERS as SOURCES
+from outrider.base.streams import Streams
+from outrider.data_prep.text.prompts import Prompt
+from outrider.draft_models.eagle3.checkpoint import load_head
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
+from outrider.inference.core.drafter import Drafter
+from outrider.inference.core.tree import DraftTree, chain_parents
+from outrider.inference.drafters.eagle3 import PLUGIN as HEADS
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.evaluate import compare
+from outrider.inference.evaluate.compare import evaluate as command
+from outrider.inference.loading.memory_plan import Place, cache_bytes, drafter_memory
+from outrider.inference.loading.rehearsal import small
+from outrider.inference.loading.targets import find_target
+from outrider.inference.measure import probe
+from outrider.inference.measure.arms import make_arms
+from outrider.inference.report.facts import drafter_folders
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in, register
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.sizing.policy import Tuning
 from tests.eagle3_heads import DIALECTS, head_weights, write_head
 from tests.inference.evaluate.evaluating import evaluate
 from tests.tiny import random_prompt
@@ -134,7 +134,8 @@ NAMED = {"early_exit": 6, "small_lm": 10, "eagle3": 11, "ngrams": 4, "skip_layer
 def test_few_files_name_a_kind(name: str) -> None:
     """Outside its own folder and of what drafts: commands and options of that name among them. It may only fall."""
     own = (f"draft_models/{name}/", "inference/drafters/")
-    files = [file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    found = (file for folder in ("outrider", *SOURCES) for file in (ROOT / folder).rglob("*.py"))
+    files = [file.relative_to(ROOT).as_posix() for file in found]
     naming = [file for file in files if not file.startswith(own) and f'"{name}"' in (ROOT / file).read_text("utf-8")]
     assert len(naming) <= NAMED[name], naming
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.drafters.ngram.lookup import LookupPlugin, PromptLookup
-from inference.settings.method import MethodConfig, StopConfig
-from inference.sizing.costs import WIDEST, Costs
-from inference.sizing.policy import Tuning
 from outrider import preset
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.inference.drafters.ngram.lookup import LookupPlugin, PromptLookup
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.sizing.costs import WIDEST, Costs
+from outrider.inference.sizing.policy import Tuning
 
 
 class FakeSession:

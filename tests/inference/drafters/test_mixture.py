@@ -10,19 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.ngrams.overlay import longer_key, new_recycled, place_of, recycle
-from draft_models.ngrams.suffixes import LEAST, REACH
-from draft_models.ngrams.table import TrigramTable
-from draft_models.targets.open_target import open_target
-from draft_models.targets.stack import WholeModel
-from inference.core.decode import speculative
-from inference.core.target_session import Runtime
-from inference.core.tree import DraftTree
-from inference.drafters.ngram.ngram_mixing import class_of, new_weights
-from inference.drafters.ngram.ngrams import MixedDrafter
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.loading.targets import load_plain
-from inference.settings.method import NgramConfig
+from outrider.draft_models.ngrams.overlay import longer_key, new_recycled, place_of, recycle
+from outrider.draft_models.ngrams.suffixes import LEAST, REACH
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.stack import WholeModel
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.ngram.ngram_mixing import class_of, new_weights
+from outrider.inference.drafters.ngram.ngrams import MixedDrafter
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.loading.targets import load_plain
+from outrider.inference.settings.method import NgramConfig
 from tests.draft_models.ngrams.test_suffixes import slow_successors
 from tests.graph_contract import keep_contracts
 from tests.inference.ngram_cases import (

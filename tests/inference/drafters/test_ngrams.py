@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.ngrams.table import TrigramTable
-from inference.drafters.ngram.ngram_search import next_random
-from inference.drafters.ngram.ngrams import TrigramDrafter, make_ngram_drafter
-from inference.settings.method import NgramConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.inference.drafters.ngram.ngram_search import next_random
+from outrider.inference.drafters.ngram.ngrams import TrigramDrafter, make_ngram_drafter
+from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import (
     TABLE,
     TEXTS,

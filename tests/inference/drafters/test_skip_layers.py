@@ -14,19 +14,19 @@ from torch import nn
 from transformers import DynamicCache
 
 import outrider
-from draft_models.targets.settings import TARGET
-from inference.core.decode import speculative
-from inference.core.target_session import Runtime
-from inference.core.tree import ROOT, DraftTree
-from inference.drafters.shaped import ModelDrafter
-from inference.drafters.skip_layers import SkipLayersSource, skipped_layers
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.loading.rehearsal import small
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig
-from inference.shapes.factory import make_structure
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.settings import TARGET
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.target_session import Runtime
+from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.skip_layers import SkipLayersSource, skipped_layers
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.loading.rehearsal import small
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.shapes.factory import make_structure
 from tests.graph_contract import keep_contracts
 from tests.inference.evaluate.evaluating import evaluate
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
@@ -100,7 +100,7 @@ def test_layers_that_change_nothing_are_skipped_for_nothing(tmp_path: Path) -> N
 def test_layers_that_cannot_be_skipped_are_refused_before_anything_is_loaded(
     skip: tuple[int, ...], config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference.evaluate.compare.load_models", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("outrider.inference.evaluate.compare.load_models", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match="skip"):
         evaluate(config("out", methods={"m": MethodConfig("skip_layers", skip=skip)}))
 

@@ -7,23 +7,23 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draft_models.draft_vocabulary import narrow
-from draft_models.early_exit.model import NoLayer
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.model_files import load_layers
-from draft_models.targets.narrowed import DraftVocabulary
-from draft_models.targets.open_target import load_config
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.decode import autoregressive, speculative
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.engines import packing
-from inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
-from inference.engines.packing import PackedLinear, can_pack
-from inference.loading.targets import prepare
-from inference.shapes.factory import Chain
-from inference.stopping.plain import FixedLength
+from outrider.draft_models.draft_vocabulary import narrow
+from outrider.draft_models.early_exit.model import NoLayer
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.draft_models.targets.open_target import load_config
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.engines import packing
+from outrider.inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
+from outrider.inference.engines.packing import PackedLinear, can_pack
+from outrider.inference.loading.targets import prepare
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.plain import FixedLength
 from tests.families import save_family
 from tests.pairwise import all_pairs
 from tests.tiers import quick_where

@@ -8,17 +8,17 @@ from torch import nn
 from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
-from inference.engines.cpu.at_once import PanelLinear
-from inference.engines.cpu.linear import PANEL
-from inference.engines.cpu.recorded import recorded, settle
-from inference.engines.packing import (
+from outrider.base.errors import UserError
+from outrider.inference.engines.cpu.at_once import PanelLinear
+from outrider.inference.engines.cpu.linear import PANEL
+from outrider.inference.engines.cpu.recorded import recorded, settle
+from outrider.inference.engines.packing import (
     TIMED_ROWS,
     PackedLinear,
     can_pack,
     fastest_layout,
     pack_linears,
 )
-from outrider.errors import UserError
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")

@@ -13,13 +13,13 @@ from unittest.mock import patch
 import pytest
 from accelerate import PartialState
 
-from data_prep.text.prompts import Prompt
-from inference.evaluate import compare
-from inference.measure.results import append_result, read_results
-from inference.report import report
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.prompts import Prompt
+from outrider.inference.evaluate import compare
+from outrider.inference.measure.results import append_result, read_results
+from outrider.inference.report import report
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from tests.launched import launched
 
 QUESTIONS = [

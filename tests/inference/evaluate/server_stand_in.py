@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
-from tests.data_prep.responses.serving import Said, as_json, listening
+from tests.inference.batch.serving import Said, as_json, listening
 from tests.inference.serving.engine_stand_in import steps
 
 Json = dict[str, Any]

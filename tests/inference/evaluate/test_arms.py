@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from inference.core.rounds import Generation, Round, collect
-from inference.core.token_selector import TokenSelector
-from inference.drafters.shaped import Calibrated
-from inference.measure.arms import make_arms, measure, transformers_generate, without_captures
-from inference.measure.results import AUTOREGRESSIVE, Arm
-from inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.inference.core.rounds import Generation, Round, collect
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.measure.arms import make_arms, measure, transformers_generate, without_captures
+from outrider.inference.measure.results import AUTOREGRESSIVE, Arm
+from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.ngram_cases import make_table
 from tests.table_target import TableModel, TableRuntime
 from tests.tiny import random_prompt, save_target
@@ -165,7 +165,7 @@ def test_transformers_arm_times_prefill_apart(tmp_path: Path, monkeypatch: pytes
     passes = []
     model.register_forward_hook(lambda *_: passes.append(1))
     with monkeypatch.context() as patch:
-        patch.setattr("inference.measure.arms.time.perf_counter", lambda: float(len(passes)))
+        patch.setattr("outrider.inference.measure.arms.time.perf_counter", lambda: float(len(passes)))
         out = transformers_generate(model, random_prompt(9), max_new_tokens=12, eos=())
     assert len(out.tokens) == 12
     assert (out.prefill_seconds, out.decode_seconds) == (1, 11)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planted_faults import rope_scaled
-from data_prep.text.prompts import Prompt
-from draft_models.targets.open_target import load_tokenizer
-from draft_models.targets.vocabulary import UnusableTextError
-from inference.evaluate import compare
-from inference.measure import bench
-from inference.measure.results import Arm, read_results
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig
-from inference.settings.sampling import SamplingConfig
+from outrider.data_prep.text.prompts import Prompt
+from outrider.draft_models.targets.open_target import load_tokenizer
+from outrider.draft_models.targets.vocabulary import UnusableTextError
+from outrider.inference.evaluate import compare
+from outrider.inference.measure import bench
+from outrider.inference.measure.results import Arm, read_results
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import (
     METHODS,
     QUESTIONS,

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.text.settings import DataConfig, MixPart
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_config, load_tokenizer, open_target
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.verify import verify_greedy
-from inference.evaluate_checkpoint import main, with_methods
-from inference.loading.targets import end_tokens, heldout_fraction
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
+from outrider.data_prep.text.settings import DataConfig, MixPart
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.verify import verify_greedy
+from outrider.inference.evaluate_checkpoint import main, with_methods
+from outrider.inference.loading.targets import end_tokens, heldout_fraction
+from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
 
@@ -41,7 +41,7 @@ def command(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
     def run(*overrides: str, plots: bool = False) -> tuple[int, str, str]:
         if not plots:  # which take longer to draw than these models to decode
-            monkeypatch.setattr("inference.report.report._save", lambda *_: None)
+            monkeypatch.setattr("outrider.inference.report.report._save", lambda *_: None)
         monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", "max_new_tokens=12", "threads=1", *overrides])
         status = 0
         try:
@@ -217,7 +217,7 @@ def test_other_tokens_than_the_targets_end_with_status_1(
         accepted, bonus = right(tokens, parents, choices)
         return accepted, (bonus + 1) % 256
 
-    monkeypatch.setattr("inference.core.token_selector.verify_greedy", wrong)
+    monkeypatch.setattr("outrider.inference.core.token_selector.verify_greedy", wrong)
     status, _, errors = command("checkpoint=drafter", "prompt_text=[some text]", "out_dir=wrong", "method=eesd_fixed")
     assert status == 1
     assert "not lossless: eesd_fixed" in errors

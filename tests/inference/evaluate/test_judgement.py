@@ -18,26 +18,26 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.planted_faults import FAULTS, REACHED, planted, rope_scaled
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.model_spec import LogitRule
-from draft_models.targets.open_target import open_target
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive, speculative
-from inference.core.rounds import Round
-from inference.core.sampling import Sampler
-from inference.core.token_selector import TokenSelector
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.ngram.lookup import PromptLookup
-from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.loading.targets import make_runtime, prepare
-from inference.measure.arms import transformers_generate
-from inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import make_structure
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_spec import LogitRule
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.rounds import Round
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.loading.targets import make_runtime, prepare
+from outrider.inference.measure.arms import transformers_generate
+from outrider.inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.factory import make_structure
 from tests.families import LAYERS as OF_A_FAMILY
 from tests.families import save_family
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
@@ -199,7 +199,7 @@ def test_a_text_read_in_pieces_is_the_same_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     """So it differs from the precise target by rounding only, also with windows shorter than the text."""
-    monkeypatch.setattr("inference.measure.lossless.TIPS", 1.0)
+    monkeypatch.setattr("outrider.inference.measure.lossless.TIPS", 1.0)
     subject = Subject(save_target(tmp_path, architecture, kv_heads=2), torch.bfloat16, prompts=1)
     reference = subject.references[0]
     once = reference.states_noise, reference.logits_noise

@@ -17,20 +17,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_prep.text.prompts import Prompt
-from draft_models.targets.settings import EARLY_EXIT
-from inference.core.tree import ROOT
-from inference.measure.results import Noting, PromptResult, ShownRound, read_results
-from inference.measure.threads import machine_load
-from inference.report.facts import RUN, overlap
-from inference.report.lossless import most_that_differ
-from inference.report.page import make_page, rejected_tokens
-from inference.report.report import COLUMNS, log_reports
-from inference.report.side_by_side import compare_reports
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.tools import CompareConfig
-from outrider.errors import UserError
-from outrider.wandb_config import WandbConfig
+from outrider.base.errors import UserError
+from outrider.base.wandb_config import WandbConfig
+from outrider.data_prep.text.prompts import Prompt
+from outrider.draft_models.targets.settings import EARLY_EXIT
+from outrider.inference.core.tree import ROOT
+from outrider.inference.measure.results import Noting, PromptResult, ShownRound, read_results
+from outrider.inference.measure.threads import machine_load
+from outrider.inference.report.facts import RUN, overlap
+from outrider.inference.report.lossless import most_that_differ
+from outrider.inference.report.page import make_page, rejected_tokens
+from outrider.inference.report.report import COLUMNS, log_reports
+from outrider.inference.report.side_by_side import compare_reports
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.tools import CompareConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate, tokens
 from tests.tiers import as_many
 from tests.tiny import byte_tokenizer
@@ -340,7 +340,7 @@ def test_nothing_is_asked_of_it_where_it_is_disabled(tmp_path: Path, fake: FakeW
 def test_without_the_package_it_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.wandb_config.find_spec", lambda _: None)
+    monkeypatch.setattr("outrider.base.wandb_config.find_spec", lambda _: None)
     config = EvaluateConfig(
         target="nowhere",
         checkpoint="nowhere",

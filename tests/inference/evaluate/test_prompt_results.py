@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from inference.core.rounds import Generation, Round
-from inference.measure import bench
-from inference.measure.lossless import Deviation
-from inference.measure.results import (
+from outrider.base.errors import UserError
+from outrider.base.settings import construct
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.measure import bench
+from outrider.inference.measure.lossless import Deviation
+from outrider.inference.measure.results import (
     Measured,
     PromptResult,
     Skipped,
@@ -18,11 +20,9 @@ from inference.measure.results import (
     open_run,
     read_results,
 )
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.sizing.costs import Costs
-from inference.sizing.policy import Tuning
-from outrider.errors import UserError
-from outrider.settings import construct
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.sizing.costs import Costs
+from outrider.inference.sizing.policy import Tuning
 
 
 def measured(position: int, processes: int = 1) -> Measured:

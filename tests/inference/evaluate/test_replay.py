@@ -7,15 +7,17 @@ import pytest
 import torch
 from sentencepiece import SentencePieceTrainer
 
-from data_prep.text.chat import VICUNA_SYSTEM
-from data_prep.text.prompts import Prompt
-from draft_models.ngrams.table import TrigramTable
-from draft_models.targets.open_target import load_tokenizer
-from draft_models.targets.vocabulary import vocabulary_digest
-from inference.core.decode import speculative
-from inference.evaluate_checkpoint import main
-from inference.loading.targets import new_drafter
-from inference.measure.replay import (
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.data_prep.text.chat import VICUNA_SYSTEM
+from outrider.data_prep.text.prompts import Prompt
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.targets.open_target import load_tokenizer
+from outrider.draft_models.targets.vocabulary import vocabulary_digest
+from outrider.inference.core.decode import speculative
+from outrider.inference.evaluate_checkpoint import main
+from outrider.inference.loading.targets import new_drafter
+from outrider.inference.measure.replay import (
     RecordedTurn,
     Vocabulary,
     load_vocabulary,
@@ -24,9 +26,7 @@ from inference.measure.replay import (
     replay,
     replay_turns,
 )
-from inference.settings.method import MethodConfig, NgramConfig
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.inference.settings.method import MethodConfig, NgramConfig
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
 METHODS = {

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 
-from inference.core.rounds import Generation, Round
-from inference.measure.lossless import WORST, Deviation
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
-from inference.measure.statistics import (
+from outrider.base.machine import describe_machine
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.measure.lossless import WORST, Deviation
+from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from outrider.inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
     bootstrap_median,
@@ -28,11 +29,11 @@ from inference.measure.statistics import (
     structure_statistics,
     verdict,
 )
-from inference.measure.threads import machine_load
-from inference.report import report as whole_report
-from inference.report.lossless import is_lossless
-from inference.report.page import make_page
-from inference.report.report import (
+from outrider.inference.measure.threads import machine_load
+from outrider.inference.report import report as whole_report
+from outrider.inference.report.lossless import is_lossless
+from outrider.inference.report.page import make_page
+from outrider.inference.report.report import (
     build_report,
     markdown,
     plot_acceptance,
@@ -40,10 +41,9 @@ from inference.report.report import (
     relate_to_chain,
     write_reports,
 )
-from inference.report.wording import recommendation
-from inference.settings.method import MethodConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.machine import describe_machine
+from outrider.inference.report.wording import recommendation
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.tiers import as_many
 
 

@@ -15,24 +15,24 @@ import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.targets.fingerprint import fingerprint_target
-from draft_models.targets.open_target import load_config, load_tokenizer
-from draft_models.targets.settings import TABLE
-from draft_models.targets.stack import LayerStack
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.target_session import KernelChoice
-from inference.engines import packing
-from inference.engines.cpu.at_once import LayersAtOnce
-from inference.engines.graphs.attention_kernels import attention_shape
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.evaluate import compare
-from inference.measure import bench
-from inference.measure.results import Measured, append_result, read_results
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.targets.fingerprint import fingerprint_target
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.settings import TABLE
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.core.target_session import KernelChoice
+from outrider.inference.engines import packing
+from outrider.inference.engines.cpu.at_once import LayersAtOnce
+from outrider.inference.engines.graphs.attention_kernels import attention_shape
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.evaluate import compare
+from outrider.inference.measure import bench
+from outrider.inference.measure.results import Measured, append_result, read_results
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import (
     METHODS,
     QUESTIONS,
@@ -122,7 +122,7 @@ def test_other_settings_are_refused(
             evaluate(replace(resumed, **changes))
     with pytest.raises(UserError, match=r"settings: prompts="):
         evaluate(resumed, QUESTIONS[:-1])
-    monkeypatch.setattr("inference.loading.targets.describe_machine", lambda _: {"device": "another chip"})
+    monkeypatch.setattr("outrider.inference.loading.targets.describe_machine", lambda _: {"device": "another chip"})
     with pytest.raises(UserError, match=r'settings: device="cpu \(another chip\)" \(was "cpu \('):
         evaluate(resumed)
 
@@ -167,10 +167,10 @@ def test_a_target_or_code_that_was_changed_in_place_is_refused(
         (path / "config.json").write_text(json.dumps(stored))
         named = r"target\.config\.rope_parameters\.rope_theta=500000.0 \(was 10000.0\)"
     elif change == "the code":
-        monkeypatch.setattr("inference.loading.targets.code_version", lambda: "0.2+abc")
+        monkeypatch.setattr("outrider.inference.loading.targets.code_version", lambda: "0.2+abc")
         named = r'versions\.code="0\.2\+abc" \(was "'
     else:
-        monkeypatch.setattr("inference.loading.targets.transformers.__version__", "9.9")
+        monkeypatch.setattr("outrider.inference.loading.targets.transformers.__version__", "9.9")
         named = r'versions\.transformers="9\.9" \(was "'
     with pytest.raises(UserError, match=f"was made with other settings: {named}"):
         evaluate(made, QUESTIONS[:1])
@@ -349,7 +349,7 @@ def test_no_process_waits_for_one_that_failed(
     assert together(used, 2) == [2, 2]
     one_gpu = config("one_gpu")
     pick = torch.device("cpu", 0)
-    monkeypatch.setattr("inference.loading.targets.pick_device", lambda name: pick)
+    monkeypatch.setattr("outrider.inference.loading.targets.pick_device", lambda name: pick)
     assert together(one_gpu, 2) == [2, 2]
     monkeypatch.undo()
 

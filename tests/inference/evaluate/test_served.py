@@ -13,23 +13,31 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from draft_models.targets.open_target import load_config, open_target
-from draft_models.targets.settings import SMALL_LM, TABLE, TARGET
-from inference.audit.answers import read_answers
-from inference.core.rounds import Generation, Round
-from inference.drafters.early_exit import EarlyExitPlugin
-from inference.evaluate.compare import evaluate as run_command
-from inference.evaluate.served import FILE, FOLDER, block_keys, require_served
-from inference.measure.results import AUTOREGRESSIVE, PromptResult, read_results
-from inference.measure.statistics import acceptance_by_position
-from inference.report.served import DRAFTED, PLAIN, schedule, schedule_lines, served_lines, served_row
-from inference.serving.proposer import NgramProposer
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from inference.settings.method import DRAFTS, MethodConfig, NgramConfig, StopConfig, draft_length, why_not, with_lengths
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.open_target import load_config, open_target
+from outrider.draft_models.targets.settings import SMALL_LM, TABLE, TARGET
+from outrider.inference.audit.answers import read_answers
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.drafters.early_exit import EarlyExitPlugin
+from outrider.inference.evaluate.compare import evaluate as run_command
+from outrider.inference.evaluate.served import FILE, FOLDER, block_keys, require_served
+from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult, read_results
+from outrider.inference.measure.statistics import acceptance_by_position
+from outrider.inference.report.served import DRAFTED, PLAIN, schedule, schedule_lines, served_lines, served_row
+from outrider.inference.serving.proposer import NgramProposer
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import (
+    DRAFTS,
+    MethodConfig,
+    NgramConfig,
+    StopConfig,
+    draft_length,
+    why_not,
+    with_lengths,
+)
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
 from tests.inference.serving import engine_stand_in
 from tests.tiny import byte_tokenizer
@@ -162,7 +170,7 @@ def test_an_engine_chooses_tokens_as_the_run_does(config: MakeConfig, tmp_path: 
     made = config("out", methods={"chain": METHODS["chain"]}, sampling=sampling, repeats=2)
     evaluate(made)
     # which repeat's text counts depends on its time, and no text may be refused by chance
-    with patch("os.getloadavg", return_value=(99.0,)), patch("inference.evaluate.served.LEVEL", 0.0):
+    with patch("os.getloadavg", return_value=(99.0,)), patch("outrider.inference.evaluate.served.LEVEL", 0.0):
         evaluate(served(made, stand_in(tmp_path, made)))
     asked = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert {one["temperature"] for one in asked} == {1.0}
@@ -197,7 +205,7 @@ def test_an_engine_loads_what_the_run_says(tiny_models: Path, tmp_path: Path) ->
                           max_new_tokens=12, device="cpu", dtype="bfloat16", show_prompts=0, template="none",
                           ignore_eos=True, out_dir=str(tmp_path / "out"))  # fmt: skip
     evaluate(made)
-    with patch("inference.evaluate.served.chain_rounds", return_value=[(3, (1, 2))] * 4) as by_the_table:
+    with patch("outrider.inference.evaluate.served.chain_rounds", return_value=[(3, (1, 2))] * 4) as by_the_table:
         evaluate(
             served(made, stand_in(tmp_path, made), engine="vllm", concurrency=(1, 2), engine_options={"some": [1]})
         )
@@ -212,7 +220,7 @@ def test_an_engine_loads_what_the_run_says(tiny_models: Path, tmp_path: Path) ->
     assert plain["draft"] is None
     exported = str(Path(made.out_dir).resolve() / FOLDER / "small_lm")
     assert [(job["draft"]["method"], job["draft"]["model"], job["draft"]["tokens"]) for job in drafted] == [
-        ("custom_class", "inference.serving.proposer.NgramProposer", 3),
+        ("custom_class", "outrider.inference.serving.proposer.NgramProposer", 3),
         ("draft_model", exported, 2),
         ("ngram", None, 4),
     ]

@@ -9,13 +9,13 @@ from unittest.mock import patch
 
 import pytest
 
-from data_prep.responses import client
-from inference.evaluate.served import FOLDER
-from inference.measure.results import AUTOREGRESSIVE, read_results
-from inference.report.served import DRAFTED, PLAIN, served_lines
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.inference.batch import client
+from outrider.inference.evaluate.served import FOLDER
+from outrider.inference.measure.results import AUTOREGRESSIVE, read_results
+from outrider.inference.report.served import DRAFTED, PLAIN, served_lines
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
 from tests.inference.evaluate.server_stand_in import Plan, running
 from tests.tiny import byte_tokenizer
@@ -143,7 +143,7 @@ def test_a_server_chooses_tokens_as_the_run_does(config: MakeConfig) -> None:
     made = config("out", methods=CHAIN, sampling=sampling, ignore_eos=True)
     evaluate(made)
     drafts = plan_of(made)
-    with patch("inference.evaluate.served.LEVEL", 0.0):  # no text may be refused by chance
+    with patch("outrider.inference.evaluate.served.LEVEL", 0.0):  # no text may be refused by chance
         found = measured(made, drafts)
     asked = [body for body in drafts.asked if body["max_tokens"] == made.max_new_tokens]
     assert {(body["temperature"], body["top_p"], body["repetition_penalty"]) for body in asked} == {(1.0, 0.9, 1.3)}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from inference.core.rounds import Generation, Round
-from inference.measure.results import AUTOREGRESSIVE, Measured, PromptResult, append_result
-from inference.report.side_by_side import compare_reports
-from inference.settings.tools import CompareConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.inference.core.rounds import Generation, Round
+from outrider.inference.measure.results import AUTOREGRESSIVE, Measured, PromptResult, append_result
+from outrider.inference.report.side_by_side import compare_reports
+from outrider.inference.settings.tools import CompareConfig
 
 TOKENS = (7, 1, 2, 3, 4)
 

@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.core.rounds import Generation
-from inference.measure.threads import CpuWatch, choose_threads, load_average, thread_counts, time_product, use_threads
-from inference.settings.evaluate import EvaluateConfig
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.inference.core.rounds import Generation
+from outrider.inference.measure.threads import (
+    CpuWatch,
+    choose_threads,
+    load_average,
+    thread_counts,
+    time_product,
+    use_threads,
+)
+from outrider.inference.settings.evaluate import EvaluateConfig
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference.core.rounds import Clock
-from inference.evaluate import compare
-from inference.measure.results import read_results
-from inference.measure.statistics import MIN_PROMPTS
-from inference.measure.time_limit import TimeLimit, spread_order
-from inference.report import report
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
+from outrider.inference.core.rounds import Clock
+from outrider.inference.evaluate import compare
+from outrider.inference.measure.results import read_results
+from outrider.inference.measure.statistics import MIN_PROMPTS
+from outrider.inference.measure.time_limit import TimeLimit, spread_order
+from outrider.inference.report import report
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
 from tests.inference.evaluate.evaluating import QUESTIONS
 
 

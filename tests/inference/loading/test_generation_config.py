@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from data_prep.text.prompts import Prompt
-from draft_models.targets.open_target import load_tokenizer
-from inference.evaluate import compare
-from inference.loading.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
-from inference.measure import bench
-from inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.prompts import Prompt
+from outrider.draft_models.targets.open_target import load_tokenizer
+from outrider.inference.evaluate import compare
+from outrider.inference.loading.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
+from outrider.inference.measure import bench
+from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.tiny import byte_tokenizer, open_stack, random_prompt, save_target
 
 NEW = 16
@@ -87,7 +87,7 @@ def evaluate(path: Path, out_dir: Path, prompt: list[int] = PROMPT, **options: A
 
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.report.report._save", lambda *_: None)
+    monkeypatch.setattr("outrider.inference.report.report._save", lambda *_: None)
 
 
 def cases(text: list[int]) -> dict[str, tuple[dict[str, Any], list[int]]]:
@@ -361,14 +361,14 @@ def test_sizes_are_measured_by_the_same_choice(
     saying: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also by a field that needs the end token, though nothing ends while measuring."""
-    monkeypatch.setattr("inference.measure.probe.SECONDS", 0.0)
+    monkeypatch.setattr("outrider.inference.measure.probe.SECONDS", 0.0)
     made: list[GenerationConfig] = []
 
     def noted(run: GenerationConfig, *given: Any) -> Any:
         made.append(run)
         return make_sampler(run, *given)
 
-    monkeypatch.setattr("inference.measure.probe.make_sampler", noted)
+    monkeypatch.setattr("outrider.inference.measure.probe.make_sampler", noted)
     tree = MethodConfig("small_lm", StructureConfig("opt_tree", nodes=4))
     monkeypatch.setitem(METHODS, "opt_tree", tree)
     path = saying(exponential_decay_length_penalty=[3, 1.5], eos_token_id=250, repetition_penalty=1.2)

@@ -10,35 +10,35 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from data_prep.responses.generate import describe_plan
-from data_prep.responses.tasks import Task
-from data_prep.text.settings import DataConfig
-from draft_models.early_exit.checkpoint import save_pretrained
-from draft_models.early_exit.model import exit_layers
-from draft_models.losses import loss_bytes
-from draft_models.targets.model_files import load_layers
-from draft_models.targets.open_target import load_config, open_target
-from draft_models.targets.tensor_files import open_tensors
-from inference.core.decode import autoregressive, speculative
-from inference.drafters.ngram.lookup import PromptLookup
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.evaluate.compare import evaluate
-from inference.loading import memory_plan
-from inference.loading.memory_plan import Held, Place, cache_bytes, explained, pass_bytes, weight_bytes
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.method import MethodConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.early_exit.model import exit_layers
+from outrider.draft_models.losses import loss_bytes
+from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.open_target import load_config, open_target
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.batch.generate import describe_plan
+from outrider.inference.batch.tasks import Task
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.drafters.ngram.lookup import PromptLookup
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.evaluate.compare import evaluate
+from outrider.inference.loading import memory_plan
+from outrider.inference.loading.memory_plan import Held, Place, cache_bytes, explained, pass_bytes, weight_bytes
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig
+from outrider.train.core.optimizers import build_optimizer
+from outrider.train.recipes.calibration import calibrate
+from outrider.train.recipes.eagle3 import train_eagle3
+from outrider.train.recipes.early_exit import empty_student, memory_of, plan_of, student_on, train_early_exit
+from outrider.train.settings.drafters import Eagle3Config, EesdConfig
+from outrider.train.settings.fit import FitConfig
 from tests.conf.test_experiments import composed
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, make_drafter, random_prompt, save_target
 from tests.train.jobs import calibrating, save_for_calibration
-from train.core.optimizers import build_optimizer
-from train.recipes.calibration import calibrate
-from train.recipes.eagle3 import train_eagle3
-from train.recipes.early_exit import empty_student, memory_of, plan_of, student_on, train_early_exit
-from train.settings.drafters import Eagle3Config, EesdConfig
-from train.settings.fit import FitConfig
 
 LOOKUP = {"m": MethodConfig(source="prompt_lookup")}
 CONFIG = EesdConfig(target="t", data=DataConfig(), fit=FitConfig(steps=1), frozen_dtype="bfloat16")
@@ -332,7 +332,7 @@ def test_a_training_that_does_not_fit_says_what_it_holds(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("train.recipes.early_exit.run_training", full)
+    monkeypatch.setattr("outrider.train.recipes.early_exit.run_training", full)
     path = save_target(tmp_path / "target")
     with pytest.raises(UserError, match=r"activations of \d+ rows .* fit\.micro_batch_rows=1"):
         train_early_exit(replace(CONFIG, target=str(path), out_dir=str(tmp_path / "out")))

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 import outrider
-from data_prep.text.chat import render_prompt
-from data_prep.text.prompts import Prompt
-from data_prep.text.settings import DataConfig, MixPart
-from draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
-from inference import chat
-from inference.loading.targets import find_setup
-from inference.loading.templates import chat_template, templates_of
-from inference.measure.bench import render
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from inference.settings.method import MethodConfig
-from inference.settings.tools import ChatConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.prompts import Prompt
+from outrider.data_prep.text.settings import DataConfig, MixPart
+from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
+from outrider.inference import chat
+from outrider.inference.loading.targets import find_setup
+from outrider.inference.loading.templates import chat_template, templates_of
+from outrider.inference.measure.bench import render
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.tools import ChatConfig
 from tests.tiny import byte_tokenizer
 
 KIND_OF = {EARLY_EXIT: "early_exit", SMALL_LM: "small_lm", EAGLE3: "eagle3"}

@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference.core.rounds import Round
-from inference.serving.engine_process import require_engine, running
-from inference.serving.engine_worker import VLLM, Request, Transformers
-from inference.settings.method import python_in
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.inference.core.rounds import Round
+from outrider.inference.serving.engine_process import require_engine, running
+from outrider.inference.serving.engine_worker import VLLM, Request, Transformers
+from outrider.inference.settings.method import python_in
 from tests.tiny import random_prompt, save_target
 
 JOB = {"engine": "vllm"}

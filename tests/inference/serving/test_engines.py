@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.settings import FetchConfig
-from data_prep.targets import fetch_target
-from inference.evaluate.compare import evaluate
-from inference.settings.evaluate import EvaluateConfig
-from inference.settings.kinds import KINDS
-from inference.settings.method import MODULES, Engine, MethodConfig, NgramConfig, StopConfig, why_not
+from outrider.data_prep.settings import FetchConfig
+from outrider.data_prep.targets import fetch_target
+from outrider.inference.evaluate.compare import evaluate
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.method import MODULES, Engine, MethodConfig, NgramConfig, StopConfig, why_not
 from tests.tiers import typical_where
 
 ROOT = Path(__file__).parents[3]

@@ -13,14 +13,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from draft_models.ngrams.table import TrigramTable
-from inference.drafters.ngram.mixture import Mixture
-from inference.drafters.ngram.ngram_search import Nodes
-from inference.drafters.ngram.ngrams import MixedDrafter
-from inference.serving import proposer as module
-from inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText, chain_rounds
-from inference.settings.method import NgramConfig
-from outrider.errors import UserError
+from outrider.base.errors import UserError
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.inference.drafters.ngram.mixture import Mixture
+from outrider.inference.drafters.ngram.ngram_search import Nodes
+from outrider.inference.drafters.ngram.ngrams import MixedDrafter
+from outrider.inference.serving import proposer as module
+from outrider.inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText, chain_rounds
+from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import FakeSession, make_table
 from tests.inference.serving.vllm_stand_in import Request, Runner, vllm_config
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.shapes.opt_tree import opt_tree
+from outrider.inference.shapes.opt_tree import opt_tree
 from tests.known_source import KnownSource, Path_, Q, check, dyadic_q, random_q, root, sources, weight
 from tests.tiers import as_many
 

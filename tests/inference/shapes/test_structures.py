@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draft_models.calibration_head import CalibrationHead
-from inference.core.tree import ROOT, DraftTree
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.shapes.factory import make_structure, make_tree
-from inference.shapes.opt_tree import opt_tree
-from inference.shapes.shapes import (
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.shapes.factory import make_structure, make_tree
+from outrider.inference.shapes.opt_tree import opt_tree
+from outrider.inference.shapes.shapes import (
     EAGLE_25,
     Shape,
     _draw,
@@ -35,15 +37,13 @@ from inference.shapes.shapes import (
     read_shape,
     static,
 )
-from inference.shapes.token_graph import token_graph
-from inference.sizing.costs import WIDEST, Costs
-from inference.sizing.policy import Tuning
-from inference.stopping.factory import make_rule
-from inference.stopping.interface import Step
-from inference.stopping.plain import Confidence, FixedLength
-from inference.stopping.thompson import BetaThompson, CalibratedThompson
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.inference.shapes.token_graph import token_graph
+from outrider.inference.sizing.costs import WIDEST, Costs
+from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping.factory import make_rule
+from outrider.inference.stopping.interface import Step
+from outrider.inference.stopping.plain import Confidence, FixedLength
+from outrider.inference.stopping.thompson import BetaThompson, CalibratedThompson
 from tests.known_source import KnownSource, Path_, Q, check, random_q, root, sources
 
 

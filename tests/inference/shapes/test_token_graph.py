@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.tree import ROOT, DraftTree
-from inference.settings.method import StructureConfig
-from inference.shapes.factory import make_tree
-from inference.shapes.token_graph import draft_graph, token_graph
+from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.settings.method import StructureConfig
+from outrider.inference.shapes.factory import make_tree
+from outrider.inference.shapes.token_graph import draft_graph, token_graph
 from tests.known_source import ROOT_TOKEN, KnownSource, Path_, Q, check, paths_of, root, sources, untied, weight
 from tests.tiers import as_many
 

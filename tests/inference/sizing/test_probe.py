@@ -10,29 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.ngrams.table import TrigramTable
-from draft_models.small_lm.model import load_small_lm
-from draft_models.targets.open_target import load_tokenizer
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive
-from inference.core.rounds import Round
-from inference.core.token_selector import TokenSelector
-from inference.core.tree import DraftTree
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Calibrated
-from inference.drafters.small_lm import SmallLMSource
-from inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
-from inference.loading.targets import Drafters, new_drafter
-from inference.measure.arms import make_arms
-from inference.measure.probe import SIZES, probes, tune
-from inference.measure.results import AUTOREGRESSIVE, PromptResult
-from inference.measure.statistics import chosen_sizes
-from inference.report.report import build_report, markdown
-from inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
-from inference.settings.sampling import SamplingConfig
-from inference.sizing.policy import LONGEST_CHAIN
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.ngrams.table import TrigramTable
+from outrider.draft_models.small_lm.model import load_small_lm
+from outrider.draft_models.targets.open_target import load_tokenizer
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import autoregressive
+from outrider.inference.core.rounds import Round
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
+from outrider.inference.loading.targets import Drafters, new_drafter
+from outrider.inference.measure.arms import make_arms
+from outrider.inference.measure.probe import SIZES, probes, tune
+from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult
+from outrider.inference.measure.statistics import chosen_sizes
+from outrider.inference.report.report import build_report, markdown
+from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.sizing.policy import LONGEST_CHAIN
 from tests.known_targets import COUNT, PROMPT, Target
 from tests.tiers import typical_where
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
@@ -127,7 +127,7 @@ def test_a_prompt_as_long_as_the_context_is_measured_with(models: tuple, monkeyp
         prompts.append(list(prompt))
         return autoregressive(stack, prompt, **options)
 
-    monkeypatch.setattr("inference.measure.probe.autoregressive", noted)
+    monkeypatch.setattr("outrider.inference.measure.probe.autoregressive", noted)
     _, tunings = tune(METHODS, stack, drafters, random_prompt(256), clock=WorkClock(monkeypatch))
     assert set(tunings) == set(METHODS)
     assert all(0 < len(prompt) < 256 and prompt == random_prompt(256)[-len(prompt) :] for prompt in prompts)

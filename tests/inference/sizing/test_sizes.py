@@ -14,17 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference.core.tree import ROOT, DraftTree, OptimalTree
-from inference.core.verify import Rejection, verify_sampled
-from inference.drafters.shaped import Calibrated
-from inference.settings.kinds import KINDS
-from inference.settings.limits import MOST_NODES
-from inference.settings.method import MethodConfig, StopConfig
-from inference.shapes.opt_tree import opt_tree
-from inference.shapes.shapes import full_shape
-from inference.sizing.costs import LOSS, MEMORY, WIDEST, Allowance, Costs, curve
-from inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
-from inference.sizing.policy import (
+from outrider.base.streams import Streams
+from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
+from outrider.inference.core.verify import Rejection, verify_sampled
+from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.settings.kinds import KINDS
+from outrider.inference.settings.limits import MOST_NODES
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.shapes.opt_tree import opt_tree
+from outrider.inference.shapes.shapes import full_shape
+from outrider.inference.sizing.costs import LOSS, MEMORY, WIDEST, Allowance, Costs, curve
+from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
+from outrider.inference.sizing.policy import (
     BANDS,
     DEEPEST,
     TREE_NEIGHBOUR,
@@ -42,8 +43,7 @@ from inference.sizing.policy import (
     trials_by_band,
     trials_in_chain,
 )
-from inference.stopping.plain import BestLength
-from outrider.streams import Streams
+from outrider.inference.stopping.plain import BestLength
 from tests.exact_distributions import (
     Chance,
     Distribution,
@@ -383,7 +383,7 @@ def plain_distribution(p: Callable, length: int) -> Distribution:
 @pytest.mark.slow
 def test_the_distribution_is_exact_under_chosen_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every branch of three tokens' rounds, with rational weights; sizes that peek at this round's draws fail."""
-    monkeypatch.setattr("inference.sizing.policy.all_widths", lambda: ((1,), (2,), (1, 1), (2, 1)))
+    monkeypatch.setattr("outrider.inference.sizing.policy.all_widths", lambda: ((1,), (2,), (1, 1), (2, 1)))
     tuning = Tuning(costs(step=0.02, verify=0.5, node=0.04, rest=0.0))
     for seed in range(3):
         p, q = random_model(seed, 3), random_model(seed + 100, 3)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from draft_models.calibration_head import CalibrationHead
-from inference.core.verify import Chance, Rejection
-from inference.settings.method import THRESHOLDS, StopConfig
-from inference.shapes.shapes import chain, k_config
-from inference.sizing.costs import Costs
-from inference.sizing.policy import Tuning
-from inference.stopping.factory import make_rule
-from inference.stopping.interface import Step
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.inference.core.verify import Chance, Rejection
+from outrider.inference.settings.method import THRESHOLDS, StopConfig
+from outrider.inference.shapes.shapes import chain, k_config
+from outrider.inference.sizing.costs import Costs
+from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping.factory import make_rule
+from outrider.inference.stopping.interface import Step
 from tests.exact_distributions import Draft, Drafter, Model, emitted, plain, random_model, ships
 from tests.known_source import KnownSource, paths_of, root
 
@@ -82,8 +82,8 @@ def drafted_by(
 
         generator = random.Random(0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("inference.shapes.shapes._draw", draw)
-            patch.setattr("inference.shapes.shapes.invert", lambda probs, _: draw(probs, 1))
+            patch.setattr("outrider.inference.shapes.shapes._draw", draw)
+            patch.setattr("outrider.inference.shapes.shapes.invert", lambda probs, _: draw(probs, 1))
             if widths is None:
                 tree = chain(source, root(), rule, limit=2, generator=generator)
             else:

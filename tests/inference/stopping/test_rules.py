@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_models.calibration_head import POSITIONS, CalibrationHead, log_odds
-from inference.settings.limits import LONGEST_CHAIN
-from inference.settings.method import StopConfig
-from inference.sizing.costs import WIDEST, Costs
-from inference.sizing.policy import KEEP, Tuning, best_length
-from inference.stopping.factory import RULES, UCB, make_rule
-from inference.stopping.interface import Step, StopRule
-from inference.stopping.plain import AIM, AdaEDL, FixedLength, RejectionRisk
-from inference.stopping.survival import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
-from inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, log_odds
+from outrider.inference.settings.limits import LONGEST_CHAIN
+from outrider.inference.settings.method import StopConfig
+from outrider.inference.sizing.costs import WIDEST, Costs
+from outrider.inference.sizing.policy import KEEP, Tuning, best_length
+from outrider.inference.stopping.factory import RULES, UCB, make_rule
+from outrider.inference.stopping.interface import Step, StopRule
+from outrider.inference.stopping.plain import AIM, AdaEDL, FixedLength, RejectionRisk
+from outrider.inference.stopping.survival import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
+from outrider.inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
 from tests.inference.test_tree_stops import Transfers
 from tests.tiers import as_many
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from inference.engines.cpu import layout
+from outrider.inference.engines.cpu import layout
 
 Choosing = Callable[[Sequence[str], str], None]
 

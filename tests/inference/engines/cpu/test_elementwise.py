@@ -7,10 +7,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from inference.engines.cpu.at_once import LARGE, in_large_pages
-from inference.engines.cpu.elementwise import put_columns
-from inference.engines.cpu.numbers import bits_of_bfloat16, put, rounded, wide
-from inference.engines.cpu.vectors import LANES, LONG, arrays_of, exponential, loaded, loop, stored
+from outrider.inference.engines.cpu.at_once import LARGE, in_large_pages
+from outrider.inference.engines.cpu.elementwise import put_columns
+from outrider.inference.engines.cpu.numbers import bits_of_bfloat16, put, rounded, wide
+from outrider.inference.engines.cpu.vectors import LANES, LONG, arrays_of, exponential, loaded, loop, stored
 
 SIZE, ROWS = 5 * LANES, 3
 

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.int8 import quantise
-from draft_models.targets.open_target import open_target
-from draft_models.targets.stack import LayerStack
-from inference.core.cache import KVCache
-from inference.core.decode import autoregressive, speculative
-from inference.core.rows import RoundRows
-from inference.core.target_session import TargetSession
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.engines.cpu import at_once, layout
-from inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
-from inference.engines.fused_layers import fuse_layers, run_at_once
-from inference.loading.targets import prepare
-from inference.shapes.factory import make_structure
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.int8 import quantise
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.cache import KVCache
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.rows import RoundRows
+from outrider.inference.core.target_session import TargetSession
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.engines.cpu import at_once, layout
+from outrider.inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
+from outrider.inference.engines.fused_layers import fuse_layers, run_at_once
+from outrider.inference.loading.targets import prepare
+from outrider.inference.shapes.factory import make_structure
 from tests.tiers import quick_where
 from tests.tiny import (
     LAYERS,
@@ -268,7 +268,7 @@ def test_threads_are_those_of_pytorchs_openmp(tmp_path: Path) -> None:
         import ctypes, shutil, sys
         from pathlib import Path
         import torch
-        from inference.engines.cpu.layout import team
+        from outrider.inference.engines.cpu.layout import team
 
         loaded = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line or "libomp" in line}
         folder = Path(sys.argv[1]) / "torch"
@@ -301,11 +301,11 @@ def test_decoding_on_an_unknown_machine(tmp_path: Path) -> None:
         llvmlite.binding.get_host_cpu_features = unknown
         sys.modules["resource"] = None
         del os.sched_yield
-        from inference.engines.cpu.numbers import _yield_core
-        from inference.core.decode import autoregressive
-        from inference.evaluate import compare
-        from inference.loading.targets import prepare
-        from inference.measure.bench import peak_memory
+        from outrider.inference.engines.cpu.numbers import _yield_core
+        from outrider.inference.core.decode import autoregressive
+        from outrider.inference.evaluate import compare
+        from outrider.inference.loading.targets import prepare
+        from outrider.inference.measure.bench import peak_memory
         from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
         assert callable(getattr(_yield_core, "py_func", None)), "nothing is linked that is not there"

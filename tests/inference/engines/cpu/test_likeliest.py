@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inference.core.ops import largest, likeliest
-from inference.core.rows import RoundRows, unpack
-from inference.engines.cpu import choices
-from inference.engines.cpu.choices import MANY, MOST_COLUMNS, ancestor_mask, likeliest_children
+from outrider.inference.core.ops import largest, likeliest
+from outrider.inference.core.rows import RoundRows, unpack
+from outrider.inference.engines.cpu import choices
+from outrider.inference.engines.cpu.choices import MANY, MOST_COLUMNS, ancestor_mask, likeliest_children
 from tests.tiers import as_many
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -14,36 +14,36 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data_prep.responses import batch_state
-from data_prep.responses.batch_decoder import Generator
-from data_prep.responses.batch_state import FixedBatch
-from data_prep.responses.tasks import uniforms
-from draft_models.calibration_head import CalibrationHead
-from draft_models.draft_vocabulary import narrow
-from draft_models.eagle3.model import Eagle3
-from draft_models.early_exit.model import EarlyExit
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.narrowed import DraftVocabulary
-from draft_models.targets.open_target import open_target
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive, speculative
-from inference.core.sampling import Sampler
-from inference.core.target_session import KernelChoice, Runtime
-from inference.core.token_selector import TokenSelector
-from inference.drafters.eagle3 import Eagle3Source
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.drafters.skip_layers import SkipLayersSource
-from inference.drafters.small_lm import SmallLMSource
-from inference.engines.graphs import cuda_graphs
-from inference.engines.graphs.attention_kernels import SPLIT, attention_shape
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool
-from inference.loading.targets import prepare
-from inference.settings.method import MethodConfig, StopConfig
-from inference.settings.sampling import SamplingConfig
-from inference.shapes.factory import make_structure
-from outrider.streams import Streams
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.draft_vocabulary import narrow
+from outrider.draft_models.eagle3.model import Eagle3
+from outrider.draft_models.early_exit.model import EarlyExit
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.batch import batch_state
+from outrider.inference.batch.batch_decoder import Generator
+from outrider.inference.batch.batch_state import FixedBatch
+from outrider.inference.batch.tasks import uniforms
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.core.target_session import KernelChoice, Runtime
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.drafters.eagle3 import Eagle3Source
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.drafters.skip_layers import SkipLayersSource
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.engines.graphs import cuda_graphs
+from outrider.inference.engines.graphs.attention_kernels import SPLIT, attention_shape
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool
+from outrider.inference.loading.targets import prepare
+from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.factory import make_structure
 from tests import torch_kernels
 from tests.eagle3_runs import require_same_texts
 from tests.fitted_heads import fitted_head, remade

@@ -14,22 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from draft_models.draft_vocabulary import narrow
-from draft_models.targets.attention import KERNELS
-from draft_models.targets.empty_models import layer_stack
-from draft_models.targets.narrowed import DraftVocabulary
-from draft_models.targets.open_target import open_target
-from draft_models.targets.stack import LayerStack
-from inference.core.decode import autoregressive, speculative
-from inference.core.rows import RoundRows
-from inference.core.target_session import KernelChoice, Runtime
-from inference.core.tree import chain_parents
-from inference.drafters.early_exit import EarlyExitSource
-from inference.drafters.shaped import Calibrated, ModelDrafter
-from inference.drafters.small_lm import SmallLMSource
-from inference.engines.fused_layers import FusedLayer, fuse_layers
-from inference.engines.graphs import attention_kernels, cuda_graphs
-from inference.engines.graphs.attention_kernels import (
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.draft_vocabulary import narrow
+from outrider.draft_models.targets.attention import KERNELS
+from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.narrowed import DraftVocabulary
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.rows import RoundRows
+from outrider.inference.core.target_session import KernelChoice, Runtime
+from outrider.inference.core.tree import chain_parents
+from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.engines.fused_layers import FusedLayer, fuse_layers
+from outrider.inference.engines.graphs import attention_kernels, cuda_graphs
+from outrider.inference.engines.graphs.attention_kernels import (
     SPLIT,
     attention_shape,
     kernel_for,
@@ -38,13 +40,11 @@ from inference.engines.graphs.attention_kernels import (
     triton_kernels,
     use_kernel_on,
 )
-from inference.engines.graphs.cuda_graphs import Graphed
-from inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload
-from inference.loading.targets import make_runtime, prepare
-from inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from inference.shapes.factory import make_structure
-from outrider.errors import UserError
-from outrider.streams import Streams
+from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload
+from outrider.inference.loading.targets import make_runtime, prepare
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.shapes.factory import make_structure
 from tests import torch_kernels
 from tests.graph_contract import Contract, Watch, keep_contracts, lay_out_as_on_a_gpu
 from tests.known_targets import tokens_of

@@ -1,0 +1,324 @@
+"""The entry point for formats: the location of any model as safetensors, converted if necessary.
+
+A conversion is an ordinary Hugging Face directory: safetensors, config and tokenizer. The weights are written one file
+at a time, so that at most one is in memory. config.json is written last: a directory without it does not load. The
+cache of conversions holds:
+
+.lock        held while anything is created
+known/       maps paths, sizes and times of a model's files to the key of their content
+KEY/         a converted model, or its config and tokenizer alone; `part` is the one in progress or interrupted
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save
+from torch import Tensor
+from transformers.utils import cached_file, has_file
+
+from outrider.base.errors import UserError, reason, warn
+from outrider.base.files import is_local, read_mapping, require_writable, user_cache, write_atomically, write_json
+from outrider.base.progress import Stage, counted
+from outrider.base.run_dirs import system_lock
+from outrider.draft_models.formats.gguf_file import find_gguf, open_gguf
+from outrider.draft_models.formats.torch_files import (
+    AS_WRITTEN,
+    CONFIG_FILE,
+    DESCRIPTIONS,
+    PICKLES,
+    SAFETENSORS,
+    TOKENIZER_FILE,
+    FolderModel,
+    Kind,
+    Original,
+    Stored,
+    is_block_fp8,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INDEX_FILE = "model.safetensors.index.json"
+PLACE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
+RECORD_FILE = "converted.json"
+_PARTS = ".parts"  # everything except the weights, until these are complete
+_FORM = 1  # version of a conversion's output; part of the key
+_DESCRIBED = "-described"  # in the key of a model without its weights
+_REMEDY = f"free space, or say by {PLACE} where there is more"
+
+
+def as_safetensors(source: str, revision: str | None = None, *, weights: bool = True) -> tuple[str, str | None]:
+    """(directory or Hub name, revision) from which the model in `source` is read: its own, or those of a conversion.
+
+    A GGUF file, .bin files and fp8 weights are converted once, into a cache (see `cached`). Raises
+    `UserError` if they cannot be converted. weights: see `as_described`.
+    """
+    original = find_original(source, revision, weights=weights)
+    if original is None:
+        return source, revision
+    return str(cached(original, weights=weights)), None
+
+
+def as_described(source: str, revision: str | None = None) -> tuple[str, str | None]:
+    """The same for config, generation config and tokenizer alone: no weights are converted or fetched for them."""
+    return as_safetensors(source, revision, weights=False)
+
+
+def was_quantised(source: str, revision: str | None = None) -> bool:
+    """Whether the stored weights of the model in `source` are quantised, and so dequantised by the conversion."""
+    original = find_original(source, revision, weights=False)
+    return original is not None and original.quantised
+
+
+def find_original(source: str, revision: str | None = None, *, weights: bool = True) -> Original | None:
+    """The model in `source` if it must be converted; None for safetensors, and if there is no model.
+
+    source: a GGUF file, a directory or a Hub name. weights: whether its weights are fetched, too. Raises `UserError`.
+    """
+    if (gguf := find_gguf(source)) is not None:
+        from outrider.draft_models.formats.gguf_model import GgufModel
+
+        return GgufModel(source, gguf)
+    if not is_local(source):
+        return _on_hub(source, revision, weights)
+    folder = Path(source)
+    kind = _kind(lambda name: os.path.exists(folder / name), folder / CONFIG_FILE)
+    return None if kind is None else FolderModel(source, folder, kind)
+
+
+def tokenizer_alone(source: str) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of a GGUF file, without converting its weights; None for other formats. Raises `UserError`."""
+    if (gguf := find_gguf(source)) is None:
+        return None
+    from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
+
+    return gguf_tokenizer(open_gguf(gguf))
+
+
+def is_as_written(source: str, revision: str | None) -> bool:
+    """Whether a conversion wrote the tokenizer in `source`: then it is loaded as written, not by its architecture."""
+    file = located(source, revision, TOKENIZER_FILE)
+    said = read_mapping(file, "description of a tokenizer", "fetch the model again") if file else {}
+    return said.get(AS_WRITTEN) is True
+
+
+def located(source: str, revision: str | None, file: str, *, fetch: bool = True) -> str | None:
+    """The local path of a file of a directory or Hub repository; None if it does not exist or the Hub is not reached.
+
+    fetch: fetch a missing file. Raises `UserError` if the Hub refuses to give it.
+    """
+    try:
+        return cached_file(
+            source, file, revision=revision, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False
+        )
+    except Exception as error:  # any error of the Hub's client
+        raise UserError(f"{source}: {file} cannot be fetched ({reason(error)})") from None
+
+
+def fetched(source: str, revision: str | None, kind: Kind, *, weights: bool = True) -> Path:
+    """The local directory of a model whose weights are of `kind`. Raises `UserError` if it cannot be fetched.
+
+    weights: whether they are fetched, too, or only its descriptions.
+    """
+    from huggingface_hub import snapshot_download
+
+    if is_local(source):
+        return Path(source)
+    wanted = [*DESCRIPTIONS]
+    if weights:
+        index = None if _has(source, revision, kind.single) else located(source, revision, kind.index)
+        wanted += [kind.single] if index is None else sorted({kind.index, *kind.file_of(Path(index)).values()})
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=wanted))
+    except Exception as error:  # any error of the Hub's client
+        raise UserError(f"{source}: cannot be fetched ({reason(error)})") from None
+
+
+@lru_cache
+def _on_hub(source: str, revision: str | None, weights: bool) -> FolderModel | None:
+    config = located(source, revision, CONFIG_FILE)
+    kind = _kind(partial(_has, source, revision), Path(config)) if config is not None else None
+    return None if kind is None else FolderModel(source, fetched(source, revision, kind, weights=weights), kind)
+
+
+def _has(source: str, revision: str | None, file: str) -> bool:
+    """Whether a Hub repository has a file; as far as is known on this machine if the Hub's client fails."""
+    try:
+        return has_file(source, file, revision=revision)
+    except Exception:  # any of its errors: a later read reports why the Hub cannot be reached
+        return has_file(source, file, revision=revision, local_files_only=True)
+
+
+def _kind(has: Callable[[str], bool], config: Path) -> Kind | None:
+    """The kind of weight files to convert; None if there are plain safetensors or no weights."""
+    kind = next((kind for kind in (SAFETENSORS, PICKLES) if has(kind.index) or has(kind.single)), None)
+    return kind if kind is PICKLES or is_block_fp8(config) else None
+
+
+def cached(original: Original, *, weights: bool = True) -> Path:
+    """The directory that holds `original` as safetensors, converted now or earlier.
+
+    weights: off if everything else of it is enough. One process converts it, and others wait. Raises `UserError` if it
+    cannot be converted, or, naming the remedy, if it cannot be written.
+    """
+    folder, stamp = cache_folder(), _stamp(original.files)
+    stamps = [stamp] if weights else [stamp, stamp + _DESCRIBED]
+    found = next(filter(None, (_find(folder, one) for one in stamps)), None)
+    if found is not None:
+        return found
+    require_writable(folder / "known", PLACE)
+    with Stage(f"{'converting' if weights else 'describing'} {original.source} once"):
+        try:
+            with system_lock(folder / ".lock"):
+                return _find(folder, stamps[-1]) or _make(folder, stamps[-1], original)
+        except (OSError, NotImplementedError) as error:  # also of a file system without locks
+            raise UserError(f"{original.source}: cannot be converted in {folder} ({error}); {_REMEDY}") from None
+
+
+def cache_folder() -> Path:
+    """The directory of converted models."""
+    return Path(os.environ.get(PLACE) or user_cache() / "targets").expanduser().absolute()
+
+
+def content_key(original: Original) -> str:
+    """sha256 over all files of a model, with their names in it."""
+    digest = hashlib.sha256(f"{type(original).__name__} {_FORM}".encode())
+    for name, path in counted(sorted(original.files.items()), f"hashing {original.source}", "files"):
+        digest.update(f"{name} {_sha256(path)}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(files: Mapping[str, Path]) -> str:
+    """A digest that changes with any of the files, from their paths, sizes and times alone."""
+    found = [(name, str(path.resolve()), path.stat()) for name, path in sorted(files.items())]
+    said = [_FORM, *((name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in found)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def _find(folder: Path, stamp: str) -> Path | None:
+    """The finished conversion of files with this stamp; None if there is none."""
+    with suppress(OSError):
+        entry = folder / (folder / "known" / stamp).read_text("utf-8")
+        return entry if (entry / RECORD_FILE).exists() else None
+    return None
+
+
+def _make(folder: Path, stamp: str, original: Original) -> Path:
+    """Convert `original`, unless the same content was converted under another name. The caller holds the lock."""
+    described, part = stamp.endswith(_DESCRIBED), folder / "part"
+    key = stamp if described else content_key(original)
+    entry = folder / key
+    if not (entry / RECORD_FILE).exists():
+        if os.environ.get("OUTRIDER_CACHE_GB"):
+            warn(f"OUTRIDER_CACHE_GB is gone: a conversion is kept until you remove its directory from {folder}")
+        for leftover in (part, entry):  # of a killed process, and of an entry of which somebody removed something
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            if described:
+                part.mkdir()
+                original.describe(part)
+            else:
+                write_safetensors(original, part, remedy=_REMEDY)
+            if _stamp(original.files) != stamp.removesuffix(_DESCRIBED):
+                raise UserError(f"{original.source}: changed while it was converted; start again when it is whole")
+            write_json(part / RECORD_FILE, {"made_of": original.source})
+            os.rename(part, entry)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        if not described:
+            size = sum(file.stat().st_size for file in entry.iterdir()) / 1e9
+            said = f"converted {original.source} once: {size:.1f} GB in {entry} ({PLACE} says where)"
+            print(said, file=sys.stderr, flush=True)
+    write_atomically(folder / "known" / stamp, key.encode(), _REMEDY)
+    return entry
+
+
+def write_safetensors(
+    original: Original,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 2 * 10**9,
+    remedy: str,
+) -> int:
+    """Write `original` to `folder` in `dtype` (None: each tensor's own type); returns the number of weight files.
+
+    shard_bytes: the maximum size of a file, unless it is a single tensor. Existing weight files are kept.
+    Raises `UserError` with `remedy` if something cannot be written.
+    """
+    parts = folder / _PARTS
+    shutil.rmtree(parts, ignore_errors=True)
+    try:
+        parts.mkdir(parents=True)
+        original.describe(parts)  # an unsupported model is refused before its weights are read
+        tensors = original.tensors()
+        if dtype is not None:
+            _restate(parts / CONFIG_FILE, dtype)
+        written = _write_weights(tensors, folder, dtype, shard_bytes, remedy)
+        for file in sorted(parts.iterdir(), key=lambda file: file.name == CONFIG_FILE):
+            os.replace(file, folder / file.name)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error}); {remedy}") from None
+    finally:
+        shutil.rmtree(parts, ignore_errors=True)
+    return written
+
+
+def _write_weights(
+    tensors: Mapping[str, Stored], folder: Path, dtype: torch.dtype | None, shard_bytes: int, remedy: str
+) -> int:
+    """Write the missing weight files and the index; returns the number of weight files."""
+    sizes = {name: math.prod(one.shape) * _written(one, dtype).itemsize for name, one in tensors.items()}
+    plan = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
+    )
+    left = {file: names for file, names in plan.filename_to_tensors.items() if not (folder / file).exists()}
+    names = [name for inner in left.values() for name in inner]
+    _require_room(folder, sum(sizes[name] for name in names), remedy)
+    with Stage("writing", len(names), "tensors") as stage:
+        for file, inner in left.items():
+            weights = {}
+            for name in inner:
+                weights[name] = read_as(tensors[name], dtype)
+                stage.advance()
+            write_atomically(folder / file, save(weights, metadata={"format": "pt"}), remedy)
+    if plan.is_sharded:
+        write_json(folder / INDEX_FILE, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+    return len(plan.filename_to_tensors)
+
+
+def read_as(stored: Stored, dtype: torch.dtype | None) -> Tensor:
+    """The tensor, in `dtype` if it is given and the tensor holds floats."""
+    return stored.read().to(_written(stored, dtype))
+
+
+def _written(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
+    return stored.dtype if dtype is None or not stored.dtype.is_floating_point else dtype
+
+
+def _restate(file: Path, dtype: torch.dtype) -> None:
+    described = read_mapping(file, "description of a model", "fetch the model again")
+    plain = {key: value for key, value in described.items() if key != "torch_dtype"}
+    write_json(file, plain | {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def _require_room(folder: Path, size: int, remedy: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise UserError(f"{folder}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free; {remedy}")

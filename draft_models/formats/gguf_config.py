@@ -1,0 +1,271 @@
+"""The transformers config of a model in a GGUF file: by transformers' map of its keys, and by what that leaves out.
+
+A key that neither knows is refused: it may change what the model computes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.formats.gguf_file import GgufFile, Value
+from outrider.draft_models.formats.torch_files import MOST_LAYERS
+
+
+@dataclass(frozen=True)
+class Family:
+    """What transformers' map leaves out of the files that ggml calls by one architecture.
+
+    kind: transformers' model type. keys: the config's fields by keys that the map lacks or takes for another field;
+    "" where the tensors say it. biases: fields that are on if layer 0 has this bias. partial: whether a part of a head
+    may be without rotary positions.
+    """
+
+    kind: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    biases: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
+
+
+_EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_EPSILON, _RMS = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
+_WINDOW, _CAP = "attention.sliding_window", "final_logit_softcapping"
+FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" there
+    "llama": Family("llama", biases={"attention_bias": "attn_q", "mlp_bias": "ffn_up"}),
+    "qwen2": Family("qwen2"),
+    "qwen2moe": Family("qwen2_moe", _EXPERTS | _SHARED, {"qkv_bias": "attn_q"}),
+    "qwen3": Family("qwen3", biases={"attention_bias": "attn_q"}),
+    "qwen3moe": Family("qwen3_moe", _EXPERTS, {"attention_bias": "attn_q"}),
+    "gemma2": Family("gemma2", {_CAP: _CAP, "attn_logit_softcapping": "attn_logit_softcapping"}),
+    "gemma3": Family(
+        "gemma3_text", {_CAP: _CAP, "rope.freq_base_swa": "", f"{_WINDOW}_pattern": "sliding_window_pattern"}
+    ),
+    "phi3": Family("phi3", {_WINDOW: "sliding_window"}, partial=True),
+    "stablelm": Family("stablelm", {"use_parallel_residual": ""}, {"use_qkv_bias": "attn_q"}, partial=True),
+    "starcoder2": Family("starcoder2", biases={"use_bias": "attn_q"}),
+    "nemotron": Family(
+        "nemotron", {_RMS: "", _EPSILON: "norm_eps"}, {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}, partial=True
+    ),
+    "gpt2": Family("gpt2", {"context_length": "n_positions", "feed_forward_length": "n_inner"}),
+    "falcon": Family(
+        "falcon", {_RMS: "", _EPSILON: "layer_norm_epsilon", "feed_forward_length": "ffn_hidden_size"},
+        {"bias": "attn_qkv"},
+    ),
+}  # fmt: skip
+KEYS = cast(Mapping[str, Mapping[str, str | None]], GGUF_CONFIG_MAPPING)  # of a model type: fields by ggml's keys
+ROPE_FACTORS = "rope_freqs.weight"
+IGNORED = {ROPE_FACTORS}  # tensors that belong to the config, not to the weights
+# Keys that a file need not have, as a rule tells their value, or that are read apart from the others.
+_OPTIONAL = {
+    "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.finetuned", "rope.scale_linear", "tensor_data_layout",
+}  # fmt: skip
+_OFF = {  # keys without effect at this value
+    "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0, _WINDOW: 0
+}  # fmt: skip
+_WAY_OUT = "give the model's Hugging Face directory or Hub name instead"
+_REAL = ("_epsilon", "_softcapping")  # ends of keys whose values are no counts
+_WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}  # the 27B models: their attention is scaled by hidden / heads
+# A file stores Llama 3's scaling as one factor per frequency; these bounds are the same in every model so far.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def gguf_config(file: GgufFile) -> PreTrainedConfig:
+    """The config of the model in `file`. Raises `UserError` naming a key that is missing or not supported."""
+    name = require_family(file)
+    family, own = FAMILIES[name], _own_keys(file)
+    layers = _count(file, "block_count")
+    most = min(MOST_LAYERS, len(file.tensors))
+    if layers > most:  # a config creates lists of this length before its other fields are checked
+        raise UserError(f"{file.path}: {name}.block_count={layers}: expected 1 to {most}; fetch it again")
+    heads, hidden = _count(file, "attention.head_count"), _count(file, "embedding_length")
+    kv_heads = _count(file, "attention.head_count_kv", heads)
+    head_dim = _count(file, "attention.key_length", hidden // heads)
+    rotary = _count(file, "rope.dimension_count", head_dim)
+    may_differ = family.partial and int(head_dim * (rotary / head_dim)) == rotary  # as models count it
+    if _count(file, "attention.value_length", head_dim) != head_dim or (rotary != head_dim and not may_differ):
+        raise UserError(
+            f"{file.path}: {name}.attention.value_length or {name}.rope.dimension_count={rotary} with heads of "
+            f"{head_dim} values; only whole heads of one size are supported"
+        )
+    kind = "mistral" if name == "llama" and _WINDOW in own else family.kind
+    keys = {_WINDOW: "sliding_window"} if kind == "mistral" else family.keys
+    known = {field.name for field in fields(CONFIG_MAPPING[kind])}
+    values: dict[str, object] = {
+        **GGUF_CONFIG_DEFAULTS_MAPPING.get(kind, {}),
+        **_mapped(file, kind, keys),
+        **{name: f"blk.0.{part}.bias" in file.tensors for name, part in family.biases.items() if name in known},
+        "vocab_size": _vocabulary_size(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int, None),
+        "eos_token_id": _end_tokens(file),
+        "pad_token_id": file.get("tokenizer.ggml.padding_token_id", int, None),
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]],  # which serving engines use
+    }
+    if "num_key_value_heads" in known:
+        values["num_key_value_heads"] = kv_heads
+    if kv_heads != (1 if kind == "falcon" else heads) and "num_key_value_heads" not in known:
+        raise UserError(
+            f"{file.path}: {name}.attention.head_count_kv={kv_heads} of {heads} heads is not supported; {_WAY_OUT}"
+        )
+    if "head_dim" in known or head_dim != hidden // heads:
+        values["head_dim"] = head_dim
+    if "rope_parameters" in known:
+        values["rope_parameters"] = _rope(file, head_dim, rotary)
+    if kind == "stablelm":
+        values["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
+    if "query_pre_attn_scalar" in known:  # no key says it
+        values["query_pre_attn_scalar"] = hidden // heads if (name, layers) in _WIDE_SCALE else head_dim
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except Exception as error:  # any error of an architecture's config class for unexpected values
+        raise UserError(f"{file.path}: no usable metadata ({reason(error)}); convert the model again") from error
+
+
+def require_family(file: GgufFile) -> str:
+    """The architecture of a file. Raises `UserError` if it is unsupported, or the file is one of several."""
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise UserError(
+            f"{file.path}: one of {file.metadata['split.count']} files of a model (split.count); put them together "
+            "with llama-gguf-split --merge"
+        )
+    family = file.get("general.architecture", str)
+    if family not in FAMILIES:
+        raise UserError(
+            f"{file.path}: general.architecture={family!r}; read in GGUF: {', '.join(FAMILIES)}; {_WAY_OUT}"
+        )
+    return family
+
+
+def _own_keys(file: GgufFile) -> dict[str, Value]:
+    """The metadata with the architecture's prefix that have an effect, by keys without that prefix."""
+    prefix = f"{file.metadata['general.architecture']}."
+    found = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    return {key: value for key, value in found.items() if key not in _OFF or value != _OFF[key]}
+
+
+def _mapped(file: GgufFile, kind: str, keys: Mapping[str, str]) -> dict[str, int | float]:
+    """The config's fields that a key says. Raises `UserError` for a key that no map knows, and for one that is missing.
+
+    A missing key of `keys` has the config's default, unless the default is only one model's.
+    """
+    own, theirs = _own_keys(file), KEYS["gemma3" if kind == "gemma3_text" else kind]
+    for key, value in own.items():
+        if key not in {*theirs, *keys, *_OPTIONAL}:
+            raise UserError(
+                f"{file.path}: {file.metadata['general.architecture']}.{key}={value!r} is not supported; it may change "
+                f"what the model computes; {_WAY_OUT}"
+            )
+    needed = {key for key in keys if key.endswith(("_epsilon", "_length"))} | theirs.keys() | own.keys()
+    found = {key: name for key, name in {**theirs, **keys}.items() if name and key in needed - _OPTIONAL}
+    return {name: (_number if key.endswith(_REAL) else _count)(file, key) for key, name in found.items()}
+
+
+def _count(file: GgufFile, key: str, default: int | None = None) -> int:
+    """A positive integer of the architecture. Raises `UserError` if it is missing and there is no default."""
+    return int(_number(file, key, default, int))
+
+
+def _number(file: GgufFile, key: str, default: float | None = None, kind: type[int] | type[float] = float) -> float:
+    """A positive number of the architecture, stored as float32, as its shortest decimal: 1e-05, not 9.9999997e-06."""
+    key = f"{file.metadata['general.architecture']}.{key}"
+    value = file.get(key, kind) if default is None else file.get(key, kind, default)
+    if not 0 < value < math.inf:
+        raise UserError(f"{file.path}: {key}={value}: expected a positive number; fetch it again")
+    return value if kind is int else float(str(np.float32(value)))
+
+
+def _vocabulary_size(file: GgufFile) -> int:
+    """The number of rows of the embedding, which may be padded beyond the tokens."""
+    if "token_embd.weight" not in file.tensors:
+        raise UserError(f"{file.path}: holds no tensor 'token_embd.weight'; expected a whole model")
+    shape = file.tensors["token_embd.weight"].shape
+    if len(shape) != 2 or 0 in shape:
+        raise UserError(
+            f"{file.path}: tensor 'token_embd.weight' of shape {list(shape)}: expected two dimensions; fetch it again"
+        )
+    return shape[0]
+
+
+def _end_tokens(file: GgufFile) -> int | list[int] | None:
+    """The end-of-text id, and the end-of-turn id if it differs."""
+    found = [file.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot")]
+    ends = list(dict.fromkeys(one for one in found if one is not None))
+    return ends if len(ends) > 1 else ends[0] if ends else None
+
+
+def _dtype(file: GgufFile) -> str:
+    """The type of most of the weights; bfloat16 if they are quantised, since it loses no range."""
+    names = {0: "float32", 1: "float16"}
+    sizes: dict[str, int] = {}
+    for place in file.tensors.values():
+        name = names.get(place.kind, "bfloat16")
+        sizes[name] = sizes.get(name, 0) + math.prod(place.shape)
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _rope(file: GgufFile, head_dim: int, rotary: int) -> dict[str, object]:
+    """`rope_parameters` of the config, of which transformers' map has the base alone.
+
+    rotary: how many values of a head have rotary positions. Raises `UserError` for an unsupported scaling.
+    """
+    found = _scaling(file, _number(file, "rope.freq_base", 10000.0), head_dim)
+    family = str(file.metadata["general.architecture"])
+    if FAMILIES[family].partial:
+        return {**found, "partial_rotary_factor": rotary / head_dim}
+    if family == "gemma3":  # its layers with a window have another base, and no scaling
+        base = _number(file, "rope.freq_base_swa", 10000.0)
+        return {"full_attention": found, "sliding_attention": {"rope_type": "default", "rope_theta": base}}
+    return found
+
+
+def _scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, object]:
+    """The rotary positions of base `theta`, rescaled as the file says."""
+    own, family = _own_keys(file), file.metadata["general.architecture"]
+    if ROPE_FACTORS in file.tensors:
+        return {"rope_type": "llama3", "rope_theta": theta, **_llama3(file, theta, head_dim)}
+    kind = own.get("rope.scaling.type", "linear" if "rope.scale_linear" in own else "none")
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        raise UserError(f"{file.path}: {family}.rope.scaling.type={kind!r}; supported: none, linear, yarn")
+    key = "rope.scaling.factor" if "rope.scaling.factor" in own else "rope.scale_linear"
+    scaling: dict[str, object] = {"rope_type": kind, "rope_theta": theta, "factor": _number(file, key)}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = _count(file, "rope.scaling.original_context_length")
+    return scaling
+
+
+def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, float]:
+    """The Llama 3 scaling whose factors, one per frequency, equal the tensor in the file."""
+    place = file.tensors[ROPE_FACTORS]
+    refused = f"{file.path}: tensor {ROPE_FACTORS!r} holds no rope scaling of Llama 3"
+    if place.kind != 0 or place.shape != (head_dim // 2,):
+        raise UserError(f"{refused} (expected {head_dim // 2} values in F32); not supported")
+    stored = np.fromfile(file.path, np.float32, head_dim // 2, offset=place.begin)
+    if len(stored) < head_dim // 2:
+        raise UserError(f"{file.path}: ends within tensor {ROPE_FACTORS!r}; fetch it again")
+    scaling = {"factor": round(float(stored.max()), 4), **LLAMA3}
+    if not np.allclose(stored, llama3_factors({"rope_theta": theta, **scaling}, head_dim), rtol=1e-4):
+        raise UserError(f"{refused} with {LLAMA3}; not supported")
+    return scaling
+
+
+def llama3_factors(rope: Mapping[str, float], head_dim: int) -> NDArray[np.float32]:
+    """By what Llama 3's `rope` divides each frequency, [head_dim / 2]."""
+    parameters = {"rope_type": "llama3", **rope}
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
+    plain = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
+    factors: NDArray[np.float32] = (plain / ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()).astype(np.float32)
+    return factors

@@ -1,0 +1,186 @@
+"""A GGUF file: its metadata and the locations of its tensors, according to ggml's specification (docs/gguf.md).
+
+It is parsed here because the reader of the `gguf` package follows a damaged length to the end of memory.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar, overload
+
+from outrider.base.errors import UserError
+
+Value = bool | int | float | str | list["Value"]
+Kind = TypeVar("Kind", bool, int, float, str, list[Value])
+MAGIC, SUFFIX = b"GGUF", ".gguf"
+VERSIONS = (2, 3)
+_DAMAGED = "fetch it again"
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_PLAIN = (0, 1, 28, 30)  # ggml's type numbers of float32, float16, float64 and bfloat16
+_SHORTEST = 24  # minimum bytes of a file: magic, version and two counts
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """The location of a tensor. shape: outermost dimension first, as in torch. kind: ggml's number of its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    begin: int  # byte offset in the file
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The contents of a GGUF file without tensor data. metadata: numbers, strings and lists, by key."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, TensorPlace]
+
+    @overload
+    def get(self, key: str, kind: type[Kind]) -> Kind: ...
+    @overload
+    def get(self, key: str, kind: type[Kind], default: Kind) -> Kind: ...
+    @overload
+    def get(self, key: str, kind: type[Kind], default: None) -> Kind | None: ...
+    def get(self, key: str, kind: type, default: object = _MISSING) -> object:
+        """The value of `key`, which must have type `kind` (float: any number). Raises `UserError` naming both."""
+        value = self.metadata.get(key, default)
+        if value is _MISSING:
+            raise UserError(f"{self.path}: says no {key}; convert the model again with a current llama.cpp")
+        accepted = (int, float) if kind is float else kind
+        if value is not default and (not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool)):
+            raise UserError(f"{self.path}: {key}={_shown(value)}: expected {kind.__name__}; {_DAMAGED}")
+        return value
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any tensor has a quantised type."""
+        return any(place.kind not in _PLAIN for place in self.tensors.values())
+
+    def texts(self, key: str) -> list[str]:
+        """The list of strings under `key`. Raises `UserError`."""
+        found = self.get(key, list)
+        texts = [one for one in found if isinstance(one, str)]
+        if len(texts) < len(found):
+            raise UserError(f"{self.path}: {key}: expected texts only; {_DAMAGED}")
+        return texts
+
+
+def find_gguf(source: str) -> Path | None:
+    """The GGUF file `source`, or the one in the directory `source` if it is not a Hugging Face model; else None.
+
+    Raises `UserError` for another file, and if there are several GGUF files.
+    """
+    path = Path(source)
+    if os.path.isfile(path):
+        if not is_gguf(path):
+            raise UserError(
+                f"{source}: a file, but not a GGUF file; give one, a Hugging Face model directory or a Hub name"
+            )
+        return path
+    if not os.path.isdir(path) or (path / "config.json").exists():
+        return None
+    found = sorted(file for file in path.glob(f"*{SUFFIX}") if file.is_file())
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise UserError(f"{source}: holds several GGUF files ({names}); give one of them, with its name")
+    return found[0] if found else None
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """The contents of the file at `path`; reads no tensor. Raises `UserError`, also if the file ends too early."""
+    if path.stat().st_size < _SHORTEST or not is_gguf(path):
+        raise UserError(f"{path}: not a GGUF file (it does not begin with {MAGIC.decode()}); {_DAMAGED}")
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return _Parser(path, content).file()
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the file `path` begins with GGUF's magic bytes."""
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+class _Parser:
+    """Parses a file sequentially; `what` is the current part, named in errors."""
+
+    def __init__(self, path: Path, content: mmap.mmap):
+        self.path, self.content, self.at, self.what = path, content, len(MAGIC), "header"
+
+    def file(self) -> GgufFile:
+        version = self.integer("I")
+        if version not in VERSIONS:
+            raise UserError(
+                f"{self.path}: GGUF version {version}, supported: {VERSIONS} in little-endian; convert the model again"
+            )
+        tensors, keys = self.integer("Q"), self.integer("Q")
+        metadata: dict[str, Value] = {}
+        for _ in range(keys):
+            key = self.name("metadata", metadata)
+            metadata[key] = self.value(self.integer("I"))
+        places: dict[str, TensorPlace] = {}
+        for _ in range(tensors):
+            name = self.name("list of tensors", places)
+            dimensions = self.integer("I")
+            if not 1 <= dimensions <= 4:
+                raise self.damaged(f"{dimensions} dimensions")
+            shape = tuple(self.integer("Q") for _ in range(dimensions))[::-1]
+            places[name] = TensorPlace(name, shape, self.integer("I"), self.integer("Q"))
+        self.what, step = "general.alignment", metadata.get("general.alignment", 32)
+        if not isinstance(step, int) or step < 1:
+            raise self.damaged(repr(step))
+        start = -(-self.at // step) * step
+        placed = {name: replace(one, begin=start + one.begin) for name, one in places.items()}
+        return GgufFile(self.path, metadata, placed)
+
+    def name(self, part: str, known: Collection[str]) -> str:
+        """The name of the next key or tensor, which is none of the `known` ones."""
+        self.what = part
+        self.what = name = self.text()
+        if name in known:
+            raise self.damaged("it twice")
+        return name
+
+    def value(self, kind: int) -> Value:
+        if kind in _SCALARS:
+            return self.numbers(_SCALARS[kind], 1)[0]
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            raise self.damaged(f"a value of type {kind}")
+        inner, count = self.integer("I"), self.integer("Q")
+        if inner in _SCALARS:
+            return self.numbers(_SCALARS[inner], count)
+        return [self.value(inner) for _ in range(count)]
+
+    def text(self) -> str:
+        return self.take(self.integer("Q")).decode("utf-8", errors="replace")
+
+    def integer(self, letter: str) -> int:
+        return int.from_bytes(self.take(struct.calcsize(f"<{letter}")), "little")
+
+    def numbers(self, letter: str, count: int) -> list[Value]:
+        content = self.take(count * struct.calcsize(f"<{letter}"))
+        return [*struct.unpack(f"<{count}{letter}", content)]
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes. A damaged length, whatever it counts, reaches beyond the end of the file here."""
+        if self.at + size > len(self.content):
+            raise UserError(f"{self.path}: ends within {self.what}; {_DAMAGED}")
+        self.at += size
+        return self.content[self.at - size : self.at]
+
+    def damaged(self, found: str) -> UserError:
+        return UserError(f"{self.path}: damaged at {self.what} (found {found}); {_DAMAGED}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:60]}…"

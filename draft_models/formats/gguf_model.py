@@ -1,0 +1,196 @@
+"""The model in a GGUF file: its tensors, dequantised, with the names and the layout that transformers' maps say."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from outrider.base.errors import UserError, reason
+from outrider.base.files import save_parts
+from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, require_family
+from outrider.draft_models.formats.gguf_file import GgufFile, TensorPlace, open_gguf
+from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
+from outrider.draft_models.formats.torch_files import HEAD, Stored
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_package() -> ModuleType:
+    """The `gguf` package. Raises `UserError` if it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("a GGUF file needs the gguf package: pip install 'outrider[gguf]'") from None
+    return gguf
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """The model in the GGUF file at `path`; `source` is its name."""
+
+    source: str
+    path: Path
+
+    @cached_property
+    def file(self) -> GgufFile:
+        """The file's metadata and tensor locations."""
+        return open_gguf(self.path)
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """Its only file."""
+        return {"model.gguf": self.path}
+
+    @property
+    def quantised(self) -> bool:
+        """Whether any of its tensors is quantised."""
+        return self.file.quantised
+
+    def tensors(self) -> Mapping[str, Stored]:
+        """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.
+
+        Raises `UserError` for an unsupported architecture, tensor or quantisation, for tensors that overlap, and if the
+        file ends before its last tensor does.
+        """
+        file = self.file
+        for one, following in pairwise(sorted(file.tensors.values(), key=lambda place: place.begin)):
+            if _end(file, one) > following.begin:
+                raise UserError(f"{file.path}: tensors {one.name!r} and {following.name!r} overlap; fetch it again")
+        model, family = _empty_model(file), require_family(file)
+        names, held = tensor_names(model, family), file.tensors.keys() - IGNORED
+        for name in sorted(names.keys() ^ held):
+            what = "holds no tensor" if name in names else f"has a tensor that {family} models have not:"
+            raise UserError(f"{file.path}: {what} {name!r}; fetch it again, or convert it again")
+        layout = TENSOR_PROCESSORS.get(family, TensorProcessor)(config=model.config.to_dict())
+        parts: dict[str, list[TensorPlace]] = {}
+        for name, theirs in names.items():
+            parts.setdefault(theirs, []).append(file.tensors[name])
+        state = model.state_dict()
+        made = {name: _Made(file, name, tuple(state[name].shape), parts[name], layout) for name in parts}
+        return {name: one.stored() for name, one in made.items()}
+
+    def describe(self, folder: Path) -> None:
+        """Write config, generation config and tokenizer according to its metadata.
+
+        Raises `UserError`, also for a file whose tensors cannot be read.
+        """
+        config = gguf_config(self.file)
+        save_parts(folder, gguf_tokenizer(self.file), config, GenerationConfig.from_model_config(config))
+        self.tensors()
+
+
+def _empty_model(file: GgufFile) -> PreTrainedModel:
+    """The model that the metadata describe, without weights. Raises `UserError`."""
+    config = gguf_config(file)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # any error of an architecture for an unexpected config
+        raise UserError(f"{file.path}: its metadata describe no model ({reason(error)}); fetch it again") from error
+
+
+def tensor_names(model: PreTrainedModel, family: str) -> dict[str, str]:
+    """ggml's name → Hugging Face's name, for every tensor of `model`, whose architecture ggml calls `family`.
+
+    Two of ggml's tensors may be parts of one of Hugging Face's, whose experts have one matrix for gates and values.
+    """
+    load_package()
+    state, tied = model.state_dict(), HEAD if model.config.tie_word_embeddings else None
+    layout = TENSOR_PROCESSORS.get(family, TensorProcessor)()
+    # without its parts, which transformers goes through one by one: seconds, for names that the whole has already
+    whole = SimpleNamespace(state_dict=lambda: state, named_children=list)
+    known = get_gguf_hf_weights_map(whole, layout, family, model.config.num_hidden_layers)
+    found = {name: theirs for name, theirs in known.items() if theirs in state and theirs != tied}
+    # transformers names experts without the suffix that they have in a file
+    return {name if name.endswith((".weight", ".bias")) else f"{name}.weight": theirs for name, theirs in found.items()}
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The tensor that Hugging Face calls `name`, of `shape`, made of those at `places` by transformers' `layout`."""
+
+    file: GgufFile
+    name: str
+    shape: tuple[int, ...]
+    places: Sequence[TensorPlace]
+    layout: TensorProcessor
+
+    def stored(self) -> Stored:
+        """It, not read yet. Raises `UserError` if it does not lie in the file, or has another size there."""
+        size = self.file.path.stat().st_size
+        for place in self.places:
+            if math.prod(place.shape) * len(self.places) != math.prod(self.shape):
+                raise self._misshapen(place)
+            if _end(self.file, place) > size:
+                raise UserError(f"{self.file.path}: ends within tensor {place.name!r}; fetch it again")
+        kinds = {_row_size(self.file, place)[0].name for place in self.places}
+        dtype = _PLAIN.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+        return Stored(dtype, self.shape, lambda: self.read().to(dtype))
+
+    def read(self) -> Tensor:
+        """It, in float32, which has every value of the other types."""
+        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # where a layout leaves what it joins of several tensors
+        for place in self.places:
+            names = {place.name.removesuffix(".weight"): self.name}
+            try:
+                found = self.layout.process(
+                    _dequantised(self.file, place), place.name, tensor_key_mapping=names, parsed_parameters=joined
+                )
+            except ValueError:  # numpy's, of rows that do not divide into heads
+                raise self._misshapen(place) from None
+            if found.name is not None:
+                joined["tensors"][self.name] = torch.from_numpy(np.ascontiguousarray(found.weights))
+        return joined["tensors"][self.name].reshape(self.shape)
+
+    def _misshapen(self, place: TensorPlace) -> UserError:
+        return UserError(
+            f"{self.file.path}: tensor {place.name!r} of shape {list(place.shape)}, of which {list(self.shape)} is to "
+            "be made by the metadata; fetch it again"
+        )
+
+
+def _end(file: GgufFile, place: TensorPlace) -> int:
+    """The byte after a tensor."""
+    return place.begin + math.prod(place.shape[:-1]) * _row_size(file, place)[1]
+
+
+def _dequantised(file: GgufFile, place: TensorPlace) -> NDArray[np.float32]:
+    """A tensor of the file as float32, in ggml's layout."""
+    kind, row = _row_size(file, place)
+    raw = np.array(np.memmap(file.path, np.uint8, "r", place.begin, (math.prod(place.shape[:-1]), row)))
+    return load_package().quants.dequantize(raw, kind).reshape(place.shape)
+
+
+def _row_size(file: GgufFile, place: TensorPlace) -> tuple["GGMLQuantizationType", int]:
+    """The type of a tensor and the bytes per row. Raises `UserError` if it cannot be dequantised."""
+    gguf, kind = load_package(), None
+    try:
+        kind = gguf.GGMLQuantizationType(place.kind)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        if kind.name not in _PLAIN:
+            gguf.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        raise UserError(
+            f"{file.path}: tensor {place.name!r} is quantised as {kind.name if kind else place.kind}, which the gguf "
+            "package cannot undo; take a file of another quantisation, or a newer gguf"
+        ) from None
+    if place.shape[-1] % block:
+        raise UserError(
+            f"{file.path}: tensor {place.name!r} of shape {list(place.shape)}: expected rows of whole blocks of "
+            f"{block} values ({kind.name}); fetch it again"
+        )
+    return kind, place.shape[-1] // block * size

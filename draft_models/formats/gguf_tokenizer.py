@@ -1,0 +1,197 @@
+"""The tokenizer of a GGUF file: the Hugging Face tokenizer it was converted from, rebuilt from its metadata."""
+
+from collections.abc import Mapping, Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as _QWEN2
+
+from outrider.base.errors import UserError, reason
+from outrider.draft_models.formats.gguf_file import GgufFile, Value
+from outrider.draft_models.formats.torch_files import AS_WRITTEN
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens, in "token_type"
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPACE = "▁"  # SentencePiece's space
+_KEPT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # the only tokens of Phi 3 that leave a space after them
+
+# The patterns that split a text before merges apply, as in the models' published tokenizer.json.
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+PATTERNS = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact", "falcon"), None),
+}
+
+
+def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
+    """The tokenizer of the model in `file`, with its chat template. Raises `UserError` naming an unsupported value."""
+    kind = file.get(f"{_KEY}model", str)
+    if kind not in ("gpt2", "llama"):
+        raise UserError(
+            f"{file.path}: {_KEY}model={kind!r}; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
+        )
+    tokens = file.texts(f"{_KEY}tokens")
+    if _is_gemma(file):  # llama.cpp's converter has put spaces in the place of a user-defined token's ▁
+        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+    try:
+        tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, tokens)
+        _add_tokens(tokenizer, file, tokens)
+        special = _special(file, tokens)
+        tokenizer.post_processor = _post_processor(file, kind, special, tokens)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            chat_template=file.get("tokenizer.chat_template", str, None),
+            clean_up_tokenization_spaces=False,
+            model_max_length=file.get(f"{file.metadata['general.architecture']}.context_length", int, None),
+            **special,
+            **{AS_WRITTEN: True},
+        )
+    except UserError:
+        raise
+    except Exception as error:  # any error of tokenizers for pieces that do not fit together
+        raise UserError(f"{file.path}: no usable tokenizer ({reason(error)}); convert the model again") from error
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    cut = file.get(f"{_KEY}pre", str)
+    if cut not in PATTERNS:
+        raise UserError(
+            f"{file.path}: {_KEY}pre={cut!r}: texts are cut in an unknown way; known: {', '.join(PATTERNS)}"
+        )
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.texts(f"{_KEY}merges"))]
+    pattern = PATTERNS[cut]
+    bpe = models.BPE(vocab=_ids(tokens), merges=merges, ignore_merges=pattern == _LLAMA3)
+    tokenizer = Tokenizer(bpe)
+    if pattern == _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    before: list[pre_tokenizers.PreTokenizer] = (
+        [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    )
+    after: list[pre_tokenizers.PreTokenizer] = []
+    if cut in ("smollm", "starcoder", "refact"):
+        before = [pre_tokenizers.Digits(individual_digits=True)]
+    elif cut == "falcon":
+        before = [pre_tokenizers.Punctuation("contiguous")]
+        after = [
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, bytes_of, *after])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
+    unknown = file.get(f"{_KEY}unknown_token_id", int, 0)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=_ids(tokens),
+            merges=_merges(file, tokens),
+            unk_token=_token(file, tokens, "unknown_token_id", unknown),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = file.get(f"{_KEY}add_space_prefix", bool, not _is_gemma(file))
+    prepend = [normalizers.Prepend(_SPACE)] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    plain = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer.decoder = decoders.Sequence(plain)
+    return tokenizer
+
+
+def _merges(file: GgufFile, tokens: Sequence[str]) -> list[tuple[str, str]]:
+    """All splits of a token into two tokens, best token first: merges equivalent to SentencePiece's BPE with scores.
+
+    That joins the two neighbours whose concatenation has the highest score. Gemma's Hugging Face tokenizers go by the
+    ids, and join to user-defined tokens, too.
+    """
+    given, types = file.get(f"{_KEY}scores", list), _types(file, tokens)
+    scores = [one for one in given if isinstance(one, float)]
+    if len(scores) != len(tokens):
+        raise UserError(f"{file.path}: {_KEY}scores has {len(scores)} values for {len(tokens)} tokens; fetch it again")
+    gemma = _is_gemma(file)
+    joined = (_NORMAL, _USER_DEFINED) if gemma else (_NORMAL,)
+    plain = {token: index for index, token in enumerate(tokens) if types[index] in joined}
+    found: list[tuple[float, int, int, int, str, str]] = []
+    for token, index in plain.items():
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        for left, right in cuts:
+            if left in plain and right in plain:
+                rank = (0.0, index, -len(left)) if gemma else (-scores[index], index, plain[left])
+                found.append((*rank, plain[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _is_gemma(file: GgufFile) -> bool:
+    return str(file.metadata.get("general.architecture")).startswith("gemma")
+
+
+def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: Sequence[str]) -> None:
+    """Make control and unknown tokens special, and add user-defined tokens, which are never split."""
+    types = _types(file, tokens)
+    phi3 = file.metadata.get("general.architecture") == "phi3" and file.metadata[f"{_KEY}model"] == "llama"
+    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
+        special = kind == _CONTROL
+        wanted = [
+            token for token, one in zip(tokens, types, strict=True) if one == kind or (special and one == _UNKNOWN)
+        ]
+        strips = phi3 and special  # Phi 3's own tokens take the spaces after them, which no key says
+        add(
+            [AddedToken(token, normalized=False, special=special, rstrip=strips and token not in _KEPT_SPACE)
+             for token in wanted]
+        )  # fmt: skip
+
+
+def _post_processor(
+    file: GgufFile, kind: str, special: Mapping[str, str], tokens: Sequence[str]
+) -> processors.PostProcessor | None:
+    """The post-processor that adds BOS and EOS to a text as the file asks; None if there is nothing to do."""
+    sides = []
+    for side, default in (("bos", kind == "llama"), ("eos", False)):
+        wanted = file.get(f"{_KEY}add_{side}_token", bool, default)
+        if wanted and f"{side}_token" not in special:
+            raise UserError(f"{file.path}: {_KEY}add_{side}_token is on, but {_KEY}{side}_token_id is missing")
+        sides.append([special[f"{side}_token"]] if wanted else [])
+    bos, eos = sides
+    if not bos and not eos:
+        return processors.ByteLevel(trim_offsets=False) if kind == "gpt2" else None
+    ids = _ids(tokens)
+    return processors.TemplateProcessing(
+        single=[*bos, "$A", *eos],
+        pair=[*bos, "$A", *eos, *(f"{token}:1" for token in bos), "$B:1", *(f"{token}:1" for token in eos)],
+        special_tokens=[(token, ids[token]) for token in {*bos, *eos}],
+    )
+
+
+def _special(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
+    """The special tokens by transformers' names."""
+    found = {name: file.get(f"{_KEY}{key}_token_id", int, None) for name, key in SPECIAL.items()}
+    return {
+        name: _token(file, tokens, f"{SPECIAL[name]}_token_id", index)
+        for name, index in found.items()
+        if index is not None
+    }
+
+
+def _token(file: GgufFile, tokens: Sequence[str], key: str, index: int) -> str:
+    if not 0 <= index < len(tokens):
+        raise UserError(f"{file.path}: {_KEY}{key}={index} of {len(tokens)} tokens; fetch it again")
+    return tokens[index]
+
+
+def _types(file: GgufFile, tokens: Sequence[str]) -> Sequence[Value]:
+    types = file.get(f"{_KEY}token_type", list, [_NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise UserError(
+            f"{file.path}: {len(types)} values of {_KEY}token_type for {len(tokens)} tokens; fetch it again"
+        )
+    return types
+
+
+def _ids(tokens: Sequence[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(tokens)}

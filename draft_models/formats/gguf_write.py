@@ -1,0 +1,182 @@
+"""A causal LM as a GGUF file, as llama.cpp's converter lays it out; what the reader would read otherwise is refused."""
+
+import json
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.base.errors import UserError
+from outrider.draft_models.formats.gguf_config import KEYS, LLAMA3, ROPE_FACTORS, gguf_config, llama3_factors
+from outrider.draft_models.formats.gguf_file import GgufFile, TensorPlace, Value
+from outrider.draft_models.formats.gguf_model import load_package, tensor_names
+from outrider.draft_models.formats.gguf_tokenizer import PATTERNS, SPECIAL, gguf_tokenizer
+
+GGUF_FILE = "model.gguf"
+_FAMILIES = ("llama", "qwen2", "qwen3")  # what is written; Mistral's models are "llama"
+# Fields of a config that change no logits of a frozen model, besides those that every config has.
+_FREE = {
+    "initializer_range", "use_cache", "attention_dropout", "pretraining_tp", "max_window_layers", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+}  # fmt: skip
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6  # types of tokens
+Step = dict[str, object]  # of a normalizer or a pre-tokenizer, as tokenizer.json has it
+_KEY, _BYTES = "tokenizer.ggml.", [f"<0x{byte:02X}>" for byte in range(256)]
+# A text that the known ways of cutting texts cut in different ways.
+_PROBE = "  Don't WE'LL  3.14159 1234567\n\n \t x+=[1]; nai\u0308ve façade\r\n   北京2026年 🚀 ▁_ I'm\n"
+
+
+def require_gguf(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Value]:
+    """The metadata of a GGUF file of a model with `config`, which may lack a tokenizer.
+
+    Raises `UserError` where the reader would read another config or tokenizer from them.
+    """
+    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    if family not in _FAMILIES:
+        raise _unsaid(f"model_type={config.model_type!r}; it is written of {', '.join(_FAMILIES)} and mistral")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), head_dim)
+    fields = {key: name for key, name in KEYS[family].items() if name and not key.startswith("rope.")}
+    own: dict[str, Value] = {key: getattr(config, name) for key, name in fields.items()} | sizes
+    own["rope.freq_base"] = float(config.rope_parameters["rope_theta"])
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        raise _unsaid(f"sliding_window={config.sliding_window}, as llama.cpp lets a Mistral see all")
+    found: dict[str, Value] = {"general.architecture": family} | {f"{family}.{key}": own[key] for key in own}
+    _require_read_back(config, found)
+    none: dict[str, Value] = {"tokenizer.ggml.model": "none"}
+    return found | none if tokenizer is None else _with_tokenizer(found, tokenizer, config.vocab_size)
+
+
+def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, path: Path) -> None:
+    """Write `model`, in float32, float16 or bfloat16, as the file `path`; vectors are always float32.
+
+    Raises `UserError` as `require_gguf`.
+    """
+    gguf, config = load_package(), model.config
+    metadata = require_gguf(config, tokenizer)
+    family = str(metadata.pop("general.architecture"))
+    writer = gguf.GGUFWriter(path, family)
+    kinds = gguf.GGUFValueType
+    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING, list: kinds.ARRAY}
+    for key, value in metadata.items():
+        writer.add_key_value(key, value, types[type(value)])
+    if config.rope_parameters["rope_type"] == "llama3":
+        writer.add_tensor(ROPE_FACTORS, llama3_factors(config.rope_parameters, config.head_dim))
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if family == "llama" else {}
+    state = model.state_dict()
+    for name, theirs in tensor_names(model, family).items():
+        tensor, part = state[theirs].detach().cpu(), name.split(".")[-2]
+        tensor = (_as_pairs(tensor, heads[part]) if part in heads else tensor).contiguous()
+        if tensor.ndim == 1 or tensor.dtype != torch.bfloat16:
+            writer.add_tensor(name, (tensor.float() if tensor.ndim == 1 else tensor).numpy())
+        else:  # for which numpy has no name
+            writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _as_pairs(tensor: Tensor, heads: int) -> Tensor:
+    """A Llama's q or k projection with the rows that llama.cpp rotates side by side (the reader undoes it)."""
+    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _require_read_back(config: PreTrainedConfig, metadata: dict[str, Value]) -> None:
+    """Raise `UserError` unless the reader makes of `metadata` what `config` says of the logits."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    names, state = tensor_names(model, str(metadata["general.architecture"])), model.state_dict()
+    places = {name: TensorPlace(name, tuple(state[names[name]].shape), 0, 0) for name in names}
+    found = gguf_config(GgufFile(Path(GGUF_FILE), metadata, places)).to_dict()
+    given, rope = config.to_dict(), config.rope_parameters
+    if rope["rope_type"] == "llama3" and rope.items() >= LLAMA3.items():  # a tensor says it
+        given["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    for name in sorted(given.keys() & found.keys() - PreTrainedConfig().to_dict().keys() - _FREE):
+        if given[name] != found[name]:
+            raise _unsaid(f"{name}={given[name]!r}")
+
+
+def _with_tokenizer(metadata: dict[str, Value], tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
+    """`metadata` with the tokenizer's, for an embedding of `rows` rows. Raises `UserError` for one of another kind."""
+    found = metadata | _tokens(tokenizer, rows)
+    backend = tokenizer.backend_tokenizer
+    model = json.loads(backend.to_str())["model"]
+    if model.get("byte_fallback"):  # SentencePiece's BPE: merges go by score, and ids are in their order
+        found |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [-float(place) for place in range(rows)]}
+        ways: list[dict[str, Value]] = [{"tokenizer.ggml.add_space_prefix": prefixed} for prefixed in (True, False)]
+    else:
+        merges: list[Value] = [" ".join(merge) for merge in model.get("merges", ())]
+        if not merges:
+            raise _unsaid("a tokenizer without merges")
+        found |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges}
+        ways = [{"tokenizer.ggml.pre": cut} for cut in PATTERNS]
+    text, own = _PROBE + _PROBE.join(tokenizer.get_added_vocab()), _rules(tokenizer)
+    for way in ways:
+        again = gguf_tokenizer(GgufFile(Path(GGUF_FILE), found | way, {}))
+        if _rules(again) == own and _ids(again, [text]) == _ids(tokenizer, [text]):
+            words = backend.decode_batch([[place] for place in range(rows)], skip_special_tokens=False)
+            forms = [form for word in words for form in (word, f" {word}", f"a{word}b")]
+            if _ids(again, forms) == _ids(tokenizer, forms):
+                return found | way
+    raise _unsaid(f"a tokenizer that cuts, changes or merges texts otherwise than {', '.join(PATTERNS)}, SentencePiece")
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> list[object]:
+    """The steps before merges, and all merges but of tokens that are found before: what decides the ids of any text."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, steps = state["model"], [*_steps(state["normalizer"]), *_steps(state["pre_tokenizer"])]
+    if model.get("byte_fallback"):  # every space is a ▁ before a text is cut
+        steps = [step for step in steps if step["type"] != "Split" or step["pattern"] != {"String": " "}]
+    found = {*tokenizer.get_added_vocab(), *_BYTES}
+    return [steps, [merge for merge in model.get("merges", ()) if not {*merge, "".join(merge)} & found]]
+
+
+def _steps(part: Step | None) -> list[Step]:
+    """A normalizer or a pre-tokenizer, which may be a sequence, as a list of steps."""
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        inner = cast(list[Step], part.get("normalizers") or part.get("pretokenizers") or [])
+        return [step for one in inner for step in _steps(one)]
+    if part == {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}:
+        return [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    return [{key: value for key, value in part.items() if key != "trim_offsets"}]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return [found.ids for found in tokenizer.backend_tokenizer.encode_batch(texts)]
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Value]:
+    """The tokens with their types, the ids of the special ones, and the chat template."""
+    pieces, added = {place: piece for piece, place in tokenizer.get_vocab().items()}, tokenizer.added_tokens_decoder
+    if max(pieces) >= rows:
+        raise _unsaid(f"{max(pieces) + 1} tokens of a model with vocab_size={rows}")
+    found: dict[str, Value] = {
+        f"{_KEY}tokens": [pieces.get(place, f"[PAD{place}]") for place in range(rows)],
+        f"{_KEY}token_type": [
+            _UNUSED if place not in pieces
+            else (_CONTROL if added[place].special else _USER_DEFINED) if place in added
+            else _BYTE if pieces[place] in _BYTES
+            else _NORMAL
+            for place in range(rows)
+        ],
+    }  # fmt: skip
+    for name, word in SPECIAL.items():
+        if (place := getattr(tokenizer, f"{name}_id")) is not None:
+            found[f"{_KEY}{word}_token_id"] = place
+    ids, plain = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    found[f"{_KEY}add_bos_token"], found[f"{_KEY}add_eos_token"] = ids[:1] != plain[:1], ids[-1:] != plain[-1:]
+    if isinstance(tokenizer.chat_template, str):
+        found["tokenizer.chat_template"] = tokenizer.chat_template
+    return found
+
+
+def _unsaid(what: str) -> UserError:
+    return UserError(
+        f"GGUF: cannot be written here of {what}; export it for engine=transformers, and try llama.cpp's own "
+        "convert_hf_to_gguf.py"
+    )

@@ -1,0 +1,352 @@
+"""A model as it was published: the interface for its conversion, and a Hugging Face directory of tensors' files.
+
+The files are safetensors or torch's older pickles (.bin), one or several with an index; fp8 weights are dequantised.
+"""
+
+import json
+import shutil
+import zipfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path, PurePath
+from pickle import UnpicklingError
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from outrider.base.errors import UserError, reason
+from outrider.base.files import read_mapping, write_json
+
+CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE = "config.json", "generation_config.json", "tokenizer_config.json"
+AS_WRITTEN = "loaded_as_written"  # marks a tokenizer that is loaded from tokenizer.json alone
+HEAD = "lm_head.weight"
+MOST_LAYERS = 2**12
+SCALES = "_scale_inv"  # suffix to the name of an fp8 weight: the factors of its blocks
+# The files next to the weights that describe a model and its tokenizer.
+DESCRIPTIONS = (
+    CONFIG_FILE, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
+    "merges.txt", "chat_template*", "*.model", "*.tiktoken",
+)  # fmt: skip
+# Torch's types by their names in safetensors headers.
+TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a model to be converted. dtype, shape: of the result of `read`."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+    read: Callable[[], Tensor]
+
+
+class Original(Protocol):
+    """A model as it was published. All members raise `UserError` if it is damaged or not supported."""
+
+    @property
+    def source(self) -> str:
+        """Its name: a path or Hub name."""
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """All its files, by their names in the model."""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether its stored weights are quantised."""
+
+    def tensors(self) -> Mapping[str, Stored]:
+        """Its tensors by Hugging Face's names; none is read yet."""
+
+    def describe(self, folder: Path) -> None:
+        """Write everything except the weights to the empty `folder`: config, tokenizer, generation config."""
+
+
+@dataclass(frozen=True)
+class SafeTensor:
+    """A tensor of a safetensors file, of which only the requested bytes are read.
+
+    type_name: its type in the header, such as "BF16". begin, end: byte offsets in the file.
+    """
+
+    path: str
+    name: str
+    type_name: str
+    shape: list[int]
+    begin: int
+    end: int
+    load: Callable[[str], Tensor]
+
+    def __getitem__(self, whole: object) -> Tensor:  # transformers indexes the tensors that it reads
+        return self.load(self.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.end - self.begin
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        return self.load(self.name)
+
+    def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+        """Its bytes at each (first byte, number of bytes). Raises `UserError` if the file ends too early."""
+        with open(self.path, "rb", buffering=0) as file:
+            for at, size in places:
+                file.seek(self.begin + at)
+                piece = file.read(size)
+                if len(piece) != size:
+                    raise UserError(f"{self.path}: ends within tensor {self.name!r}; fetch it again")
+                yield piece
+
+
+def open_safetensors(path: str) -> Mapping[str, SafeTensor]:
+    """The tensors of a safetensors file. Raises `UserError`."""
+    with readable(path, "safetensors file"):
+        handle = safe_open(path, framework="pt")  # checks that the header is valid
+        with open(path, "rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + size + at for at in entry["data_offsets"])
+            found[name] = SafeTensor(path, name, entry["dtype"], entry["shape"], begin, end, handle.get_tensor)
+    return found
+
+
+def _stored(path: str) -> Mapping[str, Stored]:
+    """The same as `Stored` tensors, for conversion. Raises `UserError` for a type that is not in `TYPES`."""
+    held = open_safetensors(path)
+    for name, one in held.items():
+        if one.type_name not in TYPES:
+            expected = f"expected one of {', '.join(TYPES)}; give the model in another format"
+            raise UserError(f"{path}: tensor {name!r} has type {one.type_name}: {expected}")
+    return {name: Stored(TYPES[one.type_name], one.shape, one.read) for name, one in held.items()}
+
+
+def open_pickled(path: str) -> Mapping[str, Stored]:
+    """The tensors of a `torch.save` file, read by torch's weights-only loader, which runs no code from it.
+
+    Files of torch 1.6 or later are mapped into memory; older ones are read whole. An output head tied to the embedding
+    is omitted, as in safetensors: the same model then has the same tensors in both formats. Raises `UserError`.
+    """
+    with readable(path, "file of tensors (torch.save)"):
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except UnpicklingError as error:
+            raise UserError(_refused(path, str(error))) from None
+    wrong = "no mapping" if not isinstance(content, Mapping) else _first_other(content)
+    if wrong:
+        raise UserError(f"{path}: expected a mapping of names to dense tensors, found {wrong}; save its state_dict()")
+    head = content.get(HEAD)
+    held = [(one.data_ptr(), one.shape, one.stride()) for name, one in content.items() if "lm_head" not in name]
+    tied = head is not None and (head.data_ptr(), head.shape, head.stride()) in held
+    return {
+        name: Stored(one.dtype, one.shape, partial(one.clone, memory_format=torch.contiguous_format))
+        for name, one in content.items()
+        if not (tied and name == HEAD)
+    }
+
+
+def _refused(path: str, said: str) -> str:
+    told = [line for line in said.splitlines() if "GLOBAL" in line]  # the class or function that the file asks for
+    return (
+        f"{path}: torch's weights-only loader refuses it ({(told or said.splitlines() or ['no reason given'])[0]}): it "
+        "is damaged, or its pickle holds more than tensors and could run code. Fetch it again, or get the model as "
+        "safetensors"
+    )
+
+
+def _first_other(content: Mapping[object, object]) -> str | None:
+    for name, value in content.items():
+        if not isinstance(value, Tensor):
+            return f"{name!r}: {type(value).__name__}"
+        if not isinstance(name, str) or value.layout is not torch.strided or value.dtype not in TYPES.values():
+            return f"{name!r}: {value.dtype}"
+    return None
+
+
+@contextmanager
+def readable(path: str, what: str) -> Iterator[None]:
+    """Context manager: any error in reading the file at `path` becomes a `UserError` that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # SafetensorError for a bad header or a missing tensor, OSError for the rest
+        raise UserError(f"{path}: not a readable {what} ({reason(error)}); fetch it again") from None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format of weights, with transformers' file names of a checkpoint in it."""
+
+    name: str
+    single: str
+    suffix: str
+    open_file: Callable[[str], Mapping[str, Stored]]
+
+    @property
+    def index(self) -> str:
+        """The name of the index, which maps tensors to files."""
+        return f"{self.single}.index.json"
+
+    def file_of(self, index: Path) -> dict[str, str]:
+        """Tensor name → file name, from an index. Raises `UserError`, also for a file outside the directory.
+
+        A symlink in the directory may lead anywhere.
+        """
+        what, remedy = f"index of {self.name}", "fetch the checkpoint again"
+        found = read_mapping(index, what, remedy).get("weight_map")
+        if not isinstance(found, dict) or not found:
+            raise UserError(f"{index}: damaged {what} (no weight_map of tensor and file names); {remedy}")
+        for name, file in found.items():
+            inside = isinstance(file, str) and file.endswith(self.suffix) and "\0" not in file
+            if not inside or PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+                raise UserError(
+                    f"{index}: damaged {what} (weight_map.{name}={file!r}: expected a {self.suffix} file in its "
+                    f"directory); {remedy}"
+                )
+        return found
+
+    def missing(self, source: str, file: str) -> UserError:
+        """The error for a missing file."""
+        return UserError(f"{source}: {file} is named in {self.index} but missing; fetch the checkpoint again")
+
+    def require(self, path: str, held: Collection[str], names: Iterable[str], elsewhere: Iterable[str]) -> None:
+        """Raise `UserError` unless the file at `path` has all of `names` and none of `elsewhere`; it has `held`."""
+        lacking = next((name for name in names if name not in held), None)
+        if lacking is not None:
+            raise UserError(f"{path}: holds no tensor {lacking!r}, which {self.index} says it does; fetch it again")
+        if (twice := next((name for name in elsewhere if name in held), None)) is not None:
+            raise UserError(
+                f"{path}: holds tensor {twice!r}, which {self.index} says another file does; fetch it again"
+            )
+
+
+SAFETENSORS = Kind("safetensors", "model.safetensors", ".safetensors", _stored)
+PICKLES = Kind("torch files", "pytorch_model.bin", ".bin", open_pickled)
+
+
+@dataclass(frozen=True)
+class FolderModel:
+    """The model in `folder`, whose weights are files of `kind`; `source` is its name."""
+
+    source: str
+    folder: Path
+    kind: Kind
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """The files of its weights and its descriptions."""
+        names = [*(path.name for path in self._descriptions()), *self._by_file()]
+        return {name: self.folder / name for name in names if (self.folder / name).exists()}
+
+    @property
+    def quantised(self) -> bool:
+        """Whether its weights are fp8 with one scale per block, according to config.json."""
+        return is_block_fp8(self.folder / CONFIG_FILE)
+
+    def tensors(self) -> Mapping[str, Stored]:
+        """Its tensors by name; fp8 tensors become float32 when read. Raises `UserError`."""
+        found: dict[str, Stored] = {}
+        by_file = self._by_file()
+        for file, names in by_file.items():
+            path = str(self.folder / file)
+            if not Path(path).exists():
+                raise self.kind.missing(self.source, file)
+            held = self.kind.open_file(path)
+            expected = [name for name in names or held if name in held or name != HEAD or self.kind is not PICKLES]
+            elsewhere = [name for other, inside in by_file.items() if other != file for name in inside]
+            self.kind.require(path, held, expected, elsewhere)  # an index may list a tied head as a separate tensor
+            found |= {name: held[name] for name in expected}
+        scaled = {name for name in found if name + SCALES in found}
+        block = self._block() if scaled else (0, 0)
+        for name in scaled:
+            weight, scales = found[name], found[name + SCALES]
+            read = partial(_unscaled, weight, scales, block, f"{self.source}: {name}")
+            found[name] = Stored(torch.float32, weight.shape, read)
+        return {name: one for name, one in found.items() if not name.endswith(SCALES)}
+
+    def describe(self, folder: Path) -> None:
+        """Copy everything except the weights, and remove quantization_config from config.json if they are fp8."""
+        for path in self._descriptions():
+            shutil.copyfile(path, folder / path.name)
+        if self.quantised:
+            described = read_mapping(self.folder / CONFIG_FILE, "description of a model", "fetch the model again")
+            del described["quantization_config"]
+            write_json(folder / CONFIG_FILE, described)
+
+    def _descriptions(self) -> list[Path]:
+        files = [path for path in self.folder.iterdir() if path.is_file()]
+        return sorted(path for path in files if any(fnmatch(path.name, one) for one in DESCRIPTIONS))
+
+    def _by_file(self) -> dict[str, list[str]]:
+        """The tensors in each file according to the index; an empty list for a single file, which goes before one."""
+        index = self.folder / self.kind.index
+        if (self.folder / self.kind.single).exists() or not index.exists():
+            return {self.kind.single: []}
+        found: dict[str, list[str]] = {}
+        for name, file in self.kind.file_of(index).items():
+            found.setdefault(file, []).append(name)
+        return found
+
+    def _block(self) -> tuple[int, int]:
+        """Rows and columns per scale, from config.json. Raises `UserError`."""
+        quantised = _quantisation(self.folder / CONFIG_FILE)
+        block = quantised.get("weight_block_size")
+        if not isinstance(block, list) or len(block) != 2 or not all(isinstance(one, int) and one > 0 for one in block):
+            raise UserError(
+                f"{self.source}: has scales of fp8 weights, but quantization_config.weight_block_size={block!r} in "
+                "config.json: expected rows and columns; give the model in another format"
+            )
+        return block[0], block[1]
+
+
+def require_plain(source: str, names: Iterable[str]) -> None:
+    """Raise `UserError` if `names` of unconverted tensors contain scales of fp8 weights."""
+    if any(name.endswith(SCALES) for name in names):
+        raise UserError(f"{source}: has scales of fp8 weights, of which its config.json does not speak; fetch it again")
+
+
+def is_block_fp8(config: Path) -> bool:
+    """Whether a config.json declares fp8 weights with one scale per block."""
+    try:
+        if b"fp8" not in config.read_bytes():
+            return False
+        quantised = _quantisation(config)
+    except (OSError, ValueError, UserError):  # a later read reports what is wrong with it
+        return False
+    return quantised.get("quant_method") == "fp8" and bool(quantised.get("weight_block_size"))
+
+
+def _quantisation(config: Path) -> Mapping[str, object]:
+    described = read_mapping(config, "description of a model", "fetch the model again") if config.exists() else {}
+    quantised = described.get("quantization_config")
+    return quantised if isinstance(quantised, dict) else {}
+
+
+def _unscaled(weight: Stored, scales: Stored, block: tuple[int, int], what: str) -> Tensor:
+    return unscaled(weight.read(), scales.read(), block, what)
+
+
+def unscaled(weight: Tensor, scales: Tensor, block: tuple[int, int], what: str) -> Tensor:
+    """weight [n, m] times the scale of each of its blocks, in float32.
+
+    scales: [⌈n / block rows⌉, ⌈m / block columns⌉]; the last blocks may be partial. Raises `UserError` naming `what`.
+    """
+    expected = [-(-size // one) for size, one in zip(weight.shape, block, strict=True)]
+    if list(scales.shape) != expected:
+        raise UserError(f"{what}: scales of shape {list(scales.shape)}: expected {expected}; fetch the model again")
+    rows = scales.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
+    return weight.float() * rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]

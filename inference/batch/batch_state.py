@@ -1,0 +1,234 @@
+"""The state of a batch of prompts in its target: the KV cache of fed tokens, and the next tokens' logits.
+
+A step of a small model is about 1,500 kernels of microseconds each, which a GPU runs three to five times as fast as the
+CPU launches them. So on a GPU a step is a CUDA graph over static buffers. On a CPU with AMX it is one compiled call.
+Elsewhere the cache grows by a token a step.
+"""
+
+import inspect
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from outrider.base.errors import UserError
+from outrider.draft_models.targets.attention import grouped_attention
+from outrider.inference.batch.compiled_batch import CompiledBatch, CompiledSteps, can_be_compiled
+from outrider.inference.engines.graphs.fixed_shapes import GraphPool, can_capture
+
+_ROOM = 256  # maximum number of cache slots added at a time; masked slots cost compute too
+_GROUPED = "outrider_grouped"  # transformers' name of `_attention`
+_FEW = 32  # a step with this many rows takes about as long as with one
+
+
+class Forward:
+    """`model`'s forward with a cache; computes only the last position's logits if the model supports it.
+
+    steps: a compiled alternative, for one more token of each row.
+
+    Raises `UserError` for a model that keeps its state elsewhere than in `past_key_values`.
+    """
+
+    def __init__(self, model: PreTrainedModel, steps: CompiledSteps | None = None):
+        takes = inspect.signature(model.forward).parameters
+        if "past_key_values" not in takes:  # it would accept the cache, ignore it, and continue without context
+            raise UserError(
+                f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
+                "decoded here; use another target, or a serving engine"
+            )
+        self.model, self.steps = model, steps
+        self.takes_positions = "position_ids" in takes
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+
+    def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """The logits [B, V], float32 on the model's device, after the last of ids [B, n], which `cache` then holds."""
+        placed = {"position_ids": positions} if self.takes_positions else {}
+        out = self.model(
+            input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **placed, **self._last_only
+        )
+        logits: Tensor = out.logits[:, -1].to(ids.device).float()
+        return logits
+
+
+class BatchState(Protocol):
+    """Prompts that are continued together. Rows are in the order of the remaining prompts."""
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """The logits [B, V] after one more token of each row, tokens [B]. They are valid until the next call."""
+        ...
+
+    def should_shrink(self, rows: int, left: int) -> bool:
+        """Whether to drop finished rows: all but `left` of `rows`."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Continue with these rows only."""
+        ...
+
+
+def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> tuple[BatchState, Tensor]:
+    """Feed left-padded prompts, ids and mask [B, n], which are then continued by up to `budget` tokens.
+
+    Returns the batch and the logits [B, V] after the prompts.
+    """
+    cache = DynamicCache(config=forward.model.config)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = forward(ids, mask, positions, cache)
+    if can_be_compiled(forward.steps, cache, ids.shape[1] + budget):
+        assert forward.steps is not None
+        return CompiledBatch(forward.steps, cache, mask, budget), logits
+    if can_be_fixed(forward, cache):
+        return FixedBatch(forward, cache, mask, positions[:, -1:], min(budget, _ROOM)), logits
+    return GrowingBatch(forward, cache, mask, positions[:, -1:]), logits
+
+
+def can_be_fixed(forward: Forward, cache: DynamicCache) -> bool:
+    """Whether a step can be a CUDA graph: on one GPU, with layers that keep all keys and accept any mask."""
+    model = forward.model
+    return (
+        can_capture(model.device)
+        and forward.takes_positions
+        and len({parameter.device for parameter in model.parameters()}) == 1
+        and model.config._attn_implementation == "sdpa"
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
+    )
+
+
+class GrowingBatch:
+    """Any model and device; the cache is copied with every token."""
+
+    def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor):
+        self._forward, self._cache, self._mask, self._positions = forward, cache, mask, positions
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """See `BatchState.feed`."""
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
+        self._positions = self._positions + 1
+        return self._forward(tokens[:, None], self._mask, self._positions, self._cache)
+
+    def should_shrink(self, rows: int, left: int) -> bool:
+        """See `BatchState.should_shrink`; shrinking copies the cache."""
+        return left <= 0.75 * rows
+
+    def keep(self, rows: Tensor) -> None:
+        """See `BatchState.keep`."""
+        # The only method to select rows that hybrid caches have too.
+        self._cache.reorder_cache(rows)  # type: ignore[arg-type]  # asks for torch's legacy class
+        self._mask, self._positions = self._mask[rows], self._positions[rows]
+
+
+class FixedBatch:
+    """Steps over buffers with spare slots, each a replay of one graph, captured again when the buffers change.
+
+    A model that cannot be captured runs without a graph, with a warning. A step writes only to the given slot, so it
+    may be run repeatedly.
+    """
+
+    def __init__(self, forward: Forward, cache: DynamicCache, mask: Tensor, positions: Tensor, room: int):
+        self._forward, self._cache, self._room = forward, cache, room
+        self._length = mask.shape[1]  # tokens in the cache
+        self._mask = mask[:, None, None].bool()  # [B, 1, 1, slots]
+        self._positions = positions.clone()
+        self._tokens = torch.zeros_like(positions)
+        self._slot = positions.new_zeros(1)
+        self._pool: GraphPool | None = GraphPool() if can_capture(mask.device) else None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._layers = [_SlotLayer(layer.keys, layer.values, self._slot) for layer in cache.layers]  # type: ignore
+        cache.layers = [*self._layers]
+        self._make_room()
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """See `BatchState.feed`."""
+        if self._length == self._mask.shape[-1]:
+            self._make_room()
+        self._mask[..., self._length] = True
+        self._slot.fill_(self._length)
+        self._positions += 1
+        self._tokens.copy_(tokens[:, None])
+        self._length += 1
+        if self._graph is None:
+            self._graph = self._capture()
+        if self._graph is None:
+            self._step()
+        else:
+            self._graph.replay()
+        return self._logits
+
+    def should_shrink(self, rows: int, left: int) -> bool:
+        """See `BatchState.should_shrink`; shrinking needs a new graph, which costs as much as about twenty steps."""
+        return left <= rows / 2 and rows > _FEW
+
+    def keep(self, rows: Tensor) -> None:
+        """See `BatchState.keep`."""
+        for layer in self._layers:
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+        self._mask, self._positions, self._tokens = self._mask[rows], self._positions[rows], self._tokens[rows]
+        self._graph = None
+
+    def _make_room(self) -> None:
+        """Add slots, filled with zeros: a masked value is multiplied by 0, and 0 · NaN is NaN."""
+        for layer in self._layers:
+            layer.keys, layer.values = (
+                torch.nn.functional.pad(kept[:, :, : self._length], (0, 0, 0, self._room))
+                for kept in (layer.keys, layer.values)
+            )
+        self._mask = torch.nn.functional.pad(self._mask[..., : self._length], (0, self._room))
+        self._graph = None
+
+    def _step(self) -> None:
+        config = self._forward.model.config
+        before, config._attn_implementation = config._attn_implementation, _GROUPED
+        try:
+            self._logits = self._forward(self._tokens, self._mask, self._positions, self._cache)
+        finally:
+            config._attn_implementation = before
+
+    def _capture(self) -> torch.cuda.CUDAGraph | None:
+        if self._pool is None:
+            return None
+        self._logits = torch.empty(0)  # returns its memory to the pool, for the next graph
+        try:
+            return self._pool.capture(self._step)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._pool = None
+            name = type(self._forward.model).__name__
+            first = str(error).strip().splitlines()[0]
+            warnings.warn(f"{name} cannot be captured as a CUDA graph, so answering is slower: {first}", stacklevel=2)
+            return None
+
+
+class _SlotLayer(DynamicLayer):
+    """Keys and values of one layer in buffers [B, heads, slots, d]; each row's next token is written to `slot` [1]."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slot: Tensor):
+        super().__init__()
+        self.keys: Tensor
+        self.values: Tensor
+        self.keys, self.values, self.slot, self.is_initialized = keys, values, slot, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write one token's keys and values [B, heads, 1, d]; returns the whole buffers."""
+        self.keys.index_copy_(2, self.slot, key_states)
+        self.values.index_copy_(2, self.slot, value_states)
+        return self.keys, self.values
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **options: Any
+) -> tuple[Tensor, None]:
+    """`grouped_attention`, which does not copy keys per head of a group: that would dominate a step on long texts.
+
+    A position bias, which it does not support, is left to transformers' own function.
+    """
+    attend = grouped_attention if options.get("position_bias") is None else ALL_ATTENTION_FUNCTIONS["sdpa"]
+    mixed, _ = attend(module, query, key, value, attention_mask, **options)
+    return mixed.contiguous(), None
+
+
+AttentionInterface.register(_GROUPED, _attention)

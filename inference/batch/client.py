@@ -1,0 +1,101 @@
+"""HTTP to a server: time limits, retries, streams. The key in OPENAI_API_KEY goes to no other server."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import httpx
+
+from outrider.base.errors import UserError, reason
+from outrider.base.files import MOST_BYTES, parse_json
+from outrider.base.words import secret
+
+UNANSWERED = "server"  # the failure of a prompt that a resumed run asks again
+PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the first retry, doubled for each later one
+_SHOWN = 500  # bytes of a refusal that are shown
+Value = TypeVar("Value")
+
+
+class ReplyError(Exception):
+    """No usable reply. failure: that of an `Answer`; retry: whether repeating the request may help; wait: the seconds
+    until then, if the server says them."""
+
+    def __init__(self, words: str, failure: str = UNANSWERED, *, retry: bool = True, wait: float | None = None):
+        super().__init__(words)
+        self.failure, self.retry, self.wait = failure, retry, wait
+
+
+def read_json(response: httpx.Response) -> Any:
+    """The JSON of a reply. Raises `UserError` for one that is too long, nested too deeply, or none."""
+    return parse_json(b"".join(bounded(response)))
+
+
+def bounded(response: httpx.Response) -> Iterator[bytes]:
+    """The parts of a reply as they come. Raises `UserError` for one that is too long."""
+    size = 0
+    for part in response.iter_raw():
+        size += len(part)
+        if size > MOST_BYTES:
+            raise UserError(f"more than {MOST_BYTES} bytes")
+        yield part
+
+
+def lines_of(response: httpx.Response) -> Iterator[bytes]:
+    """The lines of a reply as they come. Unlike `iter_lines` it takes no other characters of a text for their ends."""
+    rest = b""
+    for part in bounded(response):
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
+    yield rest
+
+
+class Client:
+    """Asks the server at `url`; any thread may. named: the option that gives it, for errors. timeout: seconds without
+    a sign of it; retries: how often a failed request is repeated by `patiently`, after a pause.
+
+    Raises `UserError` for a key that cannot be sent, and for a proxy in the environment that cannot be used.
+    """
+
+    def __init__(self, url: str, named: str, timeout: float, retries: int, pause: Callable[[float], None] = time.sleep):
+        self.url, self.named = url.rstrip("/").removesuffix("/v1"), named
+        self._retries, self._pause = retries, pause
+        key = secret("OPENAI_API_KEY")
+        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        anew = httpx.Limits(max_keepalive_connections=0)  # else a server may close one while a request is on its way
+        try:
+            self._http = httpx.Client(headers=headers, timeout=timeout, limits=anew, follow_redirects=True)
+        except (ImportError, ValueError) as error:
+            raise UserError(f"{named}: {reason(error)}; see HTTP_PROXY, ALL_PROXY and NO_PROXY") from None
+
+    def fetch(
+        self, path: str, body: Mapping[str, object] | None = None, read: Callable[[httpx.Response], Value] = read_json
+    ) -> Value:
+        """What `read` makes of the reply; a body is POSTed. Raises `ReplyError`, and `UserError` for a refusal."""
+        try:
+            with self._http.stream("GET" if body is None else "POST", f"{self.url}{path}", json=body) as response:
+                if response.is_success:
+                    return read(response)
+                code, words = response.status_code, next(response.iter_raw(_SHOWN), b"").decode("utf-8", "replace")
+                after = response.headers.get("Retry-After", "")
+        except ReplyError:
+            raise
+        except Exception as error:  # a reply may be anything
+            said = reason(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
+            raise ReplyError(f"{path} gave no reply that can be read ({said})") from None
+        said = f"{path} answered {code}: {words.strip()}"
+        if code in (401, 403, 404):
+            raise UserError(f"{self.named}: {said}; check URL, model, OPENAI_API_KEY")
+        wait = float(after) if after.isdecimal() and after.isascii() else None
+        raise ReplyError(said, retry=code in (408, 429) or code >= 500, wait=wait)
+
+    def patiently(self, make: Callable[[], Value], retries: int | None = None) -> Value:
+        """What `make` returns, called again after a pause where it raises a `ReplyError` that a retry may mend."""
+        left, seconds = self._retries if retries is None else retries, PAUSE
+        while True:
+            try:
+                return make()
+            except ReplyError as error:
+                if not left or not error.retry:
+                    raise
+                self._pause(min(seconds if error.wait is None else error.wait, LONGEST_PAUSE))
+                left, seconds = left - 1, 2 * seconds

@@ -1,0 +1,234 @@
+"""A directory of responses: shards are written atomically, and read back for resuming and for training.
+
+    run.json                      the identity of the run: everything that determines the responses
+    responses-00000.jsonl         records that all readers of this project train on, {"id", "messages" or "text", …}
+    responses-00000.safetensors   with top_k_logits, for each response: ID.tokens [n], ID.top_ids and ID.top_logprobs
+                                  [n, k], ID.tail [n] (see `TopK`)
+    skipped-00000.jsonl           prompts without a response, {"id", "source", "reason", "detail"}
+    seconds.json                  the answering time of all runs so far, {"seconds"}
+    summary.json                  counts over all shards, written at the end of a run
+    .lock                         held by the run that is writing
+
+A shard is complete when its JSONL exists: that file is written last. Each prompt is in one shard. The directory may
+also contain a `responses-*.jsonl` from elsewhere (a serving engine). Its prompts count as answered.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from transformers import PreTrainedTokenizerBase
+
+from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, write_atomically, write_json
+from outrider.base.run_dirs import check_identity
+from outrider.base.settings import Settings, read_as
+from outrider.data_prep.text.documents import Document, encode, written_by
+from outrider.data_prep.text.records import Counts, find_layout, to_record
+from outrider.data_prep.text.sources import RESPONSES, RUN_FILE, read_file
+from outrider.inference.batch.tasks import TopK, prompt_id
+
+SUMMARY_FILE = "summary.json"
+SECONDS_FILE = "seconds.json"
+_TENSORS = ("tokens", "top_ids", "top_logprobs", "tail")  # of a `TopK`
+_OWN = re.compile(r"(responses|skipped)-(\d{5,})\.(jsonl|safetensors)")
+
+
+class Response(NamedTuple):
+    """A record of a shard and, if they were stored, the target's distributions at its answers' tokens (`top`)."""
+
+    record: dict[str, Any]
+    top: TopK | None
+
+
+@dataclass
+class Shard:
+    """The responses and skipped prompts that one process has collected for its next file."""
+
+    responses: list[Response] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.responses) + len(self.skipped)
+
+    def save(self, folder: Path, number: int) -> None:
+        """Write it as shard `number`. Raises `UserError` if it cannot be written; the shard then does not exist."""
+        top_k = _top_k_tensors(self.responses)
+        if top_k:
+            write_atomically(_file(folder, "responses", number, "safetensors"), save(top_k))
+        if self.skipped:
+            write_atomically(_file(folder, "skipped", number, "jsonl"), _lines(self.skipped))
+        records = [response.record for response in self.responses]
+        write_atomically(_file(folder, "responses", number, "jsonl"), _lines(records))
+
+
+def read_shard(shard: Path) -> Iterator[Response]:
+    """The responses of one JSONL file, with the distributions stored next to it. Raises `UserError` if unreadable."""
+    companion = shard.with_suffix(".safetensors")
+    top_k = _read_top_k(companion) if companion.exists() else {}
+    for record, identity in _records(shard):
+        yield Response({**record, "id": identity}, top_k.get(identity))
+
+
+def top_k_documents(
+    response: Response, tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[tuple[Document, np.ndarray, TopK]]:
+    """What the target has read and generated in a response, and the indices of the recorded tokens in it, int64 [n].
+
+    The distributions are the target's predictions for the tokens at these indices. If its tokens were not stored
+    (shards from elsewhere), the record is tokenised. Returns nothing if this gives other tokens than were generated, as
+    often happens with sampled text. Raises `UserError` for tokens of another tokenizer or template.
+    """
+    assert response.top is not None
+    raw, tokens = response.record, response.top.tokens.numpy()
+    record = to_record(raw, find_layout(raw, "auto", None, raw["id"]), f"top-k:{raw['id']}")
+    written = record.get("written")
+    if written and (written.tokenizer, written.template) != written_by(record, tokenizer, template):
+        raise UserError(f"{raw['id']}: its top-k is of another tokenizer or template; give these, or make it again")
+    given = 0 if written or "messages" in record else _count(raw, "prompt_tokens", raw["id"])
+    found, taken = [], 0
+    for document in encode([record], tokenizer, template):
+        places = np.flatnonzero(document.supervised)[given:][: len(tokens) - taken]
+        found.append((document, places, response.top.at(slice(taken, taken + len(places)))))
+        taken += len(places)
+    said = np.concatenate([document.ids[places] for document, places, _ in found])
+    return found if np.array_equal(said, tokens) else []
+
+
+def shards(folder: Path) -> list[Path]:
+    """The complete shards of a directory, in order of name."""
+    return sorted(folder.glob(RESPONSES))
+
+
+def answered(folder: Path) -> set[str]:
+    """The ids of all prompts that have a response, or were skipped, in complete shards."""
+    found = set()
+    for shard in shards(folder):
+        skipped = shard.with_name(shard.name.replace("responses-", "skipped-", 1))
+        for path in (shard, skipped) if skipped.exists() else (shard,):
+            for record, identity in _records(path):
+                found.add(identity)
+                if "messages" in record and "unanswered_turns" not in record:  # from elsewhere: its id may differ
+                    found.add(_asked_id(record, str(path)))
+    return found
+
+
+def next_number(folder: Path) -> int:
+    """The first unused shard number of the directory."""
+    matches = [_OWN.fullmatch(path.name) for path in folder.glob("*")]
+    return 1 + max((int(match[2]) for match in matches if match), default=-1)
+
+
+def seconds_spent(folder: Path) -> float:
+    """The answering time, in seconds, of all runs in a directory so far. Raises `UserError` if it cannot be read."""
+    path = folder / SECONDS_FILE
+    if not path.exists():
+        return 0.0
+    spent: dict[str, float] = read_as(dict[str, float], path, "record of time", "remove it, and it counts from 0 again")
+    return spent.get("seconds", 0.0)
+
+
+def open_run(folder: Path, identity: Mapping[str, object]) -> None:
+    """Prepare a directory for more shards: remove the remains of a killed process, and write the run's identity."""
+    for path in folder.iterdir():
+        match = _OWN.fullmatch(path.name)
+        if path.name.startswith((".responses-", ".skipped-")) or (
+            match and not _file(folder, "responses", int(match[2]), "jsonl").exists()
+        ):
+            path.unlink()
+    write_json(folder / RUN_FILE, identity)
+
+
+def check_run(folder: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> None:
+    """Raise `UserError` if the directory holds responses and resume is off, or responses with another identity.
+
+    identity: everything that determines the responses; config: its source, for options newer than the responses.
+    """
+    if not resume and shards(folder):
+        raise UserError(
+            f"out_dir={folder}: holds responses already; resume=true continues them, another out_dir keeps both"
+        )
+    path = folder / RUN_FILE
+    if resume and path.exists():
+        check_identity(read_mapping(path, "record of a run", "give another out_dir"), identity, folder, config)
+
+
+def summarise(folder: Path) -> dict[str, object]:
+    """Counts over all shards: responses, tokens, truncated, skipped, and skipped by reason."""
+    counts: Counter[str] = Counter(responses=0, tokens=0, truncated=0, skipped=0)
+    for shard in shards(folder):
+        for record, identity in _records(shard):
+            counts["responses"] += 1
+            counts["tokens"] += _count(record, "tokens", f"{shard}: {identity}") if "tokens" in record else 0
+            counts["truncated"] += record.get("finish") == "length"
+            for name in ("retokenised", "text_differs"):
+                counts[name] += record.get(name) is True
+    reasons = Counter(
+        str(record.get("reason")) for path in folder.glob("skipped-*.jsonl") for record, _ in _records(path)
+    )
+    counts["skipped"] = reasons.total()
+    return {**counts, "skipped_by_reason": dict(reasons)}
+
+
+def _file(folder: Path, kind: str, number: int, suffix: str) -> Path:
+    return folder / f"{kind}-{number:05d}.{suffix}"
+
+
+def _lines(records: Sequence[Mapping[str, object]]) -> bytes:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8", "replace")
+
+
+def _records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """The records of a JSONL file, and the ids of their prompts. Raises `UserError` naming file and line."""
+    for number, record in read_file(path, Counts()):  # in which a file beside the responses may be no text
+        where = f"{path}:{number}"
+        if not isinstance(record, dict) or not ("id" in record or "messages" in record):
+            raise UserError(f"{where}: expected a record with id and text, or with messages (role, content)")
+        yield record, str(record["id"]) if "id" in record else _asked_id(record, where)
+
+
+def _asked_id(record: Mapping[str, object], where: str) -> str:
+    messages = record["messages"]
+    if not isinstance(messages, list) or any(
+        not isinstance(m, dict) or {"role", "content"} - m.keys() for m in messages
+    ):
+        raise UserError(f"{where}: messages: expected a list of mappings with role and content")
+    return prompt_id(messages)
+
+
+def _count(record: Mapping[str, object], key: str, where: str) -> int:
+    value = record.get(key)
+    if type(value) is not int or value < 0:
+        raise UserError(f"{where}: {key}={value!r}: expected an integer ≥ 0")
+    return value
+
+
+def _top_k_tensors(responses: Sequence[Response]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for record, top in responses:
+        if top is not None:
+            parts = (top.tokens.int(), top.ids.int(), top.logprobs.half(), top.tail.half())
+            tensors |= {f"{record['id']}.{name}": part for name, part in zip(_TENSORS, parts, strict=True)}
+    return tensors
+
+
+def _read_top_k(path: Path) -> dict[str, TopK]:
+    """The distributions of a shard's safetensors by id. Raises `UserError`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error}); make this shard again") from None
+    found = {}
+    for name in (name.removesuffix(".tokens") for name in stored if name.endswith(".tokens")):
+        parts = (stored[f"{name}.{part}"] for part in _TENSORS)
+        found[name] = TopK(*(part.float() if part.is_floating_point() else part.long() for part in parts))
+    return found

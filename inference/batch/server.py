@@ -1,0 +1,306 @@
+"""Answers of a target on an OpenAI-compatible server: vLLM, SGLang, llama.cpp's.
+
+Prompts are sent as token ids to /v1/completions. Tokens are returned as ids: in `token_ids`, as names "token_id:7"
+(vLLM), or in llama.cpp's `content`. Every reply is validated: it repeats the prompt's ids or their number, has a row of
+log-probabilities for each token, gives that token the same log-probability as in the top list, and a greedy token is
+the most likely one. All ids are the target's. If the server does not repeat prompt ids, an answer to another prompt of
+the same length is not detected. Log-probabilities shifted by a token are detected, except within repetitions of a token
+and, with llama.cpp, for a sampled token outside the top list.
+"""
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import httpx
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from outrider.base.errors import UserError
+from outrider.base.files import parse_json
+from outrider.inference.batch.client import UNANSWERED, Client, ReplyError, lines_of, read_json
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.batch.tasks import Answer, TopK
+
+RETOKENISED = "retokenised"  # the failure of a text without token ids, which is not tokenised so
+_STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": None}  # log-probabilities take time
+_FAILED_SHARE, _FAILED_FEW = 0.1, 3  # a run stops above this share of failed prompts, once more than this number failed
+_WITHIN, _BETWEEN = 1e-3, 0.1  # tolerance of a log-probability in nats, within a reply and between two replies
+_WHAT = "log-probabilities that are not those of its tokens"
+Json = Mapping[str, Any]
+Streamed = tuple[Answer, list[tuple[int, ...]], list[float], Json]  # its steps, when asked and when each came, all
+
+
+class Row(NamedTuple):
+    """A reply's entry for one token: its id, its log-probability, and those of the most likely tokens by id."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+class Server:
+    """Continues prompts like `Generator`, with `concurrency` requests at a time to the server in `config.server`.
+
+    model: the target's name there. context: the smaller context length, in tokens, of server and target. vocabulary:
+    the target's, whose ids are below it. checked: its log-probabilities must be those of its tokens, and a greedy token
+    the likeliest; off for what is to be audited. option: what names the server, for errors. owner: the engine, as it
+    calls itself.
+
+    The constructor raises `UserError` for a server that cannot be reached or lacks what the run needs; `answer` raises
+    it when too many prompts have failed.
+    """
+
+    def __init__(
+        self,
+        config: GenerateConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        eos: Collection[int],
+        context: int,
+        vocabulary: int,
+        *,
+        checked: bool = True,
+        option: str = "server",
+    ) -> None:
+        assert config.server is not None
+        self.config, self.tokenizer, self.eos, self.vocabulary = config, tokenizer, frozenset(eos), vocabulary
+        self.checked, self.named, self._asked, self._failed = checked, f"{option}={config.server}", 0, 0
+        self.client = Client(config.server, self.named, config.server_timeout, config.server_retries)
+        try:
+            self.model, self.context = self._find_model(context)
+            self._try_out()
+        except ReplyError as error:
+            raise UserError(f"{self.named}: {error}; see docs/data.md for servers") from None
+
+    def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
+        """Continue each prompt by at most as many tokens as it has `draws`; the first draw determines its seed."""
+        with ThreadPoolExecutor(self.config.concurrency) as pool:
+            jobs = [pool.submit(self._answer, list(prompt), own) for prompt, own in zip(prompts, draws, strict=True)]
+            try:
+                answers = [job.result() for job in jobs]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        failed = [failure for failure, _ in answers if failure is not None and failure.failure == UNANSWERED]
+        self._asked, self._failed = self._asked + len(answers), self._failed + len(failed)
+        if self._failed > max(_FAILED_FEW, _FAILED_SHARE * self._asked):
+            raise UserError(
+                f"{self.named}: {self._failed} of {self._asked} prompts failed, the last one by: "
+                f"{failed[-1]}; mend the server and go on with resume=true"
+            )
+        return [answer for _, answer in answers]
+
+    def stream(self, prompt: list[int], count: int, seed: int, **more: object) -> Streamed:
+        """At most `count` tokens after the prompt, asked for once, as it is timed. more: fields of the request.
+
+        Without token ids there are two steps, what came first and the rest. Raises `UserError`.
+        """
+        body = {**self._body(prompt, count, seed, greedy=self.config.temperature == 0), **_STREAMED, **more}
+        begun = time.perf_counter()
+        try:
+            chunks, reply = self.client.fetch("/v1/completions", body, read=read_stream)
+            answer = self._read(reply, prompt, count, greedy=False)
+            if not answer.tokens:
+                raise ReplyError(f"it says nothing after a prompt of {len(prompt)} tokens")
+        except ReplyError as error:
+            if error.failure != RETOKENISED:
+                raise UserError(f"{self.named}: {error}; see docs/deploy.md") from None
+            answer = Answer(tuple(self._tokenised(reply["choices"][0]["text"])), retokenised=True, failure=RETOKENISED)
+        if answer.retokenised:
+            chunks = [chunks[0], *chunks[1:][-1:]]
+        ends = accumulate(len(one.get("token_ids") or self._tokenised(one["text"])) or 1 for _, one in chunks[:-1])
+        steps = [step for start, end in pairwise([0, *ends, None]) if (step := answer.tokens[start:end])]
+        return answer, steps, [begun, *(when for when, _ in chunks)][: 1 + len(steps)], reply
+
+    # ------------------------------------------------------------------------------------------- before the run
+
+    def _find_model(self, context: int) -> tuple[str, int]:
+        """The name of the model to request, and its context length (which vLLM reports)."""
+        retries = min(2, self.config.server_retries)
+        listed: Json = self.client.patiently(lambda: self.client.fetch("/v1/models"), retries)
+        try:
+            lengths = {str(entry["id"]): int(entry.get("max_model_len") or context) for entry in listed["data"]}
+            self.owner = str(listed["data"][0].get("owned_by") or "server")
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError):
+            lengths = {}
+        model = self.config.server_model or next(iter(lengths), None)
+        if model not in lengths or lengths[model] < 1:
+            raise ReplyError(f"/v1/models lists {', '.join(lengths) or 'no model'}, not server_model={model}")
+        return model, min(context, lengths[model])
+
+    def _try_out(self) -> None:
+        """Send the run's kinds of requests once. Raises `ReplyError` for a server that lacks what the run needs."""
+        prompt = self.tokenizer("Hello, world", add_special_tokens=False)["input_ids"] or [0]
+        sampling = self.config.sampling
+        plain = self._ask(prompt, min(4, self.config.max_new_tokens), seed=0, greedy=True).top
+        if plain is None or sampling.temperature == 0:
+            return
+        other = self._ask(prompt, 1, seed=0, greedy=False).top
+        assert other is not None
+        if not torch.allclose(plain.logprobs[0], other.logprobs[0], atol=_BETWEEN):
+            raise ReplyError(
+                "its log-probabilities are those after temperature, top_k and top_p, and the target's own are needed "
+                "(vLLM: --logprobs-mode raw_logprobs); or sample with temperature=1 top_k=0 top_p=1"
+            )
+
+    # --------------------------------------------------------------------------------------------- one question
+
+    def _answer(self, prompt: list[int], draws: Tensor) -> tuple[ReplyError | None, Answer]:
+        """(error or None, answer): a greedy request, then a sampled one that continues it."""
+        room, seed = len(draws), int(draws[0] * 2**31)
+        greedy = room if self.config.temperature == 0 else min(self.config.greedy_tokens, room)
+        try:
+            first = self._ask(prompt, greedy, seed, greedy=True) if greedy else Answer()
+            if first.ended or greedy == room:
+                return None, first
+            rest = self._ask([*prompt, *first.tokens], room - greedy, seed, greedy=False)
+        except ReplyError as error:
+            return error, Answer(failure=error.failure)
+        top = rest.top if first.top is None or rest.top is None else first.top.then(rest.top)
+        return None, Answer((*first.tokens, *rest.tokens), rest.ended, top, rest.retokenised)
+
+    def _body(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Json:
+        """A request. Parameters with server-side defaults are sent explicitly."""
+        sampling = self.config.sampling
+        return {
+            "model": self.model, "prompt": prompt, "max_tokens": count, "seed": seed, "n": 1, "stream": False,
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p, "top_k": -1 if greedy else sampling.top_k or -1,
+            "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+            "logprobs": max(1, self.config.top_k_logits), "stop_token_ids": sorted(self.eos),
+            "return_token_ids": True, "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+
+    def _ask(self, prompt: list[int], count: int, seed: int, *, greedy: bool) -> Answer:
+        """At most `count` tokens after the prompt."""
+        body = self._body(prompt, count, seed, greedy=greedy)
+
+        def read(response: httpx.Response) -> Answer:
+            return self._read(read_json(response), prompt, count, greedy=greedy)
+
+        return self.client.patiently(partial(self.client.fetch, "/v1/completions", body, read))
+
+    # ------------------------------------------------------------------------------------------------ one reply
+
+    def _read(self, reply: Json, prompt: list[int], count: int, *, greedy: bool) -> Answer:
+        choice, usage = reply["choices"][0], reply.get("usage") or {}
+        ids, length = choice.get("prompt_token_ids"), usage.get("prompt_tokens")
+        if ids not in (None, prompt) or length not in (None, len(prompt)):
+            raise ReplyError("the answer to another prompt")
+        ended, tokens = choice.get("finish_reason") == "stop", choice.get("token_ids")
+        rows = read_rows(choice.get("logprobs")) if self.checked or not tokens else None
+        tokens = tokens or [row.token for row in rows or ()]
+        if self.config.top_k_logits and (not tokens or rows is None):
+            raise ReplyError("it names no token ids, and top_k_logits needs them (vLLM and llama.cpp do)", retry=False)
+        retokenised = not tokens
+        tokens = list(tokens or self._retokenised(choice["text"], usage.get("completion_tokens"), ended))
+        if rows is not None and self.checked:
+            check_rows(rows, tokens, greedy=greedy)
+        end = next((place for place, token in enumerate(tokens) if token in self.eos), None)
+        if end is not None:
+            tokens = tokens[: end + 1]
+        elif ended:
+            tokens += self._unsaid_end(choice)
+        self._require_known([*tokens, *(token for row in rows or () for token in row.top)])
+        if len(tokens) > count or (self.checked and len(tokens) < count and tokens[-1] not in self.eos):
+            raise ReplyError(f"{len(tokens)} tokens of {count} without an end")
+        top = top_of(rows or (), tokens, self.config.top_k_logits) if self.config.top_k_logits else None
+        return Answer(tuple(tokens), bool(tokens) and tokens[-1] in self.eos, top, retokenised)
+
+    def _require_known(self, ids: Sequence[object]) -> None:
+        """Raise `ReplyError` for what is no token of the target."""
+        for one in ids:
+            if type(one) is not int or not 0 <= one < self.vocabulary:
+                raise ReplyError(f"the token {one!r}, where the target has 0 to {self.vocabulary - 1}")
+
+    def _tokenised(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _retokenised(self, text: str, count: int | None, ended: bool) -> list[int]:
+        """The tokens of a text without ids, by tokenising it, if their number matches the server's count."""
+        ids = self._tokenised(text)
+        same = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+        if not same or count not in (len(ids), len(ids) + ended):
+            raise ReplyError("a text without token ids that is not tokenised so", RETOKENISED, retry=False)
+        return ids
+
+    def _unsaid_end(self, choice: Json) -> list[int]:
+        """The end token of a reply that ended with one and does not list it; unchecked, none if it may be several."""
+        named = choice.get("stop_reason", choice.get("matched_stop"))
+        ends = self.eos if named is None else self.eos & {named}
+        if not self.checked:
+            return [*ends] if len(ends) == 1 else []
+        if len(ends) != 1 or self.config.top_k_logits:
+            raise ReplyError("an answer that ended without its end token", retry=False)
+        return [*ends]
+
+
+def read_stream(response: httpx.Response) -> tuple[list[tuple[float, Json]], Json]:
+    """The choices with tokens or text, when each came, and all as one reply. Raises `ReplyError` unless it streamed."""
+    if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
+        raise ReplyError("it does not stream its answers")
+    lines = [(time.perf_counter(), line[5:].strip()) for line in lines_of(response) if line.startswith(b"data:")]
+    chunks: list[tuple[float, Any]] = [(when, parse_json(line)) for when, line in lines if line != b"[DONE]"]
+    choices = [(when, choice) for when, chunk in chunks for choice in chunk.get("choices", ())]
+    whole = {key: value for _, choice in choices for key, value in choice.items() if value is not None}
+    if not whole.get("finish_reason"):
+        raise ReplyError(f"a stream without an end, the last of it: {lines[-1:]}")
+    whole |= {"text": "".join(choice.get("text") or "" for _, choice in choices), "logprobs": None}
+    whole["token_ids"] = [token for _, choice in choices for token in choice.get("token_ids") or ()]
+    reply = {key: value for _, chunk in chunks for key, value in chunk.items() if value is not None}
+    came = [(when, one) for when, one in choices if one.get("token_ids") or one.get("text")]
+    return came or choices[-1:], {**reply, "choices": [whole]}
+
+
+def read_rows(logprobs: Json | None) -> list[Row] | None:
+    """The rows of a reply's log-probabilities; None if it has none, or names tokens by their text."""
+    if not logprobs:
+        return None
+    if "content" in logprobs:  # llama.cpp
+        found = [(e.get("id"), e["logprob"], [(t.get("id"), t["logprob"]) for t in e["top_logprobs"]])
+                 for e in logprobs["content"]]  # fmt: skip
+    else:
+        parts = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+        found = [(_named(token), logprob, [(_named(name), value) for name, value in top.items()])
+                 for token, logprob, top in zip(*parts, strict=True)]  # fmt: skip
+    if any(token is None or any(one is None for one, _ in top) for token, _, top in found):
+        return None
+    rows = [Row(token, float(logprob), dict(top)) for token, logprob, top in found]
+    if not all(value <= _WITHIN for row in rows for value in (row.logprob, *row.top.values())):  # nor is a NaN
+        raise ReplyError("log-probabilities above 0")
+    if "content" not in logprobs and any(row.token not in row.top for row in rows):  # the API always lists it
+        raise ReplyError(_WHAT)
+    return rows
+
+
+def _named(name: str) -> int | None:
+    number = name.removeprefix("token_id:")
+    return int(number) if number != name and number.isdecimal() else None
+
+
+def check_rows(rows: Sequence[Row], tokens: Sequence[int], *, greedy: bool) -> None:
+    """Raise `ReplyError` unless the rows are consistent with these tokens, each at its own position."""
+    if [row.token for row in rows] != list(tokens):
+        raise ReplyError("log-probabilities of other tokens than it said")
+    for row in rows:
+        values = row.top.values()
+        expected = row.top.get(row.token, min(row.logprob, min(values)))
+        shifted = abs(row.logprob - expected) > _WITHIN or (greedy and row.logprob < max(values) - _WITHIN)
+        if shifted or sum(map(math.exp, values)) > 1 + _WITHIN:
+            raise ReplyError(_WHAT)
+
+
+def top_of(rows: Sequence[Row], tokens: Sequence[int], k: int) -> TopK:
+    """The k most likely tokens at each position. Raises `ReplyError` if a row has fewer."""
+    ranked = [sorted(row.top.items(), key=lambda pair: -pair[1])[:k] for row in rows[: len(tokens)]]
+    if any(len(row) < k for row in ranked):
+        raise ReplyError(f"fewer log-probabilities than top_k_logits={k} (vLLM: --max-logprobs {k})", retry=False)
+    logprobs = torch.tensor([[value for _, value in row] for row in ranked])
+    ids = torch.tensor([[token for token, _ in row] for row in ranked])
+    return TopK(torch.tensor(tokens), ids, logprobs, (1 - logprobs.exp().sum(-1)).clamp(min=0))

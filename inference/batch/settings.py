@@ -1,0 +1,84 @@
+"""Settings of generate-responses; light, so that a config error is reported at once."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
+
+from outrider.base.errors import require
+from outrider.base.settings import Count, Positive, Seed, Url, free, opt, require_default
+from outrider.data_prep.text.settings import DataConfig
+from outrider.draft_models.targets.settings import Model, RunDtype, TargetConfig
+from outrider.inference.settings.sampling import SamplingConfig
+
+NotNegative = Annotated[int, Ge(0)]
+_OF_SERVERS = ("server_model", "concurrency", "server_timeout", "server_retries")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(TargetConfig):
+    """generate-responses: the target answers the prompts of a data set, for training a drafter on what it says."""
+
+    asks: ClassVar[bool] = True  # its records are prompts
+
+    target: Model = free()
+    """model directory, GGUF file or Hub name: a causal LM of transformers whose forward takes past_key_values"""
+    data: DataConfig = free()
+    """whose user turns, or beginnings of plain texts, are the prompts; held-out records are left out; it may grow"""
+    turns: Literal["all", "first"] = "all"
+    """conversations: answer all user turns, each after the target's own answers, or the first"""
+    prefix_tokens: Count = opt(64, "plain text: tokens of a text to continue; of a text shorter than twice that, half")
+    max_new_tokens: Count = opt(512, "per answer")
+    greedy_tokens: NotNegative = opt(4, "the first of every answer are the likeliest tokens, the rest are sampled")
+    temperature: float = opt(1.0, "of the sampled tokens")
+    top_k: int = opt(0, "sample among the k likeliest tokens; 0: all")
+    top_p: float = opt(1.0, "sample among the likeliest tokens that together have this probability; 1: all")
+    keep_truncated: bool = opt(True, "false: drop answers that reached max_new_tokens without an end")
+    top_k_logits: NotNegative = 0
+    """also keep the target's k largest log-probabilities at every token, for distillation"""
+    batch_size: Count = free(32, "prompts decoded together by one process")
+    shard_size: Count = free(512, "prompts in one file; a killed process repeats at most shard_size + batch_size - 1")
+    dtype: RunDtype = "auto"
+    """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
+    minutes: Positive | None = free(None)
+    """answer until this time is over, of all runs in out_dir together, prompts of all lengths; null: all prompts"""
+    server: Url | None = free(None)
+    """URL of an OpenAI-compatible server that runs the target, of which only config and tokenizer are then read here"""
+    server_model: str | None = opt(None, "the target's name there; null: the first one that it lists")
+    concurrency: Count = free(16, "requests to the server at a time, batch_size at most")
+    server_timeout: Positive = free(600.0, "seconds that the server may take for one request")
+    server_retries: NotNegative = free(
+        5, "how often a failed request is repeated, after pauses of 1, 2, 4, … 60 s, or as it says"
+    )
+    device_map: str | None = free(None, "auto spreads a large target over all GPUs of one process")
+    plan: bool = free(False)
+    """only say how many prompts there are, what they take at most, and what ends it; reads the data, needs no
+    weights"""
+    seed: Seed = opt(0, "with a prompt's id it decides the answer")
+    out_dir: str = free("runs/generate_responses", "where everything goes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weights = {name: weight for name, weight, _ in self.data.parts()}
+        require(
+            len(set(weights.values())) <= 1,
+            "data.mix weights",
+            weights,
+            "equal weights (or 0, to leave a source out): every prompt is answered; weigh when training",
+        )
+        _ = self.sampling  # runs its own checks
+        self._check_server()
+
+    def _check_server(self) -> None:
+        if self.server is None:
+            for name in _OF_SERVERS:
+                require_default(self, name, "it is read with server=URL")
+            return
+        require(self.concurrency <= self.batch_size, "concurrency", self.concurrency, "at most batch_size")
+        for name in ("dtype", "device_map"):
+            require_default(self, name, "the server runs the target")
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The sampling settings for tokens after the greedy ones."""
+        return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)

@@ -1,0 +1,221 @@
+"""The prompts that a run answers, read from the data, each once; and a target's answers to them."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.base.words import in_words
+from outrider.data_prep.text.chat import TEMPLATE, adds_bos, render_prompt
+from outrider.data_prep.text.records import Counts, Message, Read, Record, warn_of_unused
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import read_records
+from outrider.draft_models.targets.model_spec import UNLIMITED
+from outrider.draft_models.targets.vocabulary import UnusableTextError, require_rows
+from outrider.inference.batch.settings import GenerateConfig
+
+_CHARS_A_TOKEN = 32  # upper bound: only this much of a long text is tokenised to find its first tokens
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The target's own distribution (temperature 1) at each of n emitted tokens: the top k, and the rest.
+
+    tokens int64 [n]: the emitted tokens. ids int64 [n, k], logprobs float32 [n, k]: the k most likely tokens, most
+    likely first. tail float32 [n]: the total probability of all others.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    tail: Tensor
+
+    def at(self, places: slice | Tensor) -> "TopK":
+        """The same for the tokens at `places`."""
+        return TopK(*(part[places] for part in self._parts()))
+
+    def then(self, other: "TopK") -> "TopK":
+        """These tokens, followed by those of `other`."""
+        return TopK(*(torch.cat(pair) for pair in zip(self._parts(), other._parts(), strict=True)))
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.tokens, self.ids, self.logprobs, self.tail
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The continuation of one prompt. tokens: with the end token; failure: why there are none, else empty."""
+
+    tokens: tuple[int, ...] = ()
+    ended: bool = False  # by an end token, not by the budget
+    top: TopK | None = None
+    retokenised: bool = False  # from a text of a server that gave no ids
+    failure: str = ""  # memory | not_a_number | server | retokenised
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """The tokens without the end token."""
+        return self.tokens[:-1] if self.ended else self.tokens
+
+
+def uniforms(seed: int, identity: str, turn: int, count: int) -> Tensor:
+    """`count` uniform float64 numbers in [0, 1): fixed by the other arguments; a smaller count gives a prefix."""
+    return torch.from_numpy(Streams(seed, identity).arrays("response", turn).random(count))
+
+
+@dataclass
+class Task:
+    """A prompt, and its answers so far.
+
+    source: the location of the record. prompt: token ids to continue now. messages: the conversation up to and
+    including the user's turn to answer; None for a plain text. bare: what is rendered for that without a template.
+    upcoming: the user's turns after `messages`.
+    """
+
+    id: str
+    source: str
+    template: str
+    prompt: list[int]
+    messages: list[Message] | None = None
+    bare: Sequence[str | Message] = ()
+    upcoming: list[str] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    top: TopK | None = None  # distributions at the answers' tokens
+    documents: list[Read] = field(default_factory=list)  # prompts and answers; turns share one where they can
+    parted: str = ""  # where the text of an answer is first rendered otherwise than it was written
+    retokenised: bool = False  # a server gave text instead of tokens
+    problem: str = ""  # why there is no answer, or no further one
+    detail: str = ""
+
+    def keep(self, answer: Answer) -> None:
+        """Add an answer to the current prompt. It shares the document of earlier ones if the prompt repeats that."""
+        if answer.top is not None:
+            self.top = answer.top if self.top is None else self.top.then(answer.top)
+        read, earlier = [*self.prompt, *answer.tokens], list[tuple[int, int]]()
+        if self.documents and read[: len(self.documents[-1].ids)] == self.documents[-1].ids:
+            earlier = self.documents.pop().answers
+        self.documents.append(Read(read, [*earlier, (len(self.prompt), len(read))]))
+        self.answers.append(answer)
+        self.retokenised |= answer.retokenised
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """The entry for a prompt without an answer in the list of skipped prompts."""
+        return {"id": self.id, "source": self.source, "reason": self.problem, "detail": self.detail}
+
+
+@dataclass
+class Todo:
+    """The prompts of one process, and the counts from reading all prompts. context: the target's."""
+
+    context: int = UNLIMITED
+    tasks: list[Task] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+    def add(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Add a task; it is skipped if it has a problem or fills the target's context."""
+        if not task.problem:  # not earlier: most tasks may belong to other processes, or be done
+            render(task, tokenizer, self.context)
+        if not task.problem and len(task.prompt) >= self.context:
+            task.problem, task.detail = "too_long", f"{len(task.prompt)} tokens in a context of {self.context}"
+        if task.problem:
+            self.skipped.append(task.skipped)
+            self.counts.refuse("skipped", f"{task.source}: {task.detail or task.problem}")
+        else:
+            self.tasks.append(task)
+
+
+def prompt_id(messages: Sequence[Message] = (), text: str = "") -> str:
+    """The id of a prompt: a hash of its system and user messages, or of its plain text."""
+    asked = [[m["role"], m["content"]] for m in messages if m["role"] != "assistant"]
+    return hashlib.sha256(json.dumps([asked, text]).encode()).hexdigest()[:32]
+
+
+def read_tasks(config: GenerateConfig, tokenizer: PreTrainedTokenizerBase, todo: Todo) -> Iterator[Task]:
+    """Each distinct prompt of the training records, in the order of the data; `todo.counts` counts the records.
+
+    Raises `UserError` if conversations and plain texts are mixed, because a shard has one layout.
+    """
+    seen: set[str] = set()
+    parts = [part for _, _, part in config.data.parts()] or [config.data]
+    for data in parts:
+        for record in read_records(data, "train", todo.counts, asking=True):
+            task = _to_task(record, data, config, tokenizer)
+            if task.id in seen:
+                todo.counts["duplicates"] += 1
+                continue
+            seen.add(task.id)
+            todo.counts["prompts"] += 1
+            todo.counts["texts" if "text" in record or data.template == "none" else "conversations"] += 1
+            if todo.counts["texts"] and todo.counts["conversations"]:
+                raise UserError(f"{task.source}: data has both plain texts and conversations; answer them in two runs")
+            yield task
+    warn_of_unused(todo.counts, todo.counts.first)
+
+
+def _to_task(record: Record, data: DataConfig, config: GenerateConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    if "text" in record and record.get("asked"):
+        return Task(prompt_id(text=record["text"]), record["id"], data.template, [], bare=(record["text"],))
+    if "text" in record:
+        beginning = record["text"][: config.prefix_tokens * _CHARS_A_TOKEN]
+        ids = tokenizer(beginning, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = list(ids[: min(config.prefix_tokens, max(1, len(ids) // 2))])
+        identity = prompt_id(text=str(tokenizer.decode(ids)))
+        problem = "" if ids else "no_question"
+        if adds_bos(tokenizer):
+            ids.insert(0, tokenizer.bos_token_id)
+        return Task(identity, record["id"], data.template, ids, problem=problem)
+    asked = [message for message in record["messages"] if message["role"] != "assistant"]
+    system = [message for message in asked if message["role"] == "system"]
+    turns = [message["content"] for message in asked if message["role"] == "user"]
+    turns = turns[: 1 if config.turns == "first" else None]
+    messages: list[Message] = [*system, *({"role": "user", "content": turn} for turn in turns)]
+    first, problem = messages[: len(system) + 1], "" if turns else "no_question"
+    if any("tools" in message or message["role"] == "tool" for message in asked):
+        problem = "tools"  # their results are not the target's to write
+    elif data.template == "none" and turns:  # a text to continue: what comes back is its continuation, to the letter
+        return Task(prompt_id(first), record["id"], data.template, [], bare=first)
+    return Task(prompt_id(messages), record["id"], data.template, [], first, upcoming=turns[1:], problem=problem)
+
+
+def render(task: Task, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
+    """Set the prompt of a task, or its problem if that cannot be used."""
+    template, said = "none" if task.bare else task.template, [answer.tokens for answer in task.answers]
+    try:
+        if turns := task.messages or task.bare:
+            task.prompt = render_prompt(turns, tokenizer, template, TEMPLATE, said, context)
+        else:
+            require_rows(task.prompt, tokenizer, "prompt")
+    except UnusableTextError as error:
+        task.problem, task.detail = error.reason, str(error)
+
+
+def describe_first(config: GenerateConfig, answered: int, prompts: int, tokens: int, seconds: float) -> str:
+    """How long all prompts take by the first batch: of `answered` prompts, with so many tokens in so many seconds."""
+    whole = prompts / answered
+    said = f"responses first_batch={answered}/{prompts} tokens_per_s={tokens / seconds:.0f}"
+    return f"{said} all_tokens={whole * tokens:.0f} all_take='{in_words(whole * seconds)}': {ending(config)}"
+
+
+def describe_texts(tasks: Sequence[Task], answered: int) -> str:
+    """What is odd about the texts of `tasks`, the last of so many answered ones and the first that are; else ""."""
+    again, parted = sum(task.retokenised for task in tasks), [task for task in tasks if task.parted]
+    said = [f"retokenised={again}/{answered}, as the server gives no token ids"] * bool(again)
+    if parted:
+        what = "their text gives other tokens than the target's, which are kept beside it and trained on; first"
+        said.append(f"text_differs={len(parted)}/{answered}: {what} {parted[0].source}, {parted[0].parted}")
+    return "\n".join(f"responses {line}" for line in said)
+
+
+def ending(config: GenerateConfig) -> str:
+    """What ends the answers, in words."""
+    if config.minutes is not None:
+        return f"minutes={config.minutes:g} end it at the latest"
+    return "all are answered; minutes= would end it earlier, data.max_records= makes them fewer"

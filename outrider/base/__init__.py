@@ -1,0 +1,1 @@
+"""The ground, which imports nothing of ours: errors, settings, files, run directories, processes, progress."""

@@ -1,0 +1,39 @@
+"""The error that users see without a traceback, and warnings."""
+
+import os
+import sys
+from functools import cache
+from importlib import import_module
+
+
+class UserError(Exception):
+    """Bad input: what was given, what was expected and what to do, kept as `shown` has it. Entry scripts print it in a
+    line on stderr and exit with status 2; anything else is a bug and keeps its traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(import_module("outrider.base.words").shown(message))  # nothing that decodes needs it sooner
+
+
+def warn(message: str) -> None:
+    """Print a warning as one line on stderr, only in the first of a launcher's processes."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"warning: {UserError(message)}", file=sys.stderr, flush=True)
+
+
+warn_once = cache(warn)
+
+
+def require(condition: bool, key: str, given: object, expected: str) -> None:
+    """Raise `UserError` naming the config `key` unless `condition` holds; for `__post_init__` validation."""
+    if not condition:
+        raise UserError(f"{key}={given!r}: expected {expected}")
+
+
+def require_choice(key: str, given: object, choices: tuple[str, ...]) -> None:
+    """Raise `UserError` unless `given` is one of `choices`."""
+    require(given in choices, key, given, "one of " + ", ".join(choices))
+
+
+def reason(error: BaseException) -> str:
+    """The message of a third-party error on one line, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,172 @@
+"""Files: atomic writing, JSON with errors that name the file and the damage, caches, and the version of the sources."""
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.base.errors import UserError, reason
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+FOLDERS = ("data_prep", "draft_models", "inference", "train")  # packages of outrider; in a clone links to the top level
+MOST_BYTES = 2**28  # of a JSON file or reply that is read as a whole; data is read line by line
+_SEAL = "sha256"
+
+
+def write_atomically(path: Path, content: bytes, remedy: str = "free space or choose another place") -> None:
+    """Write a file atomically: `path` always has the old or the complete new content. Raises `UserError`."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); {remedy}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_atomically(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path | str, what: str, remedy: str) -> object:
+    """The content of a JSON file. Raises `UserError` naming the file, `what` it should be, and the `remedy`."""
+    try:
+        with open(path, "rb") as handle:
+            content = handle.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{path}: no readable {what} ({error.strerror}); {remedy}") from None
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path}: damaged {what} (more than {MOST_BYTES} bytes); {remedy}")
+    try:
+        return parse_json(content)
+    except UserError as error:
+        raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
+
+
+def read_mapping(path: Path | str, what: str, remedy: str) -> dict[str, object]:
+    """The mapping that a JSON file holds. Raises `UserError` as `read_json` does, also where it holds anything else."""
+    value = read_json(path, what, remedy)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: damaged {what} (found no mapping); {remedy}")
+    return value
+
+
+def parse_json(content: bytes | str) -> object:
+    """The value of a JSON text. Raises `UserError` for invalid JSON, and for containers nested too deeply.
+
+    NaN and Infinity are accepted, as Python writes them; `outrider.base.settings.construct` refuses them for numbers.
+    """
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise UserError("not valid JSON (nested too deeply)") from None
+    except ValueError as error:  # also bytes that are not UTF-8, and integers of thousands of digits
+        raise UserError(f"not valid JSON ({error})") from error
+
+
+def sealed(value: Mapping[str, object]) -> dict[str, object]:
+    """`value` with its digest, by which `unsealed` detects damage. Sets in it become sorted lists."""
+    plain = json.loads(json.dumps(dict(value), default=sorted))
+    return {**plain, _SEAL: _digest(plain)}
+
+
+def unsealed(value: object) -> dict[str, object]:
+    """The value that was `sealed`, without its digest. Raises `UserError` if the digest does not match."""
+    if not isinstance(value, dict) or _SEAL not in value:
+        raise UserError(f"no mapping with a {_SEAL}")
+    plain = {key: inner for key, inner in value.items() if key != _SEAL}
+    if value[_SEAL] != _digest(plain):
+        raise UserError(f"its {_SEAL} does not fit the rest")
+    return plain
+
+
+def _digest(plain: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def is_text(value: str) -> bool:
+    """Whether a string can be encoded as UTF-8: JSON escapes and file names may contain lone surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_local(source: str) -> bool:
+    """Whether `source` is a local path; otherwise it is a Hub name, OWNER/NAME."""
+    path = Path(source)
+    return path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1 or os.path.isdir(path.parent)
+
+
+def require_writable(directory: Path | str, option: str = "out_dir") -> Path:
+    """Make `directory` and check that a file can be written there, before any work.
+
+    Raises `UserError`, naming the `option` that gave the directory.
+    """
+    path = Path(directory)
+    probe = path / f".probe.{os.getpid()}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(b"\0" * 4096)
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{option}={directory}: cannot be written ({error.strerror}); free space or choose another"
+        ) from None
+    return path
+
+
+def save_parts(
+    folder: Path,
+    *parts: "PreTrainedModel | PreTrainedTokenizerBase | PreTrainedConfig | GenerationConfig",
+    remedy: str = "free space or choose another place",
+) -> None:
+    """Save a model, tokenizer or config of transformers to `folder`; its files then have the usual mode, which those of
+    safetensors have not. Raises `UserError` if they cannot be written."""
+    try:
+        for part in parts:
+            part.save_pretrained(folder)
+    except Exception as error:  # what is written in Rust has classes of its own for this, or a bare Exception
+        if not isinstance(error, OSError) and "os error" not in str(error):
+            raise
+        raise UserError(f"{folder}: cannot be written ({reason(error)}); {remedy}") from None
+    os.umask(umask := os.umask(0o077))  # there is no other way to ask for it
+    for file in folder.iterdir():
+        file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
+
+
+def user_cache() -> Path:
+    """Where this user's caches are: $XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "outrider"
+
+
+def package_version() -> str:
+    """The installed version of this project."""
+    try:
+        return version("outrider")
+    except PackageNotFoundError:
+        return "source tree"
+
+
+@functools.cache
+def code_version() -> str:
+    """The package's version and a digest of every Python source, as this process found them."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted({path for folder in (".", *FOLDERS) for path in (root / folder).rglob("*.py")}):
+        digest.update(path.relative_to(root).as_posix().encode() + hashlib.sha256(path.read_bytes()).digest())
+    return f"{package_version()}+{digest.hexdigest()[:12]}"

@@ -1,0 +1,82 @@
+"""The processes of a launcher (`accelerate launch`, torchrun, srun): joined once, shut down in order."""
+
+import atexit
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from torch import distributed
+
+from outrider.base.errors import UserError
+from outrider.base.run_dirs import only_run
+
+Value = TypeVar("Value")
+PATIENCE = timedelta(hours=6)
+
+
+@functools.cache
+def join_processes() -> PartialState:
+    """The state of this process in its launcher's group (a group of one without a launcher). Idempotent.
+
+    A collective waits up to `PATIENCE`, as work of the main process alone (a download, an evaluation) may take long.
+    """
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    atexit.register(_leave)
+    return state
+
+
+def from_main(state: PartialState, make: Callable[[], Value]) -> Value:
+    """The result of `make()`, which only the main process calls, on every process; it must be picklable.
+
+    If it fails there, all processes fail: the others with a `UserError` of the same message.
+    """
+    if state.num_processes == 1:
+        return make()
+    sent: list[Any] = [None, None]
+    failure: Exception | None = None
+    if state.is_main_process:
+        try:
+            sent[0] = make()
+        except Exception as error:
+            failure, sent[1] = error, str(error) or repr(error)
+    broadcast_object_list(sent)
+    if failure is not None:
+        raise failure
+    if sent[1] is not None:
+        raise UserError(sent[1])
+    return sent[0]
+
+
+@contextmanager
+def only_run_of(state: PartialState, folder: Path, what: str) -> Iterator[None]:
+    """`only_run` for all processes of a launcher: the main one holds the directory, and its errors reach all."""
+    with ExitStack() as held:
+        from_main(state, lambda: held.enter_context(only_run(folder, what)))
+        yield
+
+
+def say(line: str) -> None:
+    """Print a line on the main process."""
+    if PartialState().is_main_process:
+        print(line, flush=True)
+
+
+def _leave() -> None:
+    """Let the communication threads finish before the interpreter shuts down.
+
+    gloo's threads release the tensors of a collective after it has returned, and need the interpreter for that. A
+    thread that does so too late aborts a process that had succeeded. Nothing joins the threads:
+    DistributedDataParallel keeps its process group alive even if it is destroyed.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
+        time.sleep(0.5)

@@ -1,0 +1,169 @@
+"""Exclusive use of an out_dir: one run at a time, resumed only with the same settings."""
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from outrider.base.errors import UserError
+from outrider.base.files import read_mapping, write_json
+from outrider.base.settings import ABSENT, Settings, default_at, differences
+from outrider.base.words import listed, shown
+
+LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+_NAMED = 12  # differences that an error shows
+
+
+@contextmanager
+def only_run(folder: Path, what: str) -> Iterator[None]:
+    """Lock the existing directory `folder` against other runs while the context is active.
+
+    The operating system releases the lock when the process ends, even if killed. A directory of a killed run is taken
+    over, and one line names that run. Raises `UserError` if another run is writing `what` there, naming its process and
+    host, and if the file system does not support locks.
+    """
+    lock, holder = system_lock(folder / LOCK_FILE), folder / HOLDER_FILE
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"out_dir={folder}: another run is writing {what} there: {_held_by(holder)}; wait for it, or give another "
+            "out_dir"
+        ) from None
+    except (OSError, NotImplementedError) as error:  # older versions of filelock raise the latter without flock
+        raise UserError(f"out_dir={folder}: cannot be locked against other runs ({error}); choose another") from None
+    try:
+        if holder.exists():
+            print(f"out_dir={folder}: taken over from a run that did not end by itself: {_held_by(holder)}", flush=True)
+        write_json(holder, _this_process())
+        yield
+    finally:
+        with suppress(OSError):
+            holder.unlink()
+        lock.release()
+
+
+@contextmanager
+def made_for_something(folder: Path) -> Iterator[None]:
+    """Within it, a command that makes `folder` and fails before anything is written there leaves none."""
+    new = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            if new and {path.name for path in folder.iterdir()} <= {LOCK_FILE}:
+                shutil.rmtree(folder)
+        raise
+
+
+def system_lock(path: Path) -> FileLock:
+    """The operating system's lock on `path`, which is released when its process ends.
+
+    Newer versions of filelock fall back to a plain file if there is no flock. That file would outlive a killed run.
+    """
+    try:
+        return FileLock(path, fallback_to_soft=False)
+    except TypeError:  # older versions lack the option: they have no fallback, and raise on acquire
+        return FileLock(path)
+
+
+def clear(folder: Path) -> None:
+    """Remove everything in a directory that `only_run` holds, except its lock."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in (LOCK_FILE, HOLDER_FILE):
+            path.unlink()
+
+
+def rehearsal_folder(out_dir: str) -> Path:
+    """The directory that debug=true uses instead of `out_dir`."""
+    return Path(f"{Path(out_dir)}-debug")
+
+
+def require_rehearsal(folder: Path, mark: str) -> None:
+    """Raise `UserError` if `folder`, about to be cleared, holds files but no `mark`, the file of every rehearsal."""
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if found - {LOCK_FILE, HOLDER_FILE} and mark not in found:
+        raise UserError(f"{folder}: debug=true runs there, and it holds something else; choose another out_dir")
+
+
+def _this_process() -> dict[str, str | int | None]:
+    return {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "command": shown(shlex.join(sys.argv)),
+    }
+
+
+def _held_by(holder: Path) -> str:
+    """The process that the holder's file names, in words."""
+    try:
+        who = read_mapping(holder, "record of a run", "remove it")
+        job = f", Slurm job {who['slurm_job']}" if who["slurm_job"] else ""
+        return f"process {who['process']} on {who['host']}{job}, since {who['started']} ({who['command']})"
+    except (UserError, KeyError):
+        return f"a process that {holder.name} does not name"
+
+
+def changes(
+    before: Mapping[str, object], now: Mapping[str, object], config: Settings | None = None
+) -> list[tuple[str, object, object]]:
+    """The `differences` of two identities, without options of `config` newer than `before` that have their default."""
+
+    def is_new(key: str, old: object, new: object) -> bool:
+        return old is ABSENT and not differences(default_at(config, key), new)
+
+    return [found for found in differences(before, json.loads(json.dumps(now))) if not is_new(*found)]
+
+
+def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:
+    """Raise `UserError` naming every entry in which `now` differs from `before`, JSON that was read from `where`.
+
+    An option of `config`, the settings of now, that `before` lacks is new. It had its default then. "code", the version
+    that wrote the record, may differ: a run of a week must survive a fix of code that it does not use.
+    """
+    if not isinstance(before, Mapping):
+        raise UserError(f"resume=true: {where} does not say how it was made; give another out_dir")
+    before = {key: value for key, value in before.items() if key != "code"}
+    wrong = [f"{key}={_show(new)} (was {_show(old)})" for key, old, new in changes(before, now, config)]
+    if wrong:
+        raise UserError(
+            f"resume=true: {where} was made with other settings: {listed(wrong, _NAMED)}; "
+            "give the same ones, or another out_dir"
+        )
+
+
+def finished(
+    record: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None, *, key: str = "made_of"
+) -> bool:
+    """Whether a run of the same `identity` has already left its `record`: nothing is to be done then.
+
+    record: the JSON file that a run writes last, whose `key` is its identity. config: as for `check_identity`.
+
+    Raises `UserError` where a finished run is not to be resumed, or was another one.
+    """
+    if not record.exists():
+        return False
+    if not resume:
+        held = f"out_dir={record.parent}: holds a finished run ({record.name})"
+        raise UserError(f"{held}; resume=true keeps it, another out_dir makes a new one")
+    made = read_mapping(record, "report of a run", "remove it, or give another out_dir")
+    check_identity(made.get(key), identity, record, config)
+    return True
+
+
+def _show(value: object) -> str:
+    if value is ABSENT:
+        return "absent"
+    return "given" if isinstance(value, Mapping) else json.dumps(value)

@@ -1,0 +1,327 @@
+"""Settings: dataclasses whose fields are checked against their types whenever an instance is made.
+
+A field's type gives its choices (`Literal`), its range (`Annotated[int, Ge(1)]`, of annotated_types) and the values of
+other options that it applies to (`only`). `free` marks a field that does not affect results. `construct` makes settings
+from plain containers, as in YAML and JSON.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, overload
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from typing_extensions import TypedDict
+
+from outrider.base.errors import UserError, require
+from outrider.base.files import is_local, read_json
+
+Made = TypeVar("Made")
+_hints: Callable[[Any], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A text that must not be empty. what: its description, for errors; form: a regular expression for it."""
+
+    what: str
+    form: str = ""
+
+    def __get_pydantic_core_schema__(self, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(kind))
+
+    def _checked(self, value: str) -> str:
+        if not value or (self.form and not re.fullmatch(self.form, value)):
+            raise PydanticCustomError("named", "Input should be {what}", {"what": self.what})
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Place(Named):
+    """The path of a file or directory that must exist (see `Settings.require_places`).
+
+    hub: whether a Hub name is accepted too, which is not checked. besides: words that are accepted too.
+    """
+
+    hub: bool = False
+    besides: tuple[str, ...] = ()
+
+    def require(self, key: str, value: str) -> None:
+        """Raise `UserError` if `value` is a local path that does not exist."""
+        elsewhere = value in self.besides or (self.hub and not is_local(value))
+        if not elsewhere and not os.path.exists(value):
+            raise UserError(f"{key}={value}: no such directory or file; give {self.what}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """The values of other options with which a field is read; with other values it must stay at its default."""
+
+    options: tuple[tuple[str, tuple[object, ...]], ...]
+
+
+def only(**options: object) -> Only:
+    """`only(rule="beta")`: read only with rule=beta. A tuple lists several values; several options must all match."""
+    return Only(tuple((key, value if isinstance(value, tuple) else (value,)) for key, value in options.items()))
+
+
+Count = Annotated[int, Ge(1)]
+Share = Annotated[float, Ge(0), Le(1)]
+Positive = Annotated[float, Gt(0)]
+Seed = Annotated[int, Ge(0), Lt(2**31)]
+Url = Annotated[str, Named("http://HOST:PORT or https://…, without password and query", r"https?://[^@?#\\\s]+")]
+
+
+@overload
+def opt(default: Made, help: str = "") -> Made: ...
+
+
+@overload
+def opt(*, factory: Callable[[], Made], help: str = "") -> Made: ...
+
+
+@overload
+def opt(*, help: str) -> Any: ...  # it has no default, so it must be given
+
+
+def opt(default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING) -> Any:
+    """A field that affects results, so that a resumed run must agree on it. help: its meaning, as --help shows it."""
+    return dataclasses.field(default=default, default_factory=factory, metadata={"help": help})
+
+
+def free(default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING) -> Any:
+    """A field that does not affect results, so that a resumed run may change its value."""
+    return dataclasses.field(default=default, default_factory=factory, metadata={"help": help, "decides": False})
+
+
+class Settings:
+    """The base class of all settings, which are frozen dataclasses: checks their fields against their types.
+
+    A subclass checks conditions on several fields in `__post_init__`, after `super().__post_init__()`.
+    """
+
+    given: ClassVar[Collection[str]] = ()  # the keys that a command line gave, of settings that were made from one
+    __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]  # every subclass is a dataclass
+
+    def __post_init__(self) -> None:
+        """Raises `UserError` naming the first field of a wrong type, out of range, or set although it is not read."""
+        kind: Any = type(self)
+        _validated(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
+        for field in dataclasses.fields(self):
+            for option, values in conditions(_hints(kind)[field.name]):
+                if getattr(self, option) not in values:
+                    require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        made = handler(kind)
+        typing.cast(dict[str, object], handler.resolve_ref_schema(made))["post_init"] = False  # `_checked` runs it
+        return core_schema.no_info_after_validator_function(_checked, made)
+
+    def gives(self, key: str) -> bool:
+        """Whether the command line set the option with the dotted key `key`, or a group that contains it."""
+        return any(key == one or key.startswith(f"{one}.") for one in self.given)
+
+    def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
+        """Raise `UserError` for the first `Place`, also in nested settings, that does not exist; no file is opened.
+
+        wanted: whether to check the option with a given dotted key. path: the key of these settings.
+        """
+        for field in dataclasses.fields(self):
+            key, value = _at(path, field.name), getattr(self, field.name)
+            for name, item in value.items() if isinstance(value, Mapping) else [("", value)]:
+                if isinstance(item, Settings):
+                    item.require_places(wanted, _at(key, name) if name else key)
+            for place in _places(_hints(type(self))[field.name]) if value is not None and wanted(key) else ():
+                for one in [value] if isinstance(value, str) else value:
+                    place.require(key, one)
+
+    def deciding(self) -> dict[str, Any]:
+        """The fields that affect results, as plain containers; a resumed run must agree on them."""
+        fields = dataclasses.fields(self)
+        return {field.name: _decided(getattr(self, field.name)) for field in fields if decides(field)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(Settings):
+    """The settings that all commands with an output directory share."""
+
+    out_dir: str = free("runs", "where everything goes")
+    resume: bool = free(False, "go on with what an earlier run left in out_dir")
+
+
+def decides(field: "dataclasses.Field[object]") -> bool:
+    """Whether a field affects results (see `free`)."""
+    return bool(field.metadata.get("decides", True))
+
+
+def conditions(kind: object) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    """The options and their values with which a field of the type `kind` is read (see `only`)."""
+    return tuple(pair for one in _said_of(kind) if isinstance(one, Only) for pair in one.options)
+
+
+def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
+    """Raise `UserError` unless a field is at its default, as another value would have no effect."""
+    field, given = next(own for own in dataclasses.fields(config) if own.name == name), getattr(config, name)
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if isinstance(given, Settings):  # the fields that are changed, one by one
+        for own in dataclasses.fields(given):
+            require_default(given, own.name, why, f"{prefix}{name}.")
+    require(given == default, prefix + name, given, f"{default!r}, its default: {why}")
+
+
+def default_at(config: object, key: str) -> object:
+    """The default, plain, of the field at the dotted `key` in `config` that affects results; `ABSENT` without one."""
+    *outer, last = key.split(".")
+    for part in outer:
+        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+    for field in dataclasses.fields(config) if isinstance(config, Settings) else ():
+        if field.name == last and decides(field):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            return ABSENT if default is dataclasses.MISSING else _decided(default)
+    return ABSENT
+
+
+@overload
+def construct(kind: type[Made], value: object, path: str = "") -> Made: ...
+
+
+@overload
+def construct(kind: object, value: object, path: str = "") -> Any: ...  # a union, or another type that is not a class
+
+
+def construct(kind: object, value: object, path: str = "") -> object:
+    """A `kind` made from `value`, its `dataclasses.asdict` in JSON; restores dataclasses, tuples and sets.
+
+    Raises `UserError` naming the key path of a value that is missing, unknown, of a wrong type, or refused by a
+    `__post_init__`. A number of type float may be written as an integer; NaN and infinities are refused.
+    """
+    try:
+        text = json.dumps([value])
+    except (TypeError, ValueError):
+        raise UserError(f"{path}={value!r}: expected numbers and texts, and lists and mappings of those") from None
+    return _validated(partial(_adapter(kind).validate_json, strict=True), text, path, value)[0]
+
+
+def read_as(kind: type[Made], path: Path | str, what: str, remedy: str) -> Made:
+    """The JSON file `path` as a `kind` (see `construct`). Raises `UserError` as `read_json` does."""
+    value = read_json(path, what, remedy)
+    try:
+        return construct(kind, value)
+    except UserError as error:
+        raise UserError(f"{path}: damaged {what} ({error}); {remedy}") from None
+
+
+@cache
+def _adapter(kind: Any) -> "TypeAdapter[Any]":
+    """pydantic's validator of a `kind` in a tuple of one, since it takes no configuration for a bare dataclass."""
+    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    return TypeAdapter(tuple[kind], config=config)
+
+
+@cache
+def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
+    """The validator of the fields of an instance, as a mapping in a tuple of one."""
+    kinds = {own.name: _hints(kind)[own.name] for own in dataclasses.fields(kind)}
+    return _adapter(typing.cast(Any, TypedDict)(kind.__name__, kinds))
+
+
+def _checked(made: Settings) -> Settings:
+    """Settings that pydantic made, checked as a whole; it adds the place to what they refuse."""
+    try:
+        made.__post_init__()
+    except UserError as error:
+        raise PydanticCustomError("refused", "{said}", {"said": str(error)}) from None
+    return made
+
+
+def _validated(validate: Callable[[Any], Any], data: object, path: str, value: object) -> Any:
+    """What pydantic makes of `data`, `value` in a list. Raises `UserError` naming the first key that is wrong."""
+    try:
+        return validate(data)
+    except UserError as error:  # of a dataclass that is no `Settings`
+        raise UserError(f"{path}: {error}" if path else str(error)) from None
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    if found[0]["type"] == "json_invalid":  # pydantic reads all that Python writes but this
+        raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
+    places = [_place(one["loc"][1:], value, path) for one in found]
+    inside = (places[0][0], f"{places[0][0]}.", f"{places[0][0]}[")
+    at = [
+        pair for pair in zip(places, found, strict=True) if pair[0][0] == inside[0] or pair[0][0].startswith(inside[1:])
+    ]
+    (key, given), first = max(at, key=lambda pair: len(pair[0][0]))
+    if first["type"] == "missing":
+        raise UserError(f"{_at(key, str(first['loc'][-1]))}: missing")
+    if first["type"] == "unexpected_keyword_argument":
+        raise UserError(f"{key}: unknown")
+    if first["type"] == "refused":
+        raise UserError(_at(key, first["msg"]))
+    said = [one["msg"] for (own, _), one in at if own == key]
+    alternatives = (re.sub("^Input should be (?=greater|less)", "a number ", one) for one in dict.fromkeys(said))
+    expected = " or ".join(one.removeprefix("Input should be ") for one in alternatives)
+    raise UserError(f"{key}={given!r}: expected {expected}" if key else f"found {given!r}: expected {expected}")
+
+
+def _place(parts: Sequence[int | str], value: object, path: str) -> tuple[str, object]:
+    """The key of pydantic's location in `value`, and what is there; it names members of unions too, which have none."""
+    for part in parts:
+        if isinstance(value, Mapping) and part in value:
+            path, value = _at(path, str(part)), value[part]
+        elif isinstance(value, list | tuple) and isinstance(part, int) and part < len(value):
+            path, value = f"{path}[{part}]", value[part]
+    return path, value
+
+
+def _said_of(kind: object) -> tuple[object, ...]:
+    """The metadata of an `Annotated` type; empty for other types."""
+    return typing.get_args(kind)[1:] if typing.get_origin(kind) is Annotated else ()
+
+
+def _decided(value: object) -> object:
+    if isinstance(value, Settings):
+        return value.deciding()
+    if isinstance(value, Mapping):
+        return {key: _decided(item) for key, item in value.items()}
+    return type(value)(map(_decided, value)) if isinstance(value, list | tuple) else value
+
+
+def _places(kind: object) -> Iterator[Place]:
+    """The `Place` metadata of the type `kind`, also within a union or a list."""
+    yield from (one for one in _said_of(kind) if isinstance(one, Place))
+    for inner in typing.get_args(kind):
+        yield from _places(inner)
+
+
+def _at(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
+
+
+def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:
+    """All differences of two plain values, as (dotted key, old value, new value); a missing value is `ABSENT`.
+
+    A mapping that only one of them has counts as one difference. Values are compared as JSON.
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in sorted(old.keys() | new.keys(), key=str))
+        return [found for inner, a, b in pairs for found in differences(a, b, f"{key}.{inner}" if key else inner)]
+    return [] if _plain(old) == _plain(new) else [(key, old, new)]
+
+
+def _plain(value: object) -> str:
+    return repr(value) if value is ABSENT else json.dumps(value, sort_keys=True)

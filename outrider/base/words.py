@@ -1,0 +1,134 @@
+"""Texts for people: what messages show, without secrets; times, tables, misspelt names, quoted values.
+
+`outrider.base.errors` loads it with the first error: nothing of it is needed to decode.
+"""
+
+import difflib
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from outrider.base.errors import UserError
+
+_BARE = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # Hydra takes it as it is
+_FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
+_KEEP = "a memory across prompts was shown to gain in replays of like questions only (benchmarks/results/ngrams.md)"
+_DOCS = "write-prompts asks about the standard library only, and quotes up to 900 characters of it"
+_HEADS = (
+    "EAGLE-3 heads are written for vLLM (dialect speculators) and SGLang (specforge); those of all trainers are read"
+)
+GONE = {  # names of earlier versions, and why they are gone
+    "fused": _FUSED, "join": _FUSED, "keep": _KEEP, "keep_mb": _KEEP,
+    "quoted_chars": _DOCS,
+    "tensorrt_llm": _HEADS, "modelopt": _HEADS, "eagle": _HEADS,
+    "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
+}  # fmt: skip
+_LONGEST, _END = 4000, 1000  # characters of a message, and of each end of a longer one
+_NEAR = 2**16  # characters at each end of a text that are looked at: the others are not shown
+_FEWEST = 6  # characters of a secret: shorter values of such variables are switches
+SECRET_NAME = re.compile(r"(?i)(key|token|secret|pass|password|passwd|credentials?|_pat)_?\d*$")
+# In a URL of its own a password may have spaces, in a text it has none; it may have slashes, unless a port is before.
+_LOGIN = re.compile(r"(['\"=][a-z][a-z0-9+.-]*://)[^'\"]{0,256}@|://(?:[^\s/]*|[^\s/:]*:(?!\d+[/?#])\S{0,256})@")
+_FIELD = re.compile(
+    r"(?i)((?:[?&][\w.-]{0,64}(?:key|token|sig|signature|auth)|"
+    r"\b[\w.-]{0,64}(?:hf_token|access_token|api_?key|secret|password|passwd))(?:=|['\"]: ?)['\"]?)[^&\s'\"]+"
+)
+_SHAPE = re.compile(r"\b(?:hf_|sk-(?:\w+-)?|gh[pousr]_)[A-Za-z0-9]{20,}")  # a key without a name beside it
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal would obey
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",]+")
+
+
+def secret(name: str) -> str | None:
+    """The key in the environment variable `name`, None without one. Raises `UserError` for one that no header holds."""
+    key = os.environ.get(name) or None
+    if key and not (key.isascii() and key.isprintable()):
+        raise UserError(f"{name}: the key in it has a line break or another character that no key has; set it again")
+    return key
+
+
+def clean(text: str) -> str:
+    """`text` without secrets: values of variables that are named like keys, logins and keys in URLs, bearers' keys."""
+    for name, value in os.environ.items():
+        for part in re.split(r"[^ -~]+", value) if SECRET_NAME.search(name) else ():  # others are shown as escapes
+            if len(part) >= _FEWEST:
+                text = text.replace(part, f"${name}").replace(repr(part)[1:-1], f"${name}")
+    text = _SHAPE.sub("…", text)
+    return _BEARER.sub(r"\1…", _FIELD.sub(r"\1…", _LOGIN.sub(lambda found: f"{found[1] or '://'}…@", text)))
+
+
+def shown(text: str) -> str:
+    """`text` as a message may have it: `clean`, and of a very long one the two ends."""
+    size = len(text)
+    text = clean(text if size <= 2 * _NEAR else text[:_NEAR] + text[-_NEAR:])
+    text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+    return text if size <= _LONGEST else f"{text[:_END]} … ({size} characters) … {text[-_END:]}"
+
+
+def gone(name: object) -> str:
+    """Why `name` is no longer an option, a choice or a command; empty if it never was one."""
+    return f"; {name} is gone: {GONE[name]}." if isinstance(name, str) and name in GONE else ""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Why `given` is gone, or the word of `known` most similar to it; empty if none is similar."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return gone(given) or (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def in_words(seconds: float) -> str:
+    """A time: "3 min 20 s", or "20 s" below a minute."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def quoted(text: str) -> str:
+    """`text` as the value of an option that a command reads as exactly this text, whatever is in it."""
+    if _BARE.fullmatch(text):
+        return text
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # otherwise OmegaConf looks for another option there
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    text = re.sub(r"(\\+)\Z", r"\1\1", text)
+    return f"'{text}'"
+
+
+def option(key: str, value: object) -> str:
+    """The word of a command line, to be quoted for a shell, that gives `key` this text."""
+    return f"{key}={quoted(str(value))}"
+
+
+def in_shell(word: str) -> str:
+    """A word as a shell reads it; one with single quotes in double ones, where that is enough."""
+    return f'"{word}"' if "'" in word and not set('"$`\\!\n') & set(word) else shlex.quote(word)
+
+
+class Shown(str):
+    """A name in a page: {name:option} the value of an option in a shell, {name:shell} a word of one, {name:json} a
+    literal of JSON or Python, also between single quotes."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        if spec == "json":
+            return json.dumps(self, ensure_ascii=False).replace("'", "\\u0027")
+        return in_shell(quoted(self)) if spec == "option" else shlex.quote(self) if spec == "shell" else str(self)
+
+
+def listed(words: Sequence[str], limit: int = 6) -> str:
+    """The first few of `words`, and the number of the others."""
+    return ", ".join(words[:limit]) + (f" and {len(words) - limit} more" if len(words) > limit else "")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. columns: a description by column name, "" if the name is enough; rows: one text per column."""
+
+    columns: Mapping[str, str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> list[str]:
+        """The table as lines of Markdown."""
+        rows = ["".join(f" {cell} |" if cell else " |" for cell in row) for row in (list(self.columns), *self.rows)]
+        return [f"|{rows[0]}", "|" + "---|" * len(self.columns), *(f"|{row}" for row in rows[1:])]

@@ -1,0 +1,313 @@
+"""Hydra glue: compose a command's YAML over its dataclass, validate it, pass the frozen dataclass on.
+
+The dataclass alone defines names, types, defaults and checks; YAML files only choose values. Nothing that an entry
+script calls sees a DictConfig.
+"""
+
+import dataclasses
+import errno
+import functools
+import logging
+import os
+import shlex
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from outrider.base.errors import UserError
+from outrider.base.progress import command
+from outrider.base.run_dirs import made_for_something
+from outrider.base.settings import Named, Settings, construct
+from outrider.base.words import clean, did_you_mean, in_shell, listed, option, shown
+from outrider.cli import COMMANDS, crashing, print_anything, say, usage
+from outrider.commands.options import CONF_DIR, compose_defaults, groups_of, help_text, no_such_method, store_composed
+
+Config = TypeVar("Config")
+USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
+_ENTRIES: dict[str, tuple[type, Callable[[Sequence[str]], list[str]]]] = {}  # (schema, complete) by command
+_STORAGE_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
+    errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
+
+
+def entry(
+    name: str,
+    schema: type[Config],
+    *,
+    complete: Callable[[Sequence[str]], list[str]] = list,
+    waits: bool = False,
+) -> Callable[[Callable[[Config], object]], Callable[[], None]]:
+    """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
+
+    complete: adds the overrides that follow from those given. waits: it waits for user input, so no progress is shown.
+
+    A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
+    message on stderr and status 2, Ctrl-C with status 130, everything else with its traceback and status 3.
+    """
+    register(name, schema)
+    _ENTRIES[name] = (schema, complete)
+
+    def decorate(run: Callable[[Config], object]) -> Callable[[], None]:
+        def job(composed: DictConfig) -> None:
+            with reported():  # within the job, as Hydra prints a banner around an exception that leaves it
+                config = build(schema, composed, HydraConfig.get().overrides.task)
+                if isinstance(config, Settings):
+                    look_for_places(config)
+                out_dir = Path(getattr(config, "out_dir", "."))
+                with nullcontext() if waits else command(name), made_for_something(out_dir):
+                    run(config)
+
+        @functools.wraps(run)
+        @crashing()
+        def main() -> None:
+            print_anything()
+            lines = usage(name.replace("_", "-"))
+            if {"--help", "-h"} & set(sys.argv[1:]):
+                with reported():
+                    overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
+                    say("\n".join([*lines, "", help_text(name, schema, overrides)]))
+                return
+            if not sys.argv[1:] and not is_whole(name, schema, complete([])):
+                print("\n".join([*lines, "--help says all options"]), file=sys.stderr)
+                sys.exit(USER_ERROR_STATUS)
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
+            for library in ("HUB", "DATASETS"):  # progress is ours to show; transformers' bars go by the first
+                os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
+            with reported():
+                refuse_flags(name, schema, sys.argv[1:])
+                sys.argv[1:] = complete(sys.argv[1:])
+                store_composed(sys.argv[1:])
+            # Importing accelerate loads DeepSpeed, which warns on every machine without a GPU.
+            logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
+            try:
+                with reported():
+                    hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
+            except KeyboardInterrupt:
+                print("\n".join(["interrupted", *how_to_go_on(schema, sys.argv)]), file=sys.stderr)
+                sys.exit(INTERRUPTED_STATUS)
+
+        return main
+
+    return decorate
+
+
+def config_for(script: str, words: Sequence[str]) -> Any:
+    """The config with which the entry script `script`, such as "train/eesd.py", would run given the options `words`.
+
+    Raises `UserError`.
+    """
+    name = Path(script).stem
+    import_module(f"outrider.{COMMANDS[name].module}")
+    schema, complete = _ENTRIES[name]
+    overrides = complete(words)
+    try:
+        return build(schema, compose_defaults(name, overrides), overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from None
+
+
+def value_of(word: str) -> object:
+    """The value that Hydra reads in KEY=VALUE; the text of it where it reads none."""
+    try:
+        return OmegaConf.create([OverridesParser.create().parse_override(word).value()])[0]
+    except (HydraException, OmegaConfBaseException):
+        return word.partition("=")[2]
+
+
+def is_whole(name: str, schema: type, overrides: list[str]) -> bool:
+    """Whether `overrides` are all that the command needs to be told."""
+    try:
+        build(schema, compose_defaults(name, overrides))
+    except UserError:
+        return False
+    return True
+
+
+def refuse_flags(name: str, schema: type, words: Sequence[str]) -> None:
+    """Raise `UserError` for an option of the command that is written as a flag, "--target X" or "-target X"."""
+    if not any(word.startswith("-") for word in words):
+        return
+    options = {field.name for field in dataclasses.fields(schema)} | groups_of(name).keys()
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        key, equals, value = word.lstrip("-").partition("=")
+        key = key.replace("-", "_")
+        if word.startswith("-") and key.partition(".")[0] in options:
+            value = value if equals else "VALUE" if following[:1] in ("", "-") else following
+            raise UserError(f"{word}: options are written without dashes, as {key}={value}")
+
+
+def look_for_places(config: Settings) -> None:
+    """Raise `UserError` for a missing input file of the command, before torch is imported.
+
+    A rehearsal reads only the files that its command line gives; a plan reads neither text nor prompts, but those to
+    be answered.
+    """
+    debug = getattr(config, "debug", False)
+    plan = getattr(config, "plan", False) and not getattr(config, "asks", False)
+
+    def wanted(key: str) -> bool:
+        read = not (plan and key.partition(".")[0] in ("data", "prompts"))
+        return read and (config.gives(key) or not debug)
+
+    config.require_places(wanted)
+
+
+def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
+    """The line that says how to resume a stopped command; empty for a command without `resume`.
+
+    arguments: sys.argv. A launcher's own arguments are not known here, so under one the line shows no command.
+    """
+    if "resume" not in {field.name for field in dataclasses.fields(schema)}:
+        return []
+    if "WORLD_SIZE" in os.environ:
+        return ["go on with the same command and resume=true"] if os.environ.get("RANK", "0") == "0" else []
+    script, *words = arguments
+    start = ["python", script] if script.endswith(".py") else os.path.basename(script).split()
+    words = [word for word in words if not word.startswith("resume=")]
+    return [f"go on with: {clean(shlex.join([*start, *words, 'resume=true']))}"]
+
+
+@contextmanager
+def reported(goes_on: bool = False) -> Iterator[None]:
+    """Within it, a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
+
+    goes_on: whether the same command continues where it was stopped, which Ctrl-C then prints.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not goes_on:
+            raise
+        print("interrupted\ngo on with the same command", file=sys.stderr)
+        sys.exit(INTERRUPTED_STATUS)
+    except UserError as error:
+        _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
+    except (HydraException, OmegaConfBaseException) as error:
+        _fail(explain(error))
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            raise
+        _fail(f"{error.filename or 'output'}: {error.strerror}; free space or choose another out_dir")
+
+
+def register(name: str, schema: type) -> None:
+    """Store `schema` under "<name>_schema", the first item of conf/<name>.yaml's defaults list.
+
+    In YAML ${by_device:A,B} is A with a GPU and B without one; ${unless:${debug},A} is A, in a rehearsal null.
+    """
+    OmegaConf.register_new_resolver("by_device", lambda gpu, cpu: gpu if has_gpu() else cpu, replace=True)
+    OmegaConf.register_new_resolver("unless", lambda flag, value: None if flag else value, replace=True)
+    ConfigStore.instance().store(f"{name}_schema", _open(schema))
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU that is not hidden, judged without torch by the files of NVIDIA's and AMD's drivers."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+
+
+def build(schema: type[Config], composed: DictConfig, overrides: Sequence[str] = ()) -> Config:
+    """The composed config as an instance of `schema`; raises `UserError` naming a missing or impossible key.
+
+    A leading ~/ of a value is expanded, as shells do not expand it after "key=". overrides: those of the command line;
+    their keys become the config's `given`.
+    """
+    try:
+        values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        key = getattr(error, "full_key", None) or str(error)
+        hint = typing.get_type_hints(schema, include_extras=True).get(key)
+        what = [f": {one.what}" for one in getattr(hint, "__metadata__", ()) if isinstance(one, Named)]
+        raise UserError(f"{key}: missing; give it as {key}=VALUE{''.join(what)}") from None
+    config = construct(schema, _at_home(values))
+    if overrides:
+        keys = (override.partition("=")[0].lstrip("+~") for override in overrides)
+        object.__setattr__(config, "given", frozenset(key.rpartition("@")[2] for key in keys))  # data@data.mix.open=…
+    return config
+
+
+def _at_home(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _at_home(inner) for key, inner in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
+def explain(error: Exception) -> str:
+    """One readable message for a Hydra or OmegaConf error: the key, and the options or values allowed there."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_such_choice(error.missing_cfg_file)
+    cause = error
+    while cause.__cause__ is not None and isinstance(cause.__cause__, OmegaConfBaseException):
+        cause = cause.__cause__
+    key = getattr(cause, "full_key", None)
+    first_line = str(cause).strip().splitlines()[0]
+    several = str(error).partition("Ambiguous value for argument '")[2].rpartition("'\n1. To use it as a list")[0]
+    if word := error.override if isinstance(error, OverrideParseException) else several:
+        key, equals, value = word.partition("=")
+        said = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
+        return f"{word}: not an option; give it, {said}"
+    if not key:
+        return " ".join(str(error).split())
+    leaf = key.rpartition(".")[2]
+    if isinstance(cause, ConfigAttributeError) and cause.parent_node is not None:
+        allowed = [str(name) for name in cause.parent_node]
+        hint = did_you_mean(leaf, [*allowed, "experiment", "method"])
+        return f"{key}: no such option{hint or ';'} Allowed here: {', '.join(allowed)}"
+    if isinstance(cause, ConfigKeyError):
+        return f"{key}: {key.rpartition('.')[0]} holds no {leaf!r} in this run; choose it first, or check the name"
+    return f"{key}: {first_line}"
+
+
+def _no_such_choice(missing: str) -> str:
+    """The error message for an unknown choice. missing: "GROUP/CHOICE"."""
+    group, _, name = missing.partition("/")
+    if group == "method":
+        return no_such_method(name)
+    files = sorted((CONF_DIR / group).rglob("*.yaml"))
+    choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
+    hint = did_you_mean(name, choices)
+    return f"{group}={name}: no such choice{hint} There are {listed(choices)}; --help lists those of this command"
+
+
+def _fail(message: str) -> typing.NoReturn:
+    print(f"error: {shown(message)}", file=sys.stderr)
+    sys.exit(USER_ERROR_STATUS)
+
+
+def _open(kind: Any) -> Any:
+    """`kind` as OmegaConf takes it: settings that are not frozen, and the simple types that it knows."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return dataclasses.make_dataclass(kind.__name__, _open_fields(kind))
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return typing.Union[tuple(map(type, arguments))]  # noqa: UP007 (built at run time)
+    if origin in (types.UnionType, typing.Union):
+        given = [one for one in arguments if one is not types.NoneType]
+        contains = len(given) > 1 and any(map(typing.get_args, given))  # OmegaConf has no unions with containers
+        return Any if contains else typing.Union[tuple(map(_open, arguments))]  # noqa: UP007 (built at run time)
+    return origin[tuple(map(_open, arguments))] if origin else kind
+
+
+def _open_fields(kind: type) -> Iterator[tuple[str, object, object]]:
+    for own in dataclasses.fields(kind):
+        inner = _open(typing.get_type_hints(kind)[own.name])
+        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+            yield own.name, inner, dataclasses.field(default_factory=inner)
+        elif own.default is own.default_factory is dataclasses.MISSING:
+            yield own.name, inner, dataclasses.field(default="???")  # mandatory
+        else:
+            yield own.name, inner, dataclasses.field(default=own.default, default_factory=own.default_factory)

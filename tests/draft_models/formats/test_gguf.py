@@ -1,0 +1,555 @@
+"""Targets in GGUF files: what is read is the model that was written, of any family and quantisation, or is refused."""
+
+import shutil
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+import outrider
+from outrider.base.errors import UserError
+from outrider.draft_models.formats.gguf_config import FAMILIES, gguf_config
+from outrider.draft_models.formats.gguf_file import open_gguf
+from outrider.draft_models.formats.gguf_model import GgufModel
+from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
+from outrider.draft_models.targets.fingerprint import tokenizer_digest
+from outrider.draft_models.targets.model_files import load_causal_lm, load_generation_config
+from outrider.draft_models.targets.open_target import load_tokenizer, open_target
+from outrider.draft_models.targets.tensor_files import open_tensors
+from tests.gguf_files import (
+    TEMPLATE,
+    UNQUANTISABLE,
+    GgufWriter,
+    add_bpe,
+    bpe_tokenizer,
+    dequantised,
+    ggml_names,
+    permuted,
+    rewritten,
+    save_plain_target,
+    write_gguf,
+)
+from tests.tiers import as_many, typical_where
+from tests.tiny import random_prompt, reference_generate
+
+KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", *UNQUANTISABLE)
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tied": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "wide heads": ("llama", {"head_dim": 32}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 64}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}}),
+    "yarn": ("llama", {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 64}),
+}  # fmt: skip
+
+
+def random_biases(path: Path) -> None:
+    """Give a model's biases and norms values that matter: they start as zeros and ones."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+
+
+@torch.inference_mode()
+def same_model(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+    """Whether two models have the same logits, bit for bit, and the same greedy tokens."""
+    ids = torch.tensor([random_prompt(40, seed=3)])
+    logits = [model(ids).logits for model in (one, other)]
+    texts = [reference_generate(model, random_prompt(9), 4) for model in (one, other)]
+    return torch.equal(*logits) and texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_model_is_the_one_that_was_written(tmp_path: Path, variant: str) -> None:
+    architecture, changes = VARIANTS[variant]
+    source = save_plain_target(tmp_path / "model", architecture, **changes)
+    random_biases(source)
+    path = write_gguf(source, tmp_path / "model.gguf")
+    reference = AutoModelForCausalLM.from_pretrained(source).eval()
+    read = load_causal_lm(str(path), dtype=torch.float32).eval()
+    assert same_model(read, reference)
+    target = open_target(str(path))
+    layers = target.layers(dtype=torch.float32)
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(layers.state_dict()[name], tensor), name
+    assert (target.config.model_type, target.config.architectures) == (architecture, [type(reference).__name__])
+    # Transformers has a tokenizer of its own for some architectures: Qwen2's would be another than this file's.
+    assert tokenizer_digest(target.tokenizer) == tokenizer_digest(gguf_tokenizer(open_gguf(path)))
+    original = open_target(str(source))
+    differing = target.fingerprint.differences(original.fingerprint)
+    assert [words for words in differing if not words.startswith("tokenizer: ")] == []
+    assert target.fingerprint.tensors == original.fingerprint.tensors
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_rows_left_as_llama_cpp_permutes_them_are_another_model(tmp_path: Path, architecture: str) -> None:
+    """The fault that the tests above must find: without it in the file, undoing it is a fault too."""
+    source = save_plain_target(tmp_path / "model", architecture)
+    path = write_gguf(source, tmp_path / "model.gguf", permute=False)
+    reference = AutoModelForCausalLM.from_pretrained(source).eval()
+    assert not same_model(load_causal_lm(str(path), dtype=torch.float32).eval(), reference)
+    assert open_target(str(path)).fingerprint.tensors != open_target(str(source)).fingerprint.tensors
+
+
+QUANTISED = [*(("llama", kind) for kind in KINDS), ("qwen2", "BF16"), ("qwen2", "Q4_0")]
+TYPICAL = {("llama", kind) for kind in ("F16", "Q8_0", "Q4_0", UNQUANTISABLE[0])} | {("qwen2", "BF16")}
+
+
+@pytest.mark.parametrize(("architecture", "kind"), typical_where(TYPICAL.__contains__, QUANTISED))
+def test_a_quantised_model_is_that_of_the_dequantised_weights(tmp_path: Path, architecture: str, kind: str) -> None:
+    source = save_plain_target(tmp_path / "model", architecture)
+    path = write_gguf(source, tmp_path / "model.gguf", kind)
+    reference = AutoModelForCausalLM.from_pretrained(dequantised(source, tmp_path / "plain", kind)).eval()
+    assert same_model(load_causal_lm(str(path), dtype=torch.float32).eval(), reference)
+    assert not same_model(reference, AutoModelForCausalLM.from_pretrained(source).eval())
+    halves = open_target(str(path)).layers([0], dtype=torch.bfloat16).state_dict()
+    for name, tensor in halves.items():
+        assert torch.equal(tensor, reference.state_dict()[name].bfloat16()), name
+
+
+def test_a_directory_may_hold_one(tmp_path: Path, written: Path) -> None:
+    shutil.copy(written, tmp_path / "one.gguf")
+    there, itself = open_target(str(tmp_path)), open_target(str(written))
+    assert there.fingerprint.differences(itself.fingerprint) == []
+    shutil.copy(written, tmp_path / "two.gguf")
+    with pytest.raises(UserError, match=r"holds several GGUF files \(one\.gguf, two\.gguf\)"):
+        open_target(str(tmp_path))
+
+
+def test_beside_a_model_directory_it_is_not_taken(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "both")
+    write_gguf(llama, folder / "other.gguf", "Q4_0")
+    files = open_tensors(str(folder))
+    assert set(files.file_of.values()) == {"model.safetensors"}
+
+
+def test_special_tokens_and_template(tmp_path: Path, llama: Path, written: Path) -> None:
+    target, original = open_target(str(written)), open_target(str(llama))
+    assert target.tokenizer.special_tokens_map == original.tokenizer.special_tokens_map
+    assert target.tokenizer.chat_template == TEMPLATE
+    said = target.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert said == "<user>hi"
+    generation = load_generation_config(str(written))
+    assert generation is not None
+    assert generation.eos_token_id == original.tokenizer.eos_token_id
+    pad = original.tokenizer.pad_token_id
+    path = write_gguf(llama, tmp_path / "turns.gguf")
+    path = rewritten(path, **{"tokenizer.ggml.eot_token_id": pad})
+    assert load_generation_config(str(path)).eos_token_id == [original.tokenizer.eos_token_id, pad]
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_file_that_ends_too_early_is_refused_wherever_it_ends(tmp_path: Path, written: Path) -> None:
+    whole = written.read_bytes()
+    path = tmp_path / "cut.gguf"
+    for size in (4, 20, 40, 300, 5000, 12000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"cut\.gguf: (not a GGUF file|ends within)"):
+            open_tensors(str(path))
+
+
+@pytest.mark.parametrize("whose", ["name", "place"])
+def test_one_tensor_in_the_place_of_another_is_refused(tmp_path: Path, written: Path, whose: str) -> None:
+    """A tensor that is there twice, and one that begins within another; else the last one would win."""
+    content, one, other = bytearray(written.read_bytes()), b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"
+    at, place = content.index(one), content.index(other)
+    if whose == "name":
+        content[place : place + len(other)] = one
+    else:  # after the name: the number of dimensions, two of them, the type, the offset
+        skip = len(one) + 4 + 2 * 8 + 4
+        content[place + skip : place + skip + 8] = content[at + skip : at + skip + 8]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"blk\.0\.ffn_up\.weight.*(twice|overlap)"):
+        open_tensors(str(path))
+
+
+@pytest.mark.slow
+def test_a_damaged_byte_is_harmless_or_refused(tmp_path: Path, written: Path) -> None:
+    """Anywhere before the weights: no traceback, no endless loop, no list that fills the memory."""
+    whole = written.read_bytes()
+    header = min(place.begin for place in open_gguf(written).tensors.values())
+    path, random, refused, count = tmp_path / "model.gguf", np.random.default_rng(0), 0, as_many(200)
+    for at, value in zip(random.integers(0, header, count), random.integers(0, 256, count), strict=True):
+        content = bytearray(whole)
+        content[at] = value
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        try:
+            target = open_target(str(path))
+            assert target.files.file_of
+            assert target.tokenizer is not None
+        except UserError:
+            refused += 1
+    assert refused > count // 4
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path, written: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"a text, not a model")
+    with pytest.raises(UserError, match="a file, but not a GGUF file"):
+        open_target(str(path))
+    content = bytearray(written.read_bytes())
+    content[4:8] = (3).to_bytes(4, "big")
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"GGUF version 50331648, supported: \(2, 3\) in little-endian"):
+        open_target(str(path))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"llama.embedding_length": None}, "says no llama.embedding_length"),
+        ({"llama.block_count": None}, "says no llama.block_count"),
+        ({"llama.block_count": 2**30}, r"llama.block_count=1073741824: expected 1 to \d\d;"),
+        ({"llama.block_count": "four"}, "llama.block_count='four': expected int"),
+        ({"llama.attention.head_count": [4, 4, 2, 4]}, "llama.attention.head_count=.*: expected int"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count=0: expected a positive number"),
+        ({"llama.expert_count": 8}, "llama.expert_count=8 is not supported"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale=0.5 is not supported"),
+        ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count=32 with heads of 64 values"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope'; supported: none, linear, yarn"),
+        ({"llama.rope.scaling.type": "linear"}, "says no llama.rope.scale_linear"),
+        ({"split.count": 3}, r"one of 3 files of a model \(split.count\)"),
+        ({"llama.block_count": 5}, r"holds no tensor 'blk\.4\.attn_k\.weight'"),
+        ({"llama.block_count": 3}, r"has a tensor that llama models have not: 'blk\.3\.attn_k\.weight'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model='bert'; supported: gpt2"),
+        ({"tokenizer.ggml.pre": "mine"}, "tokenizer.ggml.pre='mine': texts are cut in an unknown way"),
+        ({"tokenizer.ggml.merges": None}, "says no tokenizer.ggml.merges"),
+        ({"tokenizer.ggml.merges": ["nope never"]}, "no usable tokenizer"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "2 values of tokenizer.ggml.token_type for 320 tokens"),
+        ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id=999 of 320 tokens"),
+        ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "bos_token_id is missing"),
+    ],
+)
+def test_metadata_that_are_missing_or_not_understood_are_named(
+    tmp_path: Path, written: Path, values: dict[str, Any], message: str
+) -> None:
+    path = shutil.copy(written, tmp_path / "model.gguf")
+    other = rewritten(path, **values)
+
+    def read() -> None:
+        target = open_target(str(other))
+        _ = (target.files, target.tokenizer)
+
+    with pytest.raises(UserError, match=message) as refused:
+        read()
+    assert "rewritten.gguf" in str(refused.value)
+
+
+def test_a_scaling_that_is_not_llama3s_is_refused(tmp_path: Path) -> None:
+    changed = {**LLAMA3, "high_freq_factor": 6.0}
+    source = save_plain_target(tmp_path / "model", rope_parameters=changed, head_dim=64)
+    with pytest.raises(UserError, match=r"'rope_freqs\.weight' holds no rope scaling of Llama 3 with"):
+        open_target(str(write_gguf(source, tmp_path / "model.gguf")))
+
+
+@pytest.mark.parametrize("shape", [(), (4, 2**31, 2**31, 256), (1, 259, 256), (2**31, 2**31), (0, 256), (2**32 - 1,)])
+def test_shapes_that_no_matrix_has_are_refused(tmp_path: Path, written: Path, shape: tuple[int, ...]) -> None:
+    """Their sizes are no 64-bit numbers: 4 · 2³¹ · 2³¹ would be 0, and a file of any length long enough for it."""
+    content, name = written.read_bytes(), b"token_embd.weight"
+    at = content.index(name) + len(name)
+    stated = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+    before, after = content[:at] + stated, content[at + 4 + 2 * 8 :]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(before + after)
+    with pytest.raises(UserError, match=r"model\.gguf: .*(damaged|token_embd\.weight)"):
+        assert open_target(str(path)).fingerprint
+
+
+def test_a_quantisation_that_cannot_be_undone_is_named(tmp_path: Path, written: Path) -> None:
+    content = written.read_bytes()
+    name = b"blk.1.ffn_up.weight"
+    at = content.index(name) + len(name) + 4 + 2 * 8
+    for kind, said in ((15, "Q8_K"), (250, "250")):
+        (tmp_path / "model.gguf").write_bytes(content[:at] + kind.to_bytes(4, "little") + content[at + 4 :])
+        with pytest.raises(
+            UserError, match=rf"'blk\.1\.ffn_up\.weight' is quantised as {said}, which the gguf package"
+        ):
+            open_tensors(str(tmp_path / "model.gguf"))
+
+
+def test_without_the_package_the_error_names_the_remedy(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(llama, tmp_path / "model.gguf", template="converted without the package by nobody")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError, match=r"needs the gguf package: pip install 'outrider\[gguf\]'"):
+        open_tensors(str(path))
+
+
+LAYERS = 6  # the last of which, of a Gemma 3, has no window
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 200, "vocab_size": 320, "tie_word_embeddings": False,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+RMS, EPSILON = ("attention.layer_norm_rms_epsilon", "rms_norm_eps"), "attention.layer_norm_epsilon"
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+          "expert_feed_forward_length": "moe_intermediate_size"}  # fmt: skip
+
+
+def partial(part: float, theta: float = 10000.0) -> dict[str, Any]:
+    """Rotary positions of a part of each head."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": part}}
+
+
+@dataclass(frozen=True)
+class Written:
+    """How llama.cpp's converter writes an architecture: its config, and the keys with the fields that they say."""
+
+    kind: str
+    config: dict[str, Any]
+    epsilon: tuple[str, str] = RMS
+    keys: tuple[tuple[str, str], ...] = ()
+
+
+HEAD_DIM = (("attention.key_length", "head_dim"), ("attention.value_length", "head_dim"))
+WINDOW = ("attention.sliding_window", "sliding_window")
+CAPS = (("final_logit_softcapping", "final_logit_softcapping"), ("attn_logit_softcapping", "attn_logit_softcapping"))
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+EXAMPLES = {
+    "llama": Written("llama", {"rms_norm_eps": 1e-5, "head_dim": 32}, keys=HEAD_DIM),
+    "qwen2": Written("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "qwen2moe": Written(
+        "qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "rms_norm_eps": 1e-5},
+        keys=(*ROUTED.items(), ("expert_shared_feed_forward_length", "shared_expert_intermediate_size")),
+    ),
+    "qwen3": Written("qwen3", {"head_dim": 32}, keys=HEAD_DIM),
+    "qwen3moe": Written("qwen3_moe", {**EXPERTS, "head_dim": 32, "norm_topk_prob": True},
+                        keys=(*ROUTED.items(), *HEAD_DIM)),
+    "gemma2": Written(
+        "gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True,
+                   "attn_logit_softcapping": 0.5, "final_logit_softcapping": 8.0}, keys=(*HEAD_DIM, WINDOW, *CAPS),
+    ),
+    "gemma3": Written(
+        "gemma3_text", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True,
+                        "rope_parameters": GEMMA3_ROPE}, keys=(*HEAD_DIM, WINDOW),
+    ),
+    "phi3": Written("phi3", {"sliding_window": 12, "original_max_position_embeddings": 200, **partial(0.5)},
+                    keys=(WINDOW,)),
+    "stablelm": Written("stablelm", {"use_qkv_bias": True, "layer_norm_eps": 1e-6, **partial(0.25)},
+                        (EPSILON, "layer_norm_eps")),
+    "starcoder2": Written(
+        "starcoder2", {"norm_epsilon": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        (EPSILON, "norm_epsilon"),
+    ),
+    "nemotron": Written("nemotron", {"head_dim": 32, "norm_eps": 1e-6, **partial(0.5)},
+                        (EPSILON, "norm_eps"), HEAD_DIM),
+    "gpt2": Written("gpt2", {"n_inner": 96, "layer_norm_epsilon": 1e-6, "tie_word_embeddings": True},
+                    (EPSILON, "layer_norm_epsilon")),
+    "falcon": Written("falcon", {"bias": True, "tie_word_embeddings": True, "ffn_hidden_size": 96},
+                      (EPSILON, "layer_norm_epsilon")),
+}  # fmt: skip
+
+
+def example(family: str) -> PreTrainedModel:
+    """A random model of a family. What a converter adds 1 to has few digits, so that nothing is rounded."""
+    torch.manual_seed(0)
+    written = EXAMPLES[family]
+    config = AutoConfig.for_model(written.kind, **{**SIZES, **written.config})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randint(8, 48, parameter.shape) / 64)
+            else:
+                parameter.mul_(6.0)
+    return model
+
+
+def write_family(
+    model: PreTrainedModel,
+    family: str,
+    path: Path,
+    kind: str = "F32",
+    tensors: dict[str, NDArray[Any]] | None = None,
+    **more: Any,
+) -> Path:
+    """The file that llama.cpp's converter makes of `model`, matrices as `kind`.
+
+    tensors, more: other tensors and values of keys, the latter with "__" for a point.
+    """
+    writer, written, config = GgufWriter(path, family), EXAMPLES[family], model.config
+    values = {key: getattr(config, name) for key, name in (written.epsilon, *written.keys)}
+    values |= {
+        "block_count": LAYERS, "context_length": SIZES["max_position_embeddings"], "embedding_length": 64,
+        "feed_forward_length": 96, "attention.head_count": 4,
+        "attention.head_count_kv": {"falcon": 1, "gpt2": 4}.get(family, 2),
+    }  # fmt: skip
+    values |= rotary(config)
+    for key, value in {**values, **{key.replace("__", "."): value for key, value in more.items()}}.items():
+        writer.add(f"{family}.{key}", value)
+    add_bpe(writer, bpe_tokenizer(), TEMPLATE)
+    for name, array in {**laid_out(model, family), **(tensors or {})}.items():
+        writer.tensor(name, array, kind if array.ndim > 1 else "F32")
+    return writer.close()
+
+
+def rotary(config: PreTrainedConfig) -> dict[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    found: dict[str, Any] = {"rope.freq_base": rope["rope_theta"]} if rope else {}
+    if "partial_rotary_factor" in rope:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        found["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
+    if rope.get("rope_type") == "linear":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
+    return found
+
+
+def laid_out(model: PreTrainedModel, family: str) -> dict[str, NDArray[Any]]:
+    """The tensors of `model` by ggml's names, as llama.cpp's converter lays them out."""
+    found, state = {}, model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    for name, known in ggml_names(family, LAYERS, state).items():
+        array = state[name].numpy()
+        if name.endswith("experts.gate_up_proj"):  # [experts, gates and values, hidden]
+            block = name.split(".")[2]
+            found[f"blk.{block}.ffn_gate_exps.weight"], found[f"blk.{block}.ffn_up_exps.weight"] = np.split(array, 2, 1)
+        else:
+            found[known] = as_stored(array, known, family)
+    return found
+
+
+def as_stored(array: NDArray[Any], name: str, family: str) -> NDArray[Any]:
+    part = name.split(".")[-2]
+    if family == "llama" and part in ("attn_q", "attn_k"):
+        return permuted(array, 4 if part == "attn_q" else 2)
+    if family in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+        return array + 1
+    if part == "ffn_gate_inp_shexp":  # one row, which ggml keeps as a vector
+        return array[0]
+    if family == "gpt2" and array.ndim == 2 and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
+        return np.ascontiguousarray(array.T)
+    return array
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    return model(torch.tensor([random_prompt(40, seed=3)])).logits
+
+
+def test_every_architecture_has_an_example() -> None:
+    assert EXAMPLES.keys() == FAMILIES.keys()
+
+
+TYPICAL_FAMILIES = ("gemma3", "qwen2moe", "gpt2", "phi3")
+
+
+@pytest.mark.parametrize("family", typical_where(TYPICAL_FAMILIES.__contains__, list(EXAMPLES)))
+def test_every_architecture_is_the_one_that_was_written(tmp_path: Path, family: str) -> None:
+    """By our conversion, and by transformers' own reading of the tensors."""
+    model = example(family)
+    path = write_family(model, family, tmp_path / "model.gguf")
+    config = gguf_config(open_gguf(path))
+    ours = load_causal_lm(str(path), dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", config=config, dtype=torch.float32)
+    for read in (ours, theirs.eval()):
+        assert read.state_dict().keys() == model.state_dict().keys()
+        assert all(torch.equal(read.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+        assert torch.allclose(logits_of(read), logits_of(model), atol=1e-5)  # sums of experts go by addresses
+
+
+@pytest.mark.parametrize("family", typical_where(("gemma3", "falcon").__contains__, list(EXAMPLES)))
+@pytest.mark.slow
+def test_decoding_is_that_of_transformers(tmp_path: Path, family: str) -> None:
+    """Layer by layer, or as a whole where its layers cannot be run one by one; drafts are taken from the prompt."""
+    path = write_family(example(family), family, tmp_path / "model.gguf")
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", config=gguf_config(open_gguf(path)), dtype=torch.float32
+    ).eval()
+    model = outrider.load(str(path), device="cpu", dtype="float32")
+    prompt = "the same words, and then the same words, and then"
+    tokenizer = load_tokenizer(str(path))
+    expected = reference_generate(reference, tokenizer(prompt)["input_ids"], 24, [1])
+    assert model.generate(prompt, max_new_tokens=24) == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def refused(file: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        load_causal_lm(str(file), dtype=torch.float32)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "named"),
+    [
+        ("gemma3", {"attention__scale": 0.5}, "gemma3.attention.scale=0.5"),
+        ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2"),
+        ("qwen2", {"attention__sliding_window": 8}, "qwen2.attention.sliding_window=8"),
+        ("falcon", {"attention__head_count_kv": 2}, "falcon.attention.head_count_kv=2"),
+        ("phi3", {"rope__scaling__attn_factor": 1.2}, "phi3.rope.scaling.attn_factor=1.2"),
+        ("stablelm", {"embedding_length": 32}, "token_embd.weight"),
+        ("qwen2moe", {"expert_feed_forward_length": 48}, "exps.weight"),
+    ],
+)
+def test_what_would_be_another_model_is_refused_by_its_name(
+    tmp_path: Path, family: str, keys: dict[str, Any], named: str
+) -> None:
+    assert named in refused(write_family(example(family), family, tmp_path / "model.gguf", **keys))
+
+
+def test_factors_of_long_texts_are_not_left_out(tmp_path: Path) -> None:
+    """transformers reads a Phi 3 with them as one without."""
+    path = tmp_path / "model.gguf"
+    write_family(example("phi3"), "phi3", path, tensors={"rope_factors_long.weight": np.ones(4, np.float32)})
+    assert "rope_factors_long.weight" in refused(path)
+
+
+@pytest.mark.parametrize(("family", "layers", "scale"), [("gemma2", 46, 16), ("gemma2", 6, 32), ("gemma3", 62, 16)])
+def test_attention_of_the_largest_gemmas_has_another_scale(
+    tmp_path: Path, family: str, layers: int, scale: int
+) -> None:
+    """No key says it: llama.cpp knows those models by the number of their layers."""
+    file = open_gguf(write_family(example(family), family, tmp_path / "model.gguf", block_count=layers))
+    assert gguf_config(file).query_pre_attn_scalar == scale
+
+
+def test_the_layers_of_a_gemma_3_without_a_window_are_those_that_the_file_says(tmp_path: Path) -> None:
+    keys = {"attention__sliding_window_pattern": 2, "rope__freq_base_swa": 5000.0}
+    config = gguf_config(open_gguf(write_family(example("gemma3"), "gemma3", tmp_path / "model.gguf", **keys)))
+    assert config.layer_types == ["sliding_attention", "full_attention"] * 3
+    assert config.rope_parameters["sliding_attention"]["rope_theta"] == 5000.0
+
+
+def test_one_row_may_be_a_matrix(tmp_path: Path) -> None:
+    """The gate of shared experts is a vector only after llama.cpp has copied the file."""
+    model, name = example("qwen2moe"), "blk.0.ffn_gate_inp_shexp.weight"
+    path = write_family(model, "qwen2moe", tmp_path / "model.gguf", tensors={name: np.ones((1, 64), np.float32)})
+    read = load_causal_lm(str(path), dtype=torch.float32)
+    assert read.state_dict()["model.layers.0.mlp.shared_expert_gate.weight"].tolist() == [[1.0] * 64]
+
+
+def test_halves_and_joined_experts_keep_their_type(tmp_path: Path) -> None:
+    path = write_family(example("qwen3moe"), "qwen3moe", tmp_path / "model.gguf", "BF16")
+    kinds = {name: stored.dtype for name, stored in GgufModel("", path).tensors().items()}
+    assert kinds["model.layers.0.mlp.experts.gate_up_proj"] == kinds["model.embed_tokens.weight"] == torch.bfloat16
+    assert kinds["model.norm.weight"] == torch.float32

@@ -1,0 +1,333 @@
+"""Targets in torch's pickles (.bin), whose code is not run, and in fp8: the same target as in safetensors.
+
+Other quantisations are refused by name.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from outrider.base.errors import UserError
+from outrider.data_prep.settings import ConvertConfig
+from outrider.data_prep.targets import convert_target
+from outrider.draft_models.formats.torch_files import open_pickled, unscaled
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.tensor_files import open_tensors
+from tests.forked import Fork
+from tests.pairwise import all_pairs, each_value
+from tests.tiers import typical_where
+from tests.tiny import ARCHITECTURES, random_prompt, reference_generate, save_target
+
+INDEX = "pytorch_model.bin.index.json"
+
+
+def as_bin(source: Path, folder: Path, files: int = 1, *, bare: bool = False, **saving: Any) -> Path:
+    """The model directory `source` with .bin files, as transformers wrote them: a tied head under both names.
+
+    bare: of the base model alone, without its prefix and the head. saving: options of `torch.save`.
+    """
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    if "lm_head.weight" not in weights and not bare:
+        (embedding,) = (tensor for name, tensor in weights.items() if "embed_tokens" in name)
+        weights["lm_head.weight"] = embedding
+    if bare:
+        weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    shared = [name for name in weights if "embed_tokens" in name or name == "lm_head.weight"]
+    names = shared + [name for name in weights if name not in shared]  # one file holds both names of a tensor
+    size = -(-len(names) // files)
+    parts = [names[at : at + size] for at in range(0, len(names), size)]
+    if files == 1:
+        torch.save(weights, folder / "pytorch_model.bin", **saving)
+        return folder
+    file_of = {}
+    for number, part in enumerate(parts, start=1):
+        file = f"pytorch_model-{number:05d}-of-{len(parts):05d}.bin"
+        torch.save({name: weights[name] for name in part}, folder / file, **saving)
+        file_of |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    return folder
+
+
+FILES = all_pairs(ARCHITECTURES, (False, True), (1, 3))
+
+
+@pytest.mark.parametrize(("architecture", "tied", "files"), typical_where(each_value(FILES).__contains__, FILES))
+def test_it_is_the_target_that_it_is_in_safetensors(tmp_path: Path, architecture: str, tied: bool, files: int) -> None:
+    source = save_target(tmp_path / "source", architecture, tied=tied)
+    path = as_bin(source, tmp_path / "bin", files)
+    one, other = open_target(str(source)), open_target(str(path))
+    assert other.fingerprint.differences(one.fingerprint) == []
+    assert other.fingerprint.tensors == one.fingerprint.tensors
+    assert other.fingerprint.weights == one.fingerprint.weights
+    assert other.files.digests(other.files.file_of, whole=True) == one.files.digests(one.files.file_of, whole=True)
+    layers = [target.layers([0, 3], dtype=torch.float32).state_dict() for target in (one, other)]
+    assert all(torch.equal(layers[0][name], layers[1][name]) for name in layers[0])
+    texts = [
+        reference_generate(load_causal_lm(str(folder), dtype=torch.float32).eval(), random_prompt(9), 4)
+        for folder in (source, path)
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt"])
+def test_without_the_causal_lm_around_it(tmp_path: Path, architecture: str) -> None:
+    source = save_target(tmp_path / "source", architecture, tied=True)
+    path = as_bin(source, tmp_path / "bin", bare=True)
+    assert open_target(str(path)).fingerprint.tensors == open_target(str(source)).fingerprint.tensors
+
+
+def test_a_changed_weight_is_another_target(tmp_path: Path) -> None:
+    """Or the tests above would pass with digests of nothing."""
+    source = save_target(tmp_path / "source")
+    path = as_bin(source, tmp_path / "bin")
+    weights = torch.load(path / "pytorch_model.bin")
+    weights["model.layers.2.mlp.up_proj.weight"][0, 0] += 1
+    torch.save(weights, path / "pytorch_model.bin")
+    (words,) = open_target(str(path)).fingerprint.differences(open_target(str(source)).fingerprint)
+    assert words == "the weights differ in model.layers.2"
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_only_what_is_looked_at_is_read(tmp_path: Path, legacy: bool) -> None:
+    """Where torch wrote a file so that it can be mapped: what is changed after it was opened is seen, once."""
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.full((9,), 5.0)}, file, _use_new_zipfile_serialization=not legacy)
+    before, after = (torch.full((9,), value).numpy().tobytes() for value in (5.0, 7.0))
+    stored = open_pickled(str(file))["a"]
+    at = file.read_bytes().index(before)
+    with open(file, "r+b") as opened:
+        opened.seek(at)
+        opened.write(after)
+    read = stored.read()
+    assert read.tolist() == [5.0 if legacy else 7.0] * 9
+    with open(file, "r+b") as opened:
+        opened.seek(at)
+        opened.write(before)
+    assert read.tolist() == [5.0 if legacy else 7.0] * 9
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.arange(12.0).reshape(3, 4).T, torch.arange(12.0)[::2], torch.tensor(3.0), torch.zeros(0, 4)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.float8_e4m3fn])
+def test_a_tensor_is_its_values_however_it_lies_in_memory(tmp_path: Path, tensor: Tensor, dtype: torch.dtype) -> None:
+    plain, folders = {"model.x.weight": tensor.to(dtype)}, []
+    for name in ("bin", "safetensors"):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+    torch.save(plain, folders[0] / "pytorch_model.bin")
+    save_file({name: one.contiguous() for name, one in plain.items()}, folders[1] / "model.safetensors")
+    pickled, safe = (open_tensors(str(folder)) for folder in folders)
+    assert pickled.digests(pickled.file_of) == safe.digests(safe.file_of)
+    read = [files.read(files.file_of)["model.x.weight"] for files in (pickled, safe)]
+    assert read[0].shape == read[1].shape
+    assert torch.equal(read[0].float(), read[1].float())
+
+
+def test_safetensors_come_first(tmp_path: Path) -> None:
+    source = save_target(tmp_path / "source")
+    (source / "pytorch_model.bin").write_bytes(b"never looked at")
+    assert set(open_tensors(str(source)).file_of.values()) == {"model.safetensors"}
+
+
+class Ran:
+    """What a pickle may do as it is read."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, legacy: bool) -> None:
+    path = as_bin(save_target(tmp_path / "source"), tmp_path / "bin")
+    weights = {"a": torch.zeros(2), "b": Ran(tmp_path / "ran")}
+    torch.save(weights, path / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UserError, match=r"pytorch_model\.bin: torch's weights-only loader refuses it \(.*mkdir"):
+        load_causal_lm(str(path), dtype=torch.float32)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([torch.zeros(2)], "expected a mapping of names to dense tensors, found no mapping"),
+        ({"step": 3}, "found 'step': int"),
+        ({"a": torch.zeros(2).to_sparse()}, "found 'a': torch.float32"),
+        ({"a": torch.zeros(2, dtype=torch.complex64)}, "found 'a': torch.complex64"),
+    ],
+)
+def test_what_holds_no_weights_is_refused(tmp_path: Path, content: object, message: str) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=rf"pytorch_model\.bin: {message}|pytorch_model\.bin: .*{message}"):
+        open_tensors(str(tmp_path))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_damaged_file_is_refused(tmp_path: Path, legacy: bool) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"model.a": torch.zeros(5000)}, file, _use_new_zipfile_serialization=not legacy)
+    whole = file.read_bytes()
+    for size in (0, 1, 50, len(whole) // 2, len(whole) - 9):
+        file.write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"pytorch_model\.bin: (not a readable|torch's weights-only loader)"):
+            open_tensors(str(tmp_path))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    path = as_bin(save_target(tmp_path / "source"), tmp_path / "bin", 3)
+    (path / "pytorch_model-00002-of-00003.bin").unlink()
+    with pytest.raises(UserError, match=r"pytorch_model-00002-of-00003\.bin is named in pytorch_model\.bin\.index\.js"):
+        open_tensors(str(path))
+
+
+@pytest.mark.slow
+def test_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    """As it lies in the Hub's cache, without a network."""
+    source = save_target(tmp_path / "source", tied=True)
+    folder = tmp_path / "home" / "hub" / "models--me--model"
+    (folder / "snapshots").mkdir(parents=True)
+    as_bin(source, folder / "snapshots" / "0123", 3)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123")
+    code = (
+        "import json, os, torch\n"
+        "from huggingface_hub import constants\n"
+        "constants.HF_HUB_CACHE = os.environ['HF_HUB_CACHE']\n"
+        "from outrider.draft_models.targets.model_files import load_causal_lm\n"
+        "from outrider.draft_models.targets.open_target import open_target\n"
+        "load_causal_lm('me/model', dtype=torch.float32)\n"
+        "print(json.dumps(open_target('me/model').fingerprint.tensors))\n"
+    )
+    run = Fork(["-c", code], env={"HF_HUB_CACHE": str(tmp_path / "home" / "hub")})
+    out, err = run.communicate()
+    assert run.returncode == 0, err
+    assert json.loads(out.splitlines()[-1]) == open_target(str(source)).fingerprint.tensors
+
+
+BLOCK = (48, 40)  # neither divides the tiny targets' matrices
+FP8 = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
+
+
+def set_config(path: Path, **values: Any) -> Path:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | values))
+    return path
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """fp8 values, the scale of each block, and their product: block by block."""
+    rows, columns = ([range(at, min(at + step, size)) for at in range(0, size, step)]
+                     for size, step in zip(weight.shape, BLOCK, strict=True))  # fmt: skip
+    small, scales = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(len(rows), len(columns))
+    product = torch.empty_like(weight)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            place = (slice(row.start, row.stop), slice(column.start, column.stop))
+            scales[i, j] = weight[place].abs().max() / 448
+            small[place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
+            product[place] = small[place].float() * scales[i, j]
+    return small, scales, product
+
+
+def save_fp8(folder: Path, architecture: str) -> tuple[Path, Path]:
+    """A target with fp8 weights in its layers, and the same with their products in float32."""
+    small, plain = (save_target(folder / name, architecture) for name in ("fp8", "plain"))
+    stored, products = load_file(small / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name, tensor in stored.items() if ".layers." in name and tensor.ndim == 2]:
+        stored[name], stored[f"{name}_scale_inv"], products[name] = quantised(stored[name])
+    save_file(stored, small / "model.safetensors", metadata={"format": "pt"})
+    save_file(products, plain / "model.safetensors", metadata={"format": "pt"})
+    return set_config(small, quantization_config=FP8), plain
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_fp8_weights_are_multiplied_out(tmp_path: Path, architecture: str) -> None:
+    small, plain = save_fp8(tmp_path, architecture)
+    reference = AutoModelForCausalLM.from_pretrained(plain).eval()
+    layers = open_target(str(small)).layers(dtype=torch.float32).state_dict()
+    assert all(torch.equal(layers[name], tensor) for name, tensor in reference.state_dict().items())
+    model = load_causal_lm(str(small), dtype=torch.float32).eval()
+    texts = [reference_generate(one, random_prompt(9), 24) for one in (model, reference)]
+    assert texts[0] == texts[1]
+
+
+def test_a_scale_is_part_of_the_target(tmp_path: Path) -> None:
+    small, _ = save_fp8(tmp_path, "llama")
+    before = open_target(str(small)).fingerprint
+    stored = load_file(small / "model.safetensors")
+    stored["model.layers.2.mlp.up_proj.weight_scale_inv"][0, 0] *= 2
+    save_file(stored, small / "model.safetensors", metadata={"format": "pt"})
+    assert before.differences(open_target(str(small)).fingerprint) == ["the weights differ in model.layers.2"]
+
+
+def test_a_copy_of_fp8_weights_is_plain(tmp_path: Path) -> None:
+    small, plain = save_fp8(tmp_path, "llama")
+    convert_target(ConvertConfig(target=str(small), out_dir=str(tmp_path / "out")))
+    copied, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", plain))
+    assert copied.keys() == expected.keys()
+    assert all(torch.equal(copied[name], expected[name]) for name in expected)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"x: scales of shape \[2, 2\]: expected \[2, 3\]"):
+        unscaled(torch.zeros(96, 96), torch.ones(2, 2), BLOCK, "x")
+    small, _ = save_fp8(tmp_path, "llama")
+    set_config(small, quantization_config={**FP8, "weight_block_size": "all"})
+    with pytest.raises(UserError, match=r"quantization_config\.weight_block_size='all' in config\.json: expected rows"):
+        open_tensors(str(small))
+    set_config(small, quantization_config=None)
+    with pytest.raises(UserError, match=r"has scales of fp8 weights, of which its config\.json does not speak"):
+        open_tensors(str(small))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, r"bitsandbytes \(load_in_8bit\)"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors"),
+        ({"quant_method": "torchao"}, "torchao"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8"),  # one scale a tensor, or none
+        ({"bits": 4}, "unnamed"),
+    ],
+)
+def test_other_methods_are_refused_by_name(tmp_path: Path, settings: dict[str, Any], name: str) -> None:
+    path = set_config(save_target(tmp_path / "target"), quantization_config=settings)
+    with pytest.raises(UserError, match=rf"target=.*: quantised by '{name}' .*; supported: fp8 with scales by block"):
+        open_target(str(path))
+
+
+def test_without_settings_it_is_no_quantised_one(tmp_path: Path) -> None:
+    path = set_config(save_target(tmp_path / "target"), quantization_config=None)
+    assert open_target(str(path)).layers([0], dtype=torch.float32) is not None
+
+
+@pytest.mark.parametrize("kind", ["U16", "F8_E8M0"])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_type_that_is_not_known_is_named(tmp_path: Path, kind: str, fp8: bool) -> None:
+    """Whether it must be converted, or convert-target is asked to."""
+    source = set_config(save_target(tmp_path / "target"), **({"quantization_config": FP8} if fp8 else {}))
+    size = 2 if kind == "U16" else 1
+    header = json.dumps({"odd": {"dtype": kind, "shape": [1], "data_offsets": [0, size]}}).encode()
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(UserError, match=rf"tensor 'odd' has type {kind}: expected one of F64, .*; give the model in"):
+        convert_target(ConvertConfig(target=str(source), out_dir=str(tmp_path / "out")))

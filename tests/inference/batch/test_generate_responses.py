@@ -1,0 +1,464 @@
+"""Responses of a target: what is answered, how, and that nothing but the prompt and the seed decides it."""
+
+import functools
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import processors
+from torch import nn
+
+from outrider.base.errors import UserError
+from outrider.data_prep.text.chat import render_prompt
+from outrider.data_prep.text.rows import load_rows
+from outrider.data_prep.text.settings import DataConfig, MixPart
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.batch import directory
+from outrider.inference.batch import generate as responses_module
+from outrider.inference.batch.batch_decoder import Generator
+from outrider.inference.batch.compiled_batch import CompiledBatch, CompiledSteps
+from outrider.inference.batch.directory import prompt_id
+from outrider.inference.batch.generate import Responder, batches, generate_responses
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.batch.tasks import Todo, read_tasks, uniforms
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.engines.packing import PackedLinear, can_pack
+from outrider.inference.measure.time_limit import TimeLimit
+from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary, talk
+from tests.launched import launched
+from tests.tiny import byte_tokenizer
+
+# ------------------------------------------------------------------------------------------------ invariance
+
+
+def test_responses_do_not_depend_on_batches_or_shards(make):
+    expected = None
+    for name, batch_size, shard_size in (("a", 1, 1), ("b", 3, 4), ("c", 64, 512)):
+        config = make(name=name, batch_size=batch_size, shard_size=shard_size)
+        generate_responses(config)
+        expected = expected or responses(config)
+        assert responses(config) == expected
+    assert len(expected) == len(TALKS)
+    assert len(list(Path(make(name="a").out_dir).glob("responses-*.jsonl"))) == len(TALKS)
+    generate_responses(make(name="seed", seed=1))
+    assert responses(make(name="seed")) != expected
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
+def test_the_target_is_laid_out_for_its_batches(make):
+    """Without a clock: or a resumed run might round otherwise."""
+
+    def layouts(**options):
+        config = replace(make(), **options)
+        target, cpu = open_target(config.target), torch.device("cpu")
+        model, _ = responses_module.load_target(config, target, torch.float32, cpu)
+        return {type(module) for module in model.modules() if "Linear" in type(module).__name__}
+
+    assert layouts() == {PackedLinear}
+    assert layouts(device_map="cpu") == {nn.Linear}
+
+
+def _killed_at(config, write):
+    """In a process of its own: SIGKILL before the given write of a file, or half through it."""
+    real, count = directory.write_atomically, 0
+
+    def write_or_die(path, content):
+        nonlocal count
+        count += 1
+        if count == write:
+            path.with_name(f".{path.name}.1").write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(path, content)
+
+    directory.write_atomically = write_or_die
+    generate_responses(config)
+
+
+@pytest.mark.slow
+def test_killed_at_any_file_and_resumed_gives_the_same_responses(make):
+    records = [*TALKS[:7], talk("refused")]
+    whole = make(records, name="whole", top_k_logits=3, batch_size=2)
+    generate_responses(whole)
+    writes = len([path for path in Path(whole.out_dir).iterdir() if path.name.startswith(("responses-", "skipped-"))])
+    assert writes == 7  # three shards of distributions and responses, and what was skipped
+    for write in range(1, writes + 1):
+        config = make(records, name=f"killed{write}", top_k_logits=3, batch_size=2)
+        job = multiprocessing.get_context("fork").Process(target=_killed_at, args=(config, write))
+        job.start()
+        job.join()
+        assert job.exitcode == -signal.SIGKILL
+        assert len(responses(config)) < 7
+        generate_responses(replace(config, resume=True, batch_size=3))
+        assert responses(config) == responses(whole)
+        assert [entry["reason"] for entry in skipped(config)] == ["template"]
+        assert {key: summary(config)[key] for key in ("responses", "tokens", "skipped")} == {
+            key: summary(whole)[key] for key in ("responses", "tokens", "skipped")
+        }
+        tops = {response.record["id"]: response.top for response in read_responses(config.out_dir)}
+        for response in read_responses(whole.out_dir):
+            top = tops[response.record["id"]]
+            assert torch.equal(top.tokens, response.top.tokens)
+            torch.testing.assert_close(top.logprobs, response.top.logprobs, atol=0.01, rtol=0)  # kept as float16
+        names = {path.name for path in Path(config.out_dir).iterdir()}
+        assert [name for name in names if name.startswith(".")] == [".lock"]
+        assert all(name.replace("safetensors", "jsonl") in names for name in names if name.endswith(".safetensors"))
+
+
+def test_two_processes_give_what_one_gives(make):
+    one, two = make(name="one"), make(name="two")
+    generate_responses(one)
+
+    def respond(state):
+        responses_module.join_processes = lambda: state
+        generate_responses(two)
+
+    assert launched(2, respond) == [0, 0]
+    assert responses(two) == responses(one)
+    assert summary(two) == summary(one)
+    numbers = {int(path.stem.rpartition("-")[2]) % 2 for path in Path(two.out_dir).glob("responses-*.jsonl")}
+    assert numbers == {0, 1}  # each process has written shards of its own
+
+
+def test_compiled_steps_answer_the_same(make, monkeypatch):
+    """Where a processor has AMX the target's steps are compiled; here they are made to be, and made not to be."""
+    fed = []
+    feed = CompiledBatch.feed
+    monkeypatch.setattr(CompiledBatch, "feed", lambda self, tokens: fed.append(len(tokens)) or feed(self, tokens))
+    found = []
+    for name, way in (("library", lambda _: None), ("compiled", CompiledSteps.without_asking)):
+        monkeypatch.setattr(CompiledSteps, "of", way)
+        config = make(name=name)
+        generate_responses(config)
+        found.append(responses(config))
+        assert bool(fed) == (name == "compiled")
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
+def test_other_kernels_do_not_go_on(make, monkeypatch):
+    """They round otherwise: a machine with AMX leaves half of the answers to one without, or the contrary."""
+    config = make()
+    monkeypatch.setattr(responses_module, "has_amx", lambda: True)
+    generate_responses(config)
+    monkeypatch.setattr(responses_module, "has_amx", lambda: False)
+    with pytest.raises(UserError, match=r'kernels="\w+" \(was "\w+, steps by AMX"\)'):
+        generate_responses(replace(config, resume=True))
+
+
+# ------------------------------------------------------------------------------------------------------ time
+
+
+@pytest.fixture
+def answering_takes(monkeypatch):
+    """A clock that only answering moves, by what a function of the time says; returns how that function is given."""
+    now, answer = [0.0], Responder.answer
+
+    def take(seconds):
+        def slow(responder, tasks):
+            answer(responder, tasks)
+            now[0] += seconds(now[0])
+
+        monkeypatch.setattr(Responder, "answer", slow)
+        monkeypatch.setattr(responses_module, "TimeLimit", functools.partial(TimeLimit, clock=lambda: now[0]))
+        return now
+
+    return take
+
+
+@pytest.fixture
+def thirty_seconds_a_batch(answering_takes):
+    answering_takes(lambda _: 30)
+
+
+@pytest.mark.parametrize(("seconds", "batches_done"), [(5, 5), (20, 3), (100, 1)])
+def test_a_machine_that_becomes_slow_ends_in_time(make, answering_takes, capsys, seconds, batches_done):
+    """Twice as slow from the middle on: no batch begins after the time, and a line says what is left."""
+    now = answering_takes(lambda at: seconds * (1 if at < 30 else 2))
+    config = make(batch_size=2, minutes=1)
+    generate_responses(config)
+    assert now[0] <= 1.1 * 60 + 2 * seconds
+    assert len(responses(config)) == 2 * batches_done
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1 minutes hold no further")]
+    assert bool(said) == (batches_done < 5)
+    assert ("batch_size" in "".join(said)) == (batches_done == 1)
+
+
+@pytest.mark.usefixtures("thirty_seconds_a_batch")
+def test_when_the_time_is_over_what_is_there_is_kept_and_more_time_goes_on(make, monkeypatch):
+    whole = make(name="whole")
+    generate_responses(whole)
+    config = make(batch_size=2, shard_size=3, minutes=1)
+    generate_responses(config)
+    first = responses(config)
+    assert len(first) == 4  # two batches: a full shard would have been three
+    assert summary(config)["responses"] == 4
+    with monkeypatch.context() as patched:
+        patched.setattr(responses_module, "Responder", None)
+        generate_responses(replace(config, resume=True))  # the minute is over: the target is not even loaded
+    assert responses(config) == first
+    generate_responses(replace(config, resume=True, minutes=2))
+    assert len(responses(config)) == 8
+    generate_responses(replace(config, resume=True, minutes=None))
+    assert responses(config) == responses(whole)
+
+
+@pytest.mark.usefixtures("thirty_seconds_a_batch")
+@pytest.mark.parametrize("minutes", [None, 2])
+def test_the_first_batch_tells_how_long_all_take(make, capsys, minutes):
+    """And what ends it earlier. It is said once, and not where one batch is all there is."""
+    generate_responses(make(batch_size=2, minutes=minutes))
+    said = re.findall(
+        r"first_batch=2/10 tokens_per_s=(\d+) all_tokens=(\d+) all_take='2 min 30 s': (.*)", capsys.readouterr().out
+    )
+    ((rate, tokens, end),) = said
+    assert int(tokens) % 5 == 0 < int(tokens)  # five such batches
+    assert int(rate) == round(int(tokens) / 150)
+    assert ("minutes=2 end it" in end, "data.max_records=" in end) == (minutes == 2, minutes is None)
+    generate_responses(make(name="small", batch_size=10))
+    assert "first_batch=" not in capsys.readouterr().out
+
+
+def test_a_plan_is_an_upper_bound_and_makes_nothing(make, capsys):
+    """Of what a run then answers; without a word about the memory of a server. A resumed run has fewer prompts."""
+
+    def plan(**options):
+        generate_responses(make(plan=True, **options))
+        said = capsys.readouterr().out
+        assert not Path(make().out_dir).exists()
+        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+) ", said)}, said
+
+    found, said = plan(batch_size=3)
+    assert (found["prompts"], found["turns"], found["tokens_at_most"]) == (10, 20, 240)
+    assert "keys and values of 3 texts of up to" in said
+    assert "data.max_records= makes them fewer" in said
+    assert "minutes=7 end it at the latest" in plan(minutes=7)[1]
+    assert "memory" not in plan(server="http://127.0.0.1:9", concurrency=4)[1]  # which is not asked
+    assert plan(turns="first")[0]["turns"] == 10
+    generate_responses(make(name="made"))
+    told = json.loads((Path(make(name="made").out_dir) / "summary.json").read_text())
+    assert told["tokens"] <= 240
+    assert plan(name="made", resume=True)[0]["prompts"] == 0
+    with pytest.raises(UserError, match="no prompt in it"):
+        plan(records=[talk("a", "b")], heldout_fraction=0.999)
+
+
+@pytest.mark.usefixtures("thirty_seconds_a_batch")
+def test_the_time_before_a_kill_counts(make, monkeypatch):
+    config, real, saved = make(batch_size=2, shard_size=2, minutes=2), directory.Shard.save, []
+
+    def save(shard, folder, number):
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        saved.append(number)
+        real(shard, folder, number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory.Shard, "save", save)
+        with pytest.raises(KeyboardInterrupt):
+            generate_responses(config)
+    assert len(responses(config)) == 4  # of a minute; the third batch is lost, and its time with it
+    generate_responses(replace(config, resume=True))
+    assert len(responses(config)) == 8
+
+
+def test_what_is_answered_in_time_is_of_all_lengths(make):
+    """The same batches in another order: by themselves the longest prompts come first."""
+    config = make([talk("x" * length) for length in range(1, 41)], batch_size=4)
+    tasks = list(read_tasks(config, letter_tokenizer(), Todo()))
+    for task in tasks:
+        task.prompt = render_prompt(task.messages, letter_tokenizer())
+    in_time = batches(tasks, replace(config, minutes=1))
+
+    def lengths(found):
+        return [[len(task.prompt) for task in batch] for batch in found]
+
+    longest_first = lengths(batches(tasks, config))
+    assert longest_first == sorted(longest_first, reverse=True)
+    assert sorted(lengths(in_time), reverse=True) == longest_first
+    assert min(lengths(in_time)[:4]) < longest_first[5] < max(lengths(in_time)[:4])
+
+
+# --------------------------------------------------------------------------------------------------- content
+
+
+def test_every_turn_is_answered_after_the_targets_own_answers(make, model, target):
+    config = make(max_new_tokens=30)
+    generate_responses(config)
+    tokenizer = letter_tokenizer()
+    generator = Generator(model, Sampler(config.sampling), ENDS, greedy_tokens=2)
+    turns_answered = []
+    for record in responses(config).values():
+        messages = record["messages"]
+        assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
+        turns_answered.append(len(messages) // 2)
+        for turn in range(len(messages) // 2):
+            prompt = render_prompt(messages[: 2 * turn + 1], tokenizer)
+            room = min(30, 160 - len(prompt))
+            (answer,) = generator.answer([prompt], [uniforms(0, record["id"], turn, room)])
+            assert messages[2 * turn + 1]["content"] == tokenizer.decode(answer.said, skip_special_tokens=True).strip()
+        assert record["unanswered_turns"] == 2 - turn - 1
+        assert record["finish"] == ("end" if answer.ended else "length")
+    assert set(turns_answered) == {1, 2}
+    first = make(name="first", max_new_tokens=30, turns="first")
+    generate_responses(first)
+    assert {len(record["messages"]) for record in responses(first).values()} == {2}
+
+
+def test_plain_text_is_continued_from_its_beginning(make):
+    texts = [f"{i} def add(first, second): return first" for i in range(6)]
+    config = make([{"text": text} for text in texts], prefix_tokens=16)
+    generate_responses(config)
+    found = responses(config)
+    assert len(found) == 6
+    for record in found.values():
+        assert record["prompt_tokens"] == 16
+        source = next(text for text in texts if record["text"].startswith(text[:16]))
+        assert record["text"] != source
+        assert record["id"] == prompt_id(text=source[:16])
+    short = make([{"text": "0123456789"}], name="short", prefix_tokens=16)
+    generate_responses(short)
+    (record,) = responses(short).values()
+    assert record["text"].startswith("01234")
+    assert record["prompt_tokens"] == 5
+
+
+def test_what_cannot_be_answered_is_counted_and_listed(make):
+    records = [talk("hello"), talk("hello", "said already"), talk("refused"), talk("x" * 200), talk("y" * 140, "b")]
+    records += [{"messages": [{"role": "system", "content": "be kind"}]}, {"messages": []}]
+    config = make(records)
+    generate_responses(config)
+    told = summary(config)
+    assert told | {"records": 6, "empty": 1, "prompts": 5, "duplicates": 1, "skipped": 3} == told
+    assert told["skipped_by_reason"] == {"template": 1, "too_long": 1, "no_question": 1}
+    listed = {entry["reason"]: entry for entry in skipped(config)}
+    assert listed["too_long"]["source"].endswith("prompts.jsonl:4")
+    assert listed["too_long"]["detail"] == "205 tokens in a context of 160"
+    assert "refuses this conversation (no)" in listed["template"]["detail"]
+    before = {path: path.read_bytes() for path in Path(config.out_dir).glob("*.jsonl")}
+    generate_responses(replace(config, resume=True))
+    assert {path: path.read_bytes() for path in Path(config.out_dir).glob("*.jsonl")} == before
+
+
+def test_data_without_a_prompt_is_an_error(make):
+    with pytest.raises(UserError, match=r"data source=local: no prompt in it .*\(found nothing\); give more data"):
+        generate_responses(make([]))
+
+
+def test_the_longest_prompts_come_first_and_answers_stay_within_the_context(make, monkeypatch):
+    real, lengths = Generator.answer, []
+
+    def answer(self, prompts, draws):
+        assert all(len(prompt) + len(numbers) <= 160 for prompt, numbers in zip(prompts, draws, strict=True))
+        lengths.extend(map(len, prompts))
+        return real(self, prompts, draws)
+
+    monkeypatch.setattr(Generator, "answer", answer)
+    generate_responses(make([talk("x" * n) for n in (20, 140, 80, 148, 30)], max_new_tokens=30, batch_size=2))
+    assert lengths == [153, 145, 85, 35, 25]
+
+
+def test_a_text_without_tokens_is_no_question(make, target, tmp_path):
+    tokenizer = letter_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    asks = shutil.copytree(target, tmp_path / "asks")
+    tokenizer.save_pretrained(asks)
+    config = replace(make([{"text": "\u0416"}, {"text": "some text"}]), target=str(asks))  # a letter it does not know
+    generate_responses(config)
+    assert [entry["reason"] for entry in skipped(config)] == ["no_question"]
+    (record,) = responses(config).values()
+    assert record["prompt_tokens"] == 1 + len("some text") // 2  # what begins every text, and half of this one
+
+
+def test_answers_without_an_end_can_be_left_out(make):
+    kept, dropped = make(name="kept", max_new_tokens=3), make(name="dropped", max_new_tokens=3, keep_truncated=False)
+    generate_responses(kept)
+    generate_responses(dropped)
+    cut = {identity for identity, record in responses(kept).items() if record["finish"] == "length"}
+    assert len(cut) == summary(kept)["truncated"] > 0
+    assert {record["finish"] for record in responses(dropped).values()} <= {"end"}
+    whole = {identity: record for identity, record in responses(kept).items() if identity not in cut}
+    assert whole.items() <= responses(dropped).items()
+    assert {entry["reason"] for entry in skipped(dropped)} == {"truncated"}
+    assert len(skipped(dropped)) + len(responses(dropped)) == len(TALKS)
+
+
+def test_a_character_that_the_budget_cuts_in_half_is_left_out():
+    responder = Responder.__new__(Responder)
+    responder.tokenizer = byte_tokenizer()
+    ids = responder.tokenizer("naïve é")["input_ids"]
+    assert responder._text(ids) == "naïve é"
+    assert responder._text(ids[:-1]) == "naïve "
+
+
+def test_an_answer_that_ends_at_once_is_empty(make, target, tmp_path):
+    silent = shutil.copytree(target, tmp_path / "silent")
+    (silent / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(260))}))
+    config = replace(make(TALKS[:4]), target=str(silent))
+    generate_responses(config)
+    assert responses(config) == {}
+    assert [entry["reason"] for entry in skipped(config)] == ["empty"] * 4
+
+
+def test_heldout_records_are_not_asked(make):
+    config = make(heldout_fraction=0.5)
+    generate_responses(config)
+    assert 0 < len(responses(config)) < len(TALKS)
+
+
+def test_one_process_spreads_a_target_over_all_gpus(make, monkeypatch):
+    two = SimpleNamespace(device=torch.device("cpu"), num_processes=2, process_index=0, is_main_process=True)
+    monkeypatch.setattr(responses_module, "join_processes", lambda: two)
+    with pytest.raises(UserError, match="device_map=auto: one process has all GPUs then; start one"):
+        generate_responses(make(device_map="auto"))
+
+
+def test_training_reads_the_answers(make, tmp_path):
+    config = make(max_new_tokens=8)
+    generate_responses(config)
+    data = DataConfig(
+        source="local",
+        path=f"{config.out_dir}/responses-*.jsonl",
+        heldout_fraction=0.0,
+        cache_dir=str(tmp_path / "rows"),
+    )
+    tokenizer = letter_tokenizer()
+    rows = load_rows(data, tokenizer, 160, "train")
+    trained = []
+    for item in rows:
+        for document in range(int(item["documents"].max()) + 1):
+            labels = item["labels"][item["documents"] == document]
+            trained.append(tokenizer.decode(labels[labels != IGNORE]))
+    texts = [[m["content"] for m in record["messages"][1::2]] for record in responses(config).values()]
+    documents = [read for record in responses(config).values() for read in record["written"]["documents"]]
+    answers = ["".join(tokenizer.decode(read["ids"][b:e]) for b, e in read["answers"]) for read in documents]
+    assert all(any(text in answer for answer in answers) for said in texts for text in said)
+    assert {record["finish"] for record in responses(config).values()} == {"end", "length"}
+    assert sorted(trained) == sorted(answers)
+
+
+@pytest.mark.parametrize("values", [{"temperature": -1.0}, {"top_p": 0.0}, {"dtype": "int8"}])
+def test_impossible_options_are_named(values):
+    """Those that the sampling settings check, and a number format of which no answers are made."""
+    with pytest.raises(UserError, match=f"^{next(iter(values))}="):
+        GenerateConfig(**{"target": "t", "data": DataConfig(), **values})
+
+
+def test_a_mix_is_answered_whole_and_weighed_later():
+    def configure(**weights):
+        mix = {name: MixPart(source="local", path=name, weight=weight) for name, weight in weights.items()}
+        return GenerateConfig(target="t", data=DataConfig(source="mix", mix=mix))
+
+    configure(a=0.5, b=0.5, c=0.0)
+    with pytest.raises(UserError, match=r"^data\.mix weights=\{'a': 0\.5, 'b': 1\.0\}: expected equal weights"):
+        configure(a=0.5, b=1.0, c=0.0)

@@ -1,0 +1,255 @@
+"""Answers of a server: those of the own path, whatever the server drops, delays, repeats or gets wrong."""
+
+import copy
+import json
+import re
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from outrider.base.errors import UserError
+from outrider.inference.batch import client
+from outrider.inference.batch.client import ReplyError
+from outrider.inference.batch.generate import generate_responses
+from outrider.inference.batch.server import Row, check_rows, read_rows
+from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary
+from tests.inference.batch.serving import Engine, replying, serving
+
+GREEDY = {"temperature": 0.0, "greedy_tokens": 0}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(client, "PAUSE", 0.001)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture
+def engine(model):
+    return lambda *args, **shown: Engine(model, letter_tokenizer(), ENDS, *args, **shown)
+
+
+def asked(make, url, name="served", **values):
+    return make(name=name, server=url, **{"concurrency": 3, **values})
+
+
+def tops(config):
+    return {response.record["id"]: response for response in read_responses(config.out_dir)}
+
+
+def test_a_servers_greedy_answers_and_log_probabilities_are_the_own_paths(make, engine, tmp_path):
+    own = make(name="own", top_k_logits=4, **GREEDY)
+    generate_responses(own)
+    described = tmp_path / "described"
+    shutil.copytree(own.target, described, ignore=shutil.ignore_patterns("*.safetensors"))  # no weights are read
+    with serving(engine()) as url:
+        config = replace(asked(make, url, top_k_logits=4, **GREEDY), target=str(described))
+        generate_responses(config)
+    assert responses(config) == responses(own)
+    assert len(responses(own)) == len(TALKS)
+    expected = tops(own)
+    for identity, found in tops(config).items():
+        want = expected[identity]
+        assert torch.equal(found.top.tokens, want.top.tokens)
+        torch.testing.assert_close(found.top.logprobs, want.top.logprobs, atol=0.01, rtol=0)
+        torch.testing.assert_close(found.top.tail, want.top.tail, atol=0.01, rtol=0)
+
+
+def test_an_answer_begins_greedily_and_is_sampled_by_its_seed_alone(make, engine):
+    with serving(engine()) as url:
+        one = asked(make, url, "one", top_k_logits=3, greedy_tokens=4)
+        two = asked(make, url, "two", top_k_logits=3, greedy_tokens=4, batch_size=7, concurrency=1, shard_size=2)
+        other = asked(make, url, "other", seed=1, greedy_tokens=4)
+        for config in (one, two, other):
+            generate_responses(config)
+    assert responses(one) == responses(two)
+    assert responses(one) != responses(other)
+    for response in read_responses(one.out_dir):
+        first = response.top.tokens[:4] if len(response.record["messages"]) == 2 else response.top.tokens[:1]
+        assert torch.equal(first, response.top.ids[: len(first), 0])
+
+
+def _fault(kind):
+    """A fault at every third request, of servers that get the rest right."""
+    last, planted = {}, []
+
+    def fault(number, reply):
+        before = last.get("reply", reply)
+        last["reply"] = reply
+        if number % 3 != 1 or (kind == "shifts" and len({*reply["choices"][0]["token_ids"]}) == 1):
+            return reply  # of one token said over and over any row may be of any place
+        if kind == "slow":
+            time.sleep(0.6)
+        shifted = copy.deepcopy(reply)
+        found = shifted["choices"][0]["logprobs"]
+        planted.append(number)
+        found["top_logprobs"] = [*found["top_logprobs"][1:], found["top_logprobs"][0]]
+        found["token_logprobs"] = [*found["token_logprobs"][1:], found["token_logprobs"][0]]
+        statuses = {"drops": None, "500": 500, "429": 429}
+        return {**statuses, "slow": reply, "repeats": before, "no completion": {"choices": []}, "shifts": shifted}[kind]
+
+    fault.planted = planted
+    return fault
+
+
+@pytest.mark.parametrize("kind", ["drops", "500", "429", "slow", "repeats", "no completion", "shifts"])
+def test_a_server_with_faults_gives_the_same_files(make, engine, kind):
+    with serving(engine()) as url:
+        right = asked(make, url, "right", records=TALKS[:5], top_k_logits=2)
+        generate_responses(right)
+    fault = _fault(kind)
+    with serving(engine(fault)) as url:
+        config = asked(make, url, "wrong", records=TALKS[:5], top_k_logits=2, concurrency=1, server_timeout=0.4)
+        generate_responses(config)
+    assert len(fault.planted) >= 3
+    assert responses(config) == responses(right)
+    files = {path.name for path in Path(right.out_dir).iterdir()}
+    assert {path.name for path in Path(config.out_dir).iterdir()} == files
+    for name in files - {"run.json", "seconds.json", ".lock"}:
+        assert (Path(config.out_dir) / name).read_bytes() == (Path(right.out_dir) / name).read_bytes()
+
+
+def test_a_server_that_goes_away_ends_the_run_which_goes_on_with_another(make, engine):
+    with serving(engine()) as url:
+        whole = asked(make, url, "whole", top_k_logits=2)
+        generate_responses(whole)
+    with serving(engine(lambda number, reply: reply if number < 18 else None)) as url:
+        config = asked(make, url, top_k_logits=2, server_retries=1)
+        with pytest.raises(UserError, match=r"prompts failed.*no reply.*resume=true"):
+            generate_responses(config)
+    assert 0 < len(responses(config)) < len(TALKS)
+    with serving(engine()) as url:
+        generate_responses(replace(config, server=url, resume=True))
+    assert responses(config) == responses(whole)
+    assert not skipped(config)
+    for identity, found in tops(config).items():
+        assert torch.equal(found.top.logprobs, tops(whole)[identity].top.logprobs)
+
+
+def test_a_few_prompts_that_failed_are_left_to_a_resumed_run(make, engine, capsys):
+    with serving(engine(lambda number, reply: reply if number != 9 else 500)) as url:
+        config = asked(make, url, concurrency=1, server_retries=0)
+        generate_responses(config)
+        assert "unanswered=1 prompts" in capsys.readouterr().out
+        assert len(responses(config)) == len(TALKS) - 1
+        generate_responses(replace(config, resume=True))
+    assert len(responses(config)) == len(TALKS)
+    assert summary(config)["skipped"] == 0
+
+
+def test_texts_without_ids_are_taken_where_they_are_tokenised_so(make, engine, capsys):
+    own = make(name="own", **GREEDY)
+    generate_responses(own)
+
+    def lossy(number, reply):
+        if number % 4 == 3:
+            reply["usage"]["completion_tokens"] += 3
+        return reply
+
+    with serving(engine(ids=False)) as url, serving(engine(lossy, ids=False)) as other:
+        config, some = asked(make, url, **GREEDY), asked(make, other, "some", concurrency=1, turns="first", **GREEDY)
+        generate_responses(config)
+        generate_responses(some)
+    assert responses(config) == {name: {**one, "retokenised": True} for name, one in responses(own).items()}
+    assert re.search(r"retokenised=4/4", capsys.readouterr().out)
+    assert {record["reason"] for record in skipped(some)} == {"retokenised"}
+    assert len(skipped(some)) + len(responses(some)) == len(TALKS)
+
+
+@pytest.mark.parametrize(
+    ("shown", "values", "words"),
+    [
+        ({"ids": False}, {"top_k_logits": 2}, "no token ids"),
+        ({"limit": 2}, {"top_k_logits": 3}, "answered 400: .*too many logprobs"),
+        ({}, {"server_model": "huge"}, "lists tiny, not server_model=huge"),
+        ({"models": []}, {}, "lists no model"),
+        ({"processed": True}, {"top_k_logits": 2, "temperature": 0.3}, "after temperature"),
+    ],
+)
+def test_what_a_server_lacks_is_said_before_anything_is_written(make, engine, shown, values, words):
+    with serving(engine(**shown)) as url:
+        config = asked(make, url, **values)
+        with pytest.raises(UserError, match=f"server={url}.*{words}"):
+            generate_responses(config)
+    assert not [path for path in Path(config.out_dir).iterdir() if path.name != ".lock"]
+
+
+def test_a_server_that_is_not_there_is_named(make, engine):
+    with serving(engine()) as url:
+        pass
+    with pytest.raises(UserError, match=f"server={url}: /v1/models gave no reply"):
+        generate_responses(asked(make, url))
+
+
+@pytest.mark.parametrize("always", ["shifts", "short", "others", "another"])
+def test_a_server_that_is_always_wrong_is_refused(make, engine, always):
+    def fault(number, reply):
+        choice = reply["choices"][0]
+        if always == "shifts":
+            choice["logprobs"]["top_logprobs"] = choice["logprobs"]["top_logprobs"][::-1]
+        elif always == "short":
+            choice["token_ids"], choice["logprobs"] = choice["token_ids"][:1], None
+        elif always == "others":
+            choice["token_ids"] = [token + 1 for token in choice["token_ids"]]
+        else:
+            choice["prompt_token_ids"] = [5]
+        return reply
+
+    words = {
+        "shifts": "not those of its tokens",
+        "short": "1 tokens of 4",
+        "others": "of other tokens",
+        "another": "another prompt",
+    }
+    with serving(engine(fault)) as url, pytest.raises(UserError, match=words[always]):
+        generate_responses(asked(make, url))
+
+
+def test_options_of_servers_are_read_with_one(make):
+    for given in ({"concurrency": 2}, {"server_model": "a"}, {"server": "localhost:8000"}):
+        with pytest.raises(UserError, match=next(iter(given))):
+            make(**given)
+    with pytest.raises(UserError, match="dtype"):
+        make(server="http://a", concurrency=1, dtype="bfloat16")
+
+
+def test_rows_of_llama_cpp_and_of_names_without_ids():
+    entry = {"id": 7, "token": "a", "logprob": -0.5, "top_logprobs": [{"id": 7, "token": "a", "logprob": -0.5}]}
+    assert read_rows({"content": [entry]}) == [Row(7, -0.5, {7: -0.5})]
+    named = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}]}
+    assert read_rows(named) is None
+    assert read_rows(json.loads(json.dumps(named).replace('"a"', '"token_id:7"'))) == [Row(7, -0.5, {7: -0.5})]
+
+
+def test_rows_that_cannot_be_of_their_tokens():
+    check_rows([Row(1, -0.7, {1: -0.7, 2: -0.9}), Row(3, -3.0, {1: -0.7, 2: -0.9})], [1, 3], greedy=False)
+    for row, greedy in ((Row(1, -0.9, {1: -0.9, 2: -0.7}), True), (Row(1, -0.9, {1: -2.0}), False),
+                        (Row(3, -0.1, {1: -0.7}), False), (Row(1, -0.1, {1: -0.1, 2: -0.1}), False)):  # fmt: skip
+        with pytest.raises(ReplyError):
+            check_rows([row], [row.token], greedy=greedy)
+    with pytest.raises(ReplyError):
+        check_rows([Row(1, -0.7, {1: -0.7})], [2], greedy=False)
+
+
+@pytest.mark.parametrize(("said", "waited"), [({}, [0.001, 0.002]), ({"Retry-After": "7"}, [7, 7]),
+                                              ({"Retry-After": "900"}, [60, 60])])  # fmt: skip
+def test_a_busy_server_says_when_to_ask_again(said, waited):
+    waits = []
+    with replying(b"", b"", status=429, headers=said) as url:
+        asks = client.Client(url, f"server={url}", 5.0, 2, waits.append)
+        with pytest.raises(ReplyError, match="429"):
+            asks.patiently(lambda: asks.fetch("/v1/models"))
+    assert waits == waited
+
+
+def test_a_line_ends_with_a_line_feed_alone():
+    """Texts of models have other characters for it, which JSON need not escape."""
+    parts = ["data: a\u2028b\x85c".encode(), b"d\ndata", b": e"]
+    found = [line.decode() for line in client.lines_of(httpx.Response(200, content=iter(parts)))]
+    assert found == ["data: a\u2028b\x85cd", "data: e"]
