@@ -16,7 +16,7 @@ from outrider.inference.settings.sampling import SamplingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(Settings):
-    """inference.chat: talk to a target in the terminal, with a drafter before it."""
+    """chat: talk to a target in the terminal, with a drafter before it."""
 
     target: Model | None = None
     """model directory, GGUF file or Hub name; null: the one that the early exit was trained for"""
