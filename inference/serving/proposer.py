@@ -156,7 +156,7 @@ def serving_page(table: Path, target: str) -> str:
 def environment(table: Path) -> dict[str, str]:
     """The variables by which vLLM finds `table` and, in a clone, this module; an installed one lies beside vLLM."""
     root = Path(str(sys.modules[__name__].__file__)).parents[__name__.count(".")]
-    clone = {} if __name__.startswith("outrider.") else {"PYTHONPATH": str(root)}
+    clone = {"PYTHONPATH": str(root)} if (root / "pyproject.toml").exists() else {}
     return {**clone, TABLE_VARIABLE: str(table)}
 
 

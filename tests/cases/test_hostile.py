@@ -41,7 +41,7 @@ from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.tools import AuditConfig
-from tests.data_prep.responding import ENDS, letter_tokenizer, responses, skipped
+from tests.inference.batch.responding import ENDS, letter_tokenizer, responses, skipped
 from tests.inference.batch.serving import MODELS, Engine, replying, serving
 from tests.test_shape import sources
 from tests.tiny import save_target

@@ -41,7 +41,7 @@ from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.auto import AutoConfig
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.settings.export import ExportConfig
-from tests.data_prep.responding import skipped
+from tests.inference.batch.responding import skipped
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import byte_tokenizer, save_target
 from tests.train import jobs

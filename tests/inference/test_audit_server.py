@@ -13,7 +13,7 @@ from outrider.base.errors import UserError
 from outrider.inference.audit.audit import audit
 from outrider.inference.batch import client
 from outrider.inference.settings.tools import OF_SERVERS, AuditConfig
-from tests.data_prep.responding import letter_tokenizer
+from tests.inference.batch.responding import letter_tokenizer
 from tests.inference.batch.serving import Engine, serving
 from tests.tiny import save_target
 

@@ -9,7 +9,7 @@ from outrider.inference.batch.batch_decoder import Generator, top_k_of
 from outrider.inference.batch.tasks import Answer, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
-from tests.data_prep.responding import ENDS
+from tests.inference.batch.responding import ENDS
 from tests.tiny import random_prompt, save_target
 
 HYBRID = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -17,7 +17,7 @@ from outrider.inference.batch import generate as responses_module
 from outrider.inference.batch.directory import Response, Shard, prompt_id
 from outrider.inference.batch.generate import generate_responses, run_identity
 from outrider.inference.batch.tasks import TopK
-from tests.data_prep.responding import TALKS, letter_tokenizer, responses, summary, talk
+from tests.inference.batch.responding import TALKS, letter_tokenizer, responses, summary, talk
 from tests.tiny import save_target
 
 

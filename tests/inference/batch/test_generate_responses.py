@@ -33,7 +33,16 @@ from outrider.inference.batch.tasks import Todo, read_tasks, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.engines.packing import PackedLinear, can_pack
 from outrider.inference.measure.time_limit import TimeLimit
-from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary, talk
+from tests.inference.batch.responding import (
+    ENDS,
+    TALKS,
+    letter_tokenizer,
+    read_responses,
+    responses,
+    skipped,
+    summary,
+    talk,
+)
 from tests.launched import launched
 from tests.tiny import byte_tokenizer
 

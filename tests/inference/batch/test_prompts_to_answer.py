@@ -13,8 +13,8 @@ from outrider.data_prep.text.sources import read_records
 from outrider.inference.batch import tasks
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.tasks import Todo, read_tasks
-from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, responses
 from tests.data_prep.text.test_prompts import LAYOUTS
+from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, responses
 
 QUESTIONS = [{"id": i, "turns": [f"question {i}", "and more of it?" + "x" * (5 * i), "and at last?"]} for i in range(6)]
 

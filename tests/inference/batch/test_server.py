@@ -17,7 +17,7 @@ from outrider.inference.batch import client
 from outrider.inference.batch.client import ReplyError
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import Row, check_rows, read_rows
-from tests.data_prep.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary
+from tests.inference.batch.responding import ENDS, TALKS, letter_tokenizer, read_responses, responses, skipped, summary
 from tests.inference.batch.serving import Engine, replying, serving
 
 GREEDY = {"temperature": 0.0, "greedy_tokens": 0}

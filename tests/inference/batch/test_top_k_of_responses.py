@@ -16,7 +16,7 @@ from outrider.data_prep.text.records import Read
 from outrider.inference.batch.directory import Response, top_k_documents
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.tasks import Answer, Task, TopK
-from tests.data_prep.responding import TALKS, letter_tokenizer, read_responses, talk
+from tests.inference.batch.responding import TALKS, letter_tokenizer, read_responses, talk
 
 
 @torch.inference_mode()
