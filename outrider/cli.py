@@ -63,7 +63,7 @@ COMMANDS = {
             "compare two finished evaluations, prompt by prompt",
         ),
         Command(
-            "audit", "inference.audit.__main__", "inference.settings.tools:AuditConfig",
+            "audit", "inference.audit_server", "inference.settings.tools:AuditConfig",
             "judge whether answers of any server are the target's",
         ),
         Command("eesd", "train.eesd", "train.settings.drafters:EesdConfig", "train an early exit"),

@@ -32,7 +32,7 @@ from outrider.data_prep.targets import take_out
 from outrider.data_prep.text import chat
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.audit import __main__ as audit_command
+from outrider.inference import audit_server as audit_command
 from outrider.inference.audit.answers import ServedAnswer, read_answers
 from outrider.inference.audit.audit import audit, judged, read
 from outrider.inference.batch import client, server
