@@ -3,20 +3,28 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import outrider
 from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import read_meta
+from outrider.draft_models.targets.open_target import open_target
+from outrider.inference.batch.generate import generate_responses
+from outrider.inference.batch.settings import GenerateConfig
+from outrider.inference.evaluate.compare import evaluate as plan_evaluation
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.train.recipes.early_exit import train_early_exit
 from outrider.train.recipes.small_lm import finetune_drafter
 from tests.draft_models.formats.test_torch_files import as_bin
 from tests.gguf_files import save_plain_target, write_gguf
+from tests.inference.batch.responding import read_responses
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
+from tests.tiny import reference_generate
 from tests.train.jobs import distilling, finetuning, write_corpus
 
 FORMATS = ("gguf", "bin")
@@ -60,7 +68,33 @@ def test_drafters_for_it_are_lossless(tmp_path: Path, targets: dict[str, Path], 
     evaluate(replace(config, resume=True), QUESTIONS[:2])
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_plan_converts_nothing(
+    tmp_path: Path, targets: dict[str, Path], corpus: DataConfig, form: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    train_early_exit(distilling(targets[form], corpus, tmp_path / "eesd", plan=True))
+    methods = {"lookup": MethodConfig(source="prompt_lookup")}
+    plan_evaluation(EvaluateConfig(target=str(targets[form]), methods=methods, plan=True))
+    assert capsys.readouterr().out.count("plan ") == 2
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_a_drafter_is_for_one_quantisation(tmp_path: Path, targets: dict[str, Path], corpus: DataConfig) -> None:
     train_early_exit(distilling(targets["gguf"], corpus, tmp_path / "eesd"))
     with pytest.raises(UserError, match=r"was trained for another target .* the weights differ in"):
         outrider.load(tmp_path / "eesd", target=str(targets["gguf Q4_0"]), device="cpu")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_it_answers_prompts(tmp_path: Path, targets: dict[str, Path], form: str) -> None:
+    """With the text that it says greedily by itself."""
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "import json"}) + "\n")
+    data = DataConfig(source="local", path=str(tmp_path / "prompts.jsonl"), layout="text", heldout_fraction=0.0)
+    options: Any = {"max_new_tokens": 8, "prefix_tokens": 11, "temperature": 0, "out_dir": str(tmp_path / "out")}
+    generate_responses(GenerateConfig(target=str(targets[form]), data=data, **options))
+    target, (response,) = open_target(str(targets[form])), read_responses(tmp_path / "out")
+    (said,), asked = response.record["written"]["documents"], response.record["prompt_tokens"]
+    ends, model = [target.tokenizer.eos_token_id], target.layers(dtype=torch.float32)
+    assert said["ids"][asked:] == reference_generate(model, said["ids"][:asked], 8, ends)

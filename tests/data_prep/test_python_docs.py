@@ -13,7 +13,7 @@ import pytest
 
 from outrider.base.errors import UserError
 from outrider.data_prep import python_docs
-from outrider.data_prep.python_docs import MODULES, TEMPLATES, questions, subjects
+from outrider.data_prep.python_docs import FILES, MODULES, TEMPLATES, questions, subjects
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.data_prep.text.settings import DataConfig
@@ -64,6 +64,16 @@ def test_each_half_is_read_by_whom_it_is_for(config):
     assert said == [row["turns"] for row in written(config, "train.jsonl")]
     assert {message["role"] for record in records for message in record["messages"]} == {"user"}
     assert {len(turns) for turns in said} == {1, 2, 3}
+
+
+def test_no_prompt_is_one_of_the_other_half_in_other_capitals(config, tmp_path, monkeypatch):
+    lines = [f"def {name}{i}():\n    'Return the thing {i} of all {name} ones.'\n" for i in range(60) for name in "fF"]
+    (tmp_path / "alike.py").write_text("".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_prompts(config, "alike")
+    train, heldout = ({row["turns"][0].lower() for row in written(config, f"{half}.jsonl")} for half in FILES)
+    assert len(train) > len(heldout) > 20
+    assert not train & heldout
 
 
 def test_prompts_are_kept_or_refused_where_others_are(config, capsys):

@@ -27,6 +27,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.train.exporting import export_drafter
 from outrider.train.settings.export import ExportConfig
 from tests.families import FAMILIES, TYPICAL, save_family
+from tests.full_disk import largest_file
 from tests.tiers import quick_where, typical_where
 from tests.tiny import (
     ARCHITECTURES,
@@ -221,17 +222,32 @@ def test_altered_weights_and_another_kind_are_refused(tmp_path: Path) -> None:
     path, folder = save_target(tmp_path / "target"), tmp_path / "drafter"
     save_pretrained(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
     weights, meta = bytearray((folder / WEIGHTS_FILE).read_bytes()), (folder / META_FILE).read_text()
+    short = weights[:-10]
     weights[-1] ^= 1
     for file, bad, message in (
         (META_FILE, meta.replace('"format": 1', '"format": 99'), "format 99"),
         (META_FILE, meta.replace('"kind": "early_exit"', '"kind": "small_lm"'), "a 'small_lm' drafter"),
         (META_FILE, meta.replace('"own_head": true', '"own_head": false'), "tensors do not fit"),
-        (WEIGHTS_FILE, bytes(weights), "truncated or altered"),
+        (WEIGHTS_FILE, weights, "drafter.safetensors: truncated or altered"),
+        (WEIGHTS_FILE, short, "drafter.safetensors: truncated or altered"),
+        (WEIGHTS_FILE, None, "drafter.safetensors: missing"),
     ):
-        (folder / file).write_bytes(bad if isinstance(bad, bytes) else bad.encode())
+        (folder / file).unlink()
+        if bad is not None:
+            (folder / file).write_bytes(bad.encode() if isinstance(bad, str) else bad)
         with pytest.raises(UserError, match=message):
             from_pretrained(folder, load_config(str(path)), fingerprint(path), dtype=torch.float32)
         (folder / META_FILE).write_text(meta)
+
+
+def test_a_save_on_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    path, folder = save_target(tmp_path / "target"), tmp_path / "drafter"
+    save_pretrained(folder, make_drafter(path, 2), fingerprint(path), {}, torch.float32)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    other = make_drafter(path, 2, noise=1.0)
+    with largest_file(len(before[WEIGHTS_FILE]) - 1), pytest.raises(UserError, match="cannot be written"):
+        save_pretrained(folder, other, fingerprint(path), {}, torch.float32)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 TEXT = torch.tensor(random_prompt(40))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,11 +20,11 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.drafters.early_exit import Calibrated
 from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.engines import packing
+from outrider.inference.engines.cpu.at_once import PanelLinear
+from outrider.inference.engines.cpu.linear import PANEL
 from outrider.inference.engines.fused_layers import join
-from outrider.inference.engines.packing import (
-    LAYOUTS,
-    can_pack,
-)
+from outrider.inference.engines.packing import LAYOUTS, WidenedLinear, can_pack, fastest_layout, pack_linears
 from outrider.inference.evaluate.compare import evaluate as command
 from outrider.inference.loading import targets
 from outrider.inference.loading.memory_plan import evaluation_memory
@@ -73,6 +74,24 @@ def test_layers_that_are_joined_go_on_as_parts() -> None:
     assert torch.equal(joined(x), before)
     assert torch.equal(torch.cat([part(x) for part in parts], -1), before)
     assert {part.codes.untyped_storage().data_ptr() for part in parts} == {joined.codes.untyped_storage().data_ptr()}
+
+
+@pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="needs oneDNN")
+@pytest.mark.parametrize("wanted", LAYOUTS)
+def test_the_layout_is_the_fastest_that_there_is(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that are worth measuring; only theirs is another then."""
+    layer, other, now = coded(PANEL, 64, torch.float32, False), nn.Linear(64, PANEL), [0.0]
+
+    def timed(name: str, x: torch.Tensor) -> None:
+        now[0] += 0.1 if name == wanted else 1.0
+
+    with monkeypatch.context() as patches:
+        patches.setattr(packing, "LAYOUTS", {name: lambda _, name=name: partial(timed, name) for name in LAYOUTS})
+        assert fastest_layout([layer], lambda: now[0], small=0) == wanted
+    model = nn.Sequential(layer, other)
+    pack_linears(model, lambda layers: wanted if isinstance(layers[0], Int8Linear) else "plain")
+    kinds = {"plain": Int8Linear, "blocked": WidenedLinear, "panels": PanelLinear}
+    assert [type(module) for module in model] == [kinds[wanted], nn.Linear]
 
 
 # --- the target ---------------------------------------------------------------------------------------------------

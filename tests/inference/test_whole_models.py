@@ -146,6 +146,17 @@ def test_its_text_is_the_targets_and_its_cache_a_fresh_prefills(make: Callable[.
         torch.testing.assert_close(layer.values[:, :, : session.base], expected.values, rtol=1e-9, atol=1e-9)
 
 
+def test_16_bits(make: Callable[..., Target]) -> None:
+    """The check is made in float32, what is loaded then is not."""
+    target = make("llama")
+    target.small("small_lm")  # saves it
+    lm = load(target.folder / "small_lm", torch.bfloat16)
+    assert {parameter.dtype for parameter in lm.parameters()} == {torch.bfloat16}
+    tokens, session = decode(target, lm, "opt_tree", PROMPT, 40)
+    assert tokens == target.text_after(PROMPT, 40)
+    assert {layer.keys.dtype for layer in session.cache.layers} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("name", RUN)
 def test_other_architectures_run(make: Callable[..., Target], tmp_path: Path, name: str) -> None:
     target, lm = make("llama"), load(save_plain(tmp_path, RUN[name]))

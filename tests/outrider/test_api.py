@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import outrider
 from benchmarks.planted_faults import rope_scaled
+from outrider.api import model as api
 from outrider.api.model import Model, Turn
 from outrider.base.errors import UserError
 from outrider.data_prep.text import chat
@@ -28,7 +29,9 @@ from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
 from outrider.inference.core.target_session import TargetSession
+from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.settings.sampling import SamplingConfig
 from tests.tiny import LAYERS, make_drafter, save_target, unproven
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +140,15 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(model: Any) -
     assert texts[0] == texts[1] != texts[2]
     likeliest = model.generate(PROMPT, max_new_tokens=24, do_sample=True, top_k=1)
     assert likeliest == model.generate(PROMPT, max_new_tokens=24)
+
+
+def test_only_drafts_are_verified_by_the_naive_rule(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Mock(wraps=TokenSelector)
+    monkeypatch.setattr(api, "TokenSelector", made)
+    for verify in ("exact", "naive"):
+        for speculate in (True, False):
+            list(model.by(MethodConfig(verify=verify)).rounds(PROMPT, SamplingConfig(1.0), speculate=speculate))
+    assert [one.kwargs["naive"] for one in made.call_args_list] == [False, False, True, False]
 
 
 def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:

@@ -32,6 +32,7 @@ from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.evaluate.compare import evaluate
+from outrider.inference.measure.replay import RecordedSession, replay
 from outrider.inference.measure.time_limit import TimeLimit, spread_order
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
@@ -43,7 +44,8 @@ from outrider.train.parts.capture import EXAMPLES, Drafting, Text, capture, capt
 from outrider.train.recipes import calibration
 from outrider.train.recipes.calibration import calibrate
 from tests.fitted_heads import fitted_head
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, random_prompt, save_target
+from tests.full_disk import largest_file
+from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, same, save_for_calibration
 
@@ -107,6 +109,26 @@ def test_whole_rounds_are_captured_with_what_nobody_tested(tmp_path: Path) -> No
     kept = only_tested(whole)
     assert all(torch.equal(kept[name], part[name]) for name in part)
     assert all((whole["position"].diff() == 1) | (whole["position"][1:] == 1))
+
+
+def test_a_recorded_answer_that_was_cut_is_captured_as_far_as_it_goes(tmp_path: Path) -> None:
+    path, prompt = save_target(tmp_path / "target"), random_prompt(12)
+    draft_model, _ = drafting("small_lm", path, prompt)
+    answer = [token for r in autoregressive(open_stack(path)[1], prompt, max_new_tokens=11) for token in r.tokens]
+    live = capture(Drafting(partial(speculative, open_stack(path)[1]), draft_model, 11, 4), Text(prompt))
+    recorded = partial(replay, session=partial(RecordedSession, vocabulary=VOCABULARY))
+    again = capture(Drafting(recorded, draft_model, 30, 4), Text(prompt, answer))
+    assert all(torch.equal(again[name], live[name]) for name in ("position", "confidence", "label"))
+
+
+def test_a_full_disk_leaves_the_previous_head(tmp_path: Path) -> None:
+    previous = CalibrationHead(4, 4)
+    torch.nn.init.ones_(previous.target)
+    save_calibration(tmp_path, previous, "a" * 64, {})
+    with largest_file(1024), pytest.raises(UserError, match=r"calibration\.safetensors: cannot be written"):
+        save_calibration(tmp_path, CalibrationHead(400, 400), "a" * 64, {})
+    assert torch.equal(load_calibration(tmp_path, "a" * 64).target, previous.target)
+    assert {path.name for path in tmp_path.iterdir()} == {WEIGHTS_FILE, META_FILE}
 
 
 class Texts:

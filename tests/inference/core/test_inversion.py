@@ -99,6 +99,18 @@ def test_no_token_without_weight_whatever_the_sums(monkeypatch: pytest.MonkeyPat
     assert (weights[rest].gather(-1, tokens[rest]) > 0).all()
 
 
+def test_parallel_sums_keep_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With errors of the size of rounding the distribution is the same, to much less than 1e-6."""
+    weights = torch.rand(1, 500, generator=torch.Generator().manual_seed(1))
+    weights[0, ::3] = 0
+    exact = torch.tensor([boundaries(weights[0])[:-1]], dtype=torch.float64) / STEPS
+    plant_errors(monkeypatch, 1e-13)
+    after, before = invert(weights, (exact + 1e-11).clamp(max=LAST)), invert(weights, (exact - 1e-11).clamp(min=0))
+    ends = exact[0, 1:] > exact[0, :-1]  # of tokens with a share above 0
+    assert (after[0, 1:] > torch.arange(1, 499))[ends].all()
+    assert (before[0, 1:] <= torch.arange(1, 499))[ends].all()
+
+
 def test_drafts_and_verification_draw_no_token_without_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that samples: a chain, a tree with and without replacement, and the emitted token."""
     plant_errors(monkeypatch, 0.1)

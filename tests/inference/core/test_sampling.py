@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
@@ -157,6 +159,26 @@ def test_users_processors_see_exactly_their_branch() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "asked", "own"),
+    [
+        (RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}, False),
+        (EncoderRepetitionPenaltyLogitsProcessor, {}, True),  # older ones see the first row alone
+    ],
+)
+def test_rows_are_given_at_once_to_what_treats_them_alike(
+    kind: type, asked: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To transformers' own: not to a user's in the place of one."""
+    rows: list[int] = []
+    monkeypatch.setattr(kind, "__call__", lambda _, ids, scores: [rows.append(len(ids)), scores][1])
+    made = [kind.__new__(kind)]
+    for users in ([], made):
+        rows.clear()
+        Sampler(SamplingConfig(**asked), users, own=made if own else ()).probabilities(logits_of(), contexts())
+        assert (sum(rows), max(rows) > 1) == (len(PATHS), not users and not own)
+
+
+@pytest.mark.parametrize(
     "processor",
     [
         EpsilonLogitsWarper(1e-3),
@@ -176,6 +198,23 @@ def test_users_processors_see_exactly_their_branch() -> None:
 def test_any_processor_of_transformers(processor: LogitsProcessor) -> None:
     found = Sampler(SamplingConfig(temperature=0.8), [processor]).probabilities(logits_of(), contexts())
     torch.testing.assert_close(found, one_by_one([processor, TemperatureLogitsWarper(0.8)], logits_of()))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_are_independent(temperature: float) -> None:
+    """A row's distribution is a function of its own logits and its own branch."""
+    config = SamplingConfig(temperature, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3)
+    sampler = Sampler(config, [NoRepeatNGramLogitsProcessor(2)])
+    together = sampler.probabilities(logits_of(), contexts())
+    for row, text in enumerate(contexts()):
+        assert torch.equal(sampler.probabilities(logits_of()[row : row + 1], [text])[0], together[row])
+    changed, others = logits_of(), contexts()
+    changed[3] = logits_of(1)[3]
+    others[3] = torch.tensor([30, 31])
+    different = sampler.probabilities(changed, others)
+    keep = [row for row in range(len(PATHS)) if row != 3]
+    assert torch.equal(different[keep], together[keep])
+    assert not torch.equal(different[3], together[3])
 
 
 def test_temperature_zero_is_a_point_mass() -> None:

@@ -311,6 +311,15 @@ def test_acceptance_without_beats_with_beats_naive(p: list[int], q: list[int], k
         assert without == with_ == sum(min(a, b) for a, b in zip(distribution(p), distribution(q), strict=True))
 
 
+def test_the_ordering_is_strict_where_it_can_be() -> None:
+    p, q = distribution([5, 3, 2, 1]), distribution([3, 4, 1, 2])
+    rates = [acceptance(rule, p, q, 2) for rule in (WITHOUT, WITH, NAIVE)]
+    assert rates[0] > rates[1] > rates[2]
+    assert acceptance(WITHOUT, p, q, 4) == 1  # all tokens are candidates
+    for rule in (WITHOUT, WITH, NAIVE):
+        assert acceptance(rule, p, q, 1) < acceptance(rule, p, q, 2) < acceptance(rule, p, q, 3)
+
+
 # ------------------------------------------------------------------------- in tensors, floats and generators
 
 
@@ -418,6 +427,22 @@ def test_impossible_and_certain_events() -> None:
     assert chance.choose(weights) == 7
     chance._random = SimpleNamespace(random=lambda: 1 - 2.0**-53)
     assert chance.choose(weights) == 30
+
+
+@pytest.mark.parametrize("rule", SAMPLED)
+@pytest.mark.slow
+def test_frequencies_in_production(rule: NodeRule) -> None:
+    """float32, torch, the real generator: first tokens of 3000 rounds, each frequency within 4.5 σ."""
+    p, q = (torch.tensor(row, dtype=torch.float32) for row in ([0.5, 0.0, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2]))
+    generator = torch.Generator().manual_seed(0)
+    chance, rounds = RandomChance(random.Random(0)), 3000
+    candidates = torch.multinomial(q.expand(rounds, 4), 2, replacement=rule != WITHOUT, generator=generator).tolist()
+    rows, counts = torch.stack([p] * 3), Counter()
+    for pair in candidates:
+        accepted, token = verify_sampled(pair, [ROOT, ROOT], {ROOT: q}, rows, rule, chance)
+        counts[pair[accepted[0]] if accepted else token] += 1
+    for token, mass in enumerate(p.tolist()):
+        assert counts[token] == pytest.approx(rounds * mass, abs=4.5 * (rounds * mass * (1 - mass)) ** 0.5)
 
 
 # ------------------------------------------------------------------------------------------- greedily

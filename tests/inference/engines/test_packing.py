@@ -1,6 +1,7 @@
 """Weights in another order: the same numbers; chosen where they are measured to be faster."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from outrider.base.errors import UserError
-from outrider.inference.engines.cpu.at_once import PanelLinear
+from outrider.inference.engines.cpu.at_once import REPEATS, PanelLinear
 from outrider.inference.engines.cpu.linear import PANEL
 from outrider.inference.engines.cpu.recorded import recorded, settle
 from outrider.inference.engines.packing import (
+    LAYOUTS,
     TIMED_ROWS,
     PackedLinear,
     can_pack,
@@ -140,6 +142,16 @@ def test_one_layer_is_timed_as_in_a_round_not_again_and_again(monkeypatch: pytes
 
 
 @needs_onednn
+def test_layouts_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What slows a machine for a while slows all of them."""
+    ran: list[tuple[int, str]] = []
+    clock = machine(lambda layout, rows: ran.append((rows, layout)) or 1.0, monkeypatch)  # type: ignore[func-returns-value]
+    fastest_layout(layers_of(3), clock, small=0)
+    turns = [(rows, layout) for rows in TIMED_ROWS for _ in range(1 + REPEATS) for layout in LAYOUTS]
+    assert [one for one, _ in groupby(ran)] == turns
+
+
+@needs_onednn
 def test_each_shape_is_chosen_for_itself() -> None:
     """What is not packed stays as it is, and shared ones stay shared."""
     wide, narrow = nn.Linear(4, 8), nn.Linear(4, 2)
@@ -162,6 +174,8 @@ def test_each_shape_is_chosen_for_itself() -> None:
 def test_small_layers_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = machine(lambda layout, _: {"plain": 1, "blocked": 3, "panels": 2}[layout], monkeypatch)
     assert fastest_layout(layers_of(1), clock) == "blocked"
+    size = 8 * PANEL * 4  # bytes
+    assert [fastest_layout(layers_of(1), clock, small=small) for small in (size, size + 1)] == ["plain", "blocked"]
 
 
 def asked(answer: str) -> str:

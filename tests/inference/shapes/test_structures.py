@@ -375,6 +375,23 @@ def test_a_tree_is_drafted_by_its_settings(name: str) -> None:
     assert bool(processed) == (settings.rank == "sampler")
 
 
+@pytest.mark.parametrize("kind", ["opt_tree", "token_graph"])
+def test_whose_q_ranks_a_tree_matters_when_sampling_only(kind: str) -> None:
+    """The distribution of what is sampled is the target's by either: `test_distributions.py`."""
+
+    def draft(rank: str, to_probs: Any) -> tuple:
+        settings = StructureConfig(kind, nodes=14, rank=rank, **({"delta": 0.0} if kind == "opt_tree" else {}))  # type: ignore[arg-type]
+        source = KnownSource(random_q(1, order=2))
+        source.to_probs = to_probs
+        return as_drafted(make_tree(settings).draft(source, root(), 9))
+
+    def sharper(logits: Tensor, rows: Any) -> Tensor:
+        return plain_probs(logits / 0.3, rows)
+
+    assert draft("sampler", None) == draft("drafter", None) == draft("drafter", sharper)
+    assert draft("sampler", sharper) != draft("drafter", sharper)
+
+
 @pytest.mark.parametrize("draw", ["with_replacement", "without_replacement", "top_k"])
 def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
     settings = StructureConfig(kind="k_config", widths=(3, 2), draw=draw)

@@ -154,6 +154,17 @@ def test_survival_times_cost(scores: list[float], history: list[tuple[int, int]]
     assert rule.stop(step(LONGEST_CHAIN))
 
 
+def test_a_dear_draft_step_makes_drafts_short_and_a_sure_text_makes_them_long() -> None:
+    def length(price: float, score: float) -> int:
+        rule = Survival(Tuning(costs(price)), lambda _: score, Trust(AT_ITS_WORD))
+        for _ in range(30):
+            drafted = draft_with(rule, [step(i) for i in range(1, 16)])
+            rule.observe(drafted, drafted if score > 0 else 0)
+        return draft_with(rule, [step(i) for i in range(1, 16)])
+
+    assert length(0.05, 4.0) > length(0.4, 0.5) >= length(0.4, -2.0) == 1
+
+
 @settings(deadline=None)
 @given(
     tokens=st.lists(st.tuples(st.floats(-4, 4), st.booleans()), max_size=12),
@@ -180,6 +191,17 @@ def test_trust_is_an_extended_kalman_filter(tokens: list[tuple[float, bool]], be
         mean = mean + after @ x * (right - c)
         spread = after
         assert (trust.offset, trust.slope) == pytest.approx(tuple(mean))
+
+
+def test_trust_learns_what_a_text_does_to_a_score() -> None:
+    chance, trust, found = random.Random(1), Trust(Belief((0.0, 1.0), (1.0, 0.5))), []
+    for _ in range(1500):
+        score = chance.gauss(0, 2)
+        trust.drift()
+        trust.learn(score, chance.random() < 1 / (1 + math.exp(-(1.0 + 0.5 * score))))
+        found.append((trust.offset, trust.slope))
+    assert np.mean(found[500:], axis=0) == pytest.approx((1.0, 0.5), abs=0.2)
+    assert abs(Trust(AT_ITS_WORD).probability(1.0) - 1 / (1 + math.exp(-1))) < 1e-12
 
 
 @settings(deadline=None)
@@ -355,6 +377,17 @@ def test_the_head_is_asked_about_the_token_just_drafted() -> None:
     rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), source, row=1))
     found = [tensor.tolist() for tensor in asked[0]]
     assert found == [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
+
+
+def test_the_head_decides_the_length_at_first() -> None:
+    means = []
+    for bias in (-2.0, 0.0, 2.0):
+        lengths = [draft_length(calibrated(seed=seed, bias=bias)) for seed in range(300)]
+        means.append(sum(lengths) / len(lengths))
+    assert means == sorted(means)
+    assert means[2] > 2 * means[0]
+    sure = calibrated(bias=50.0, model_sigma=1e-9)
+    assert [sure.stop(step(drafted)) for drafted in (1, 49, 50)] == [False, False, True]  # max_draft is 50
 
 
 def test_the_mean_alone_decides_without_chance() -> None:
