@@ -25,6 +25,7 @@ from outrider.draft_models.targets.open_target import load_tokenizer, open_targe
 from outrider.draft_models.targets.settings import Written
 from outrider.draft_models.targets.vocabulary import for_rows
 from outrider.inference.drafters.ngram.ngrams import open_table
+from outrider.inference.loading.targets import no_drafter_in
 from outrider.inference.serving.engine_worker import ir_command
 from outrider.inference.serving.proposer import serving_page
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
@@ -50,8 +51,10 @@ def export_drafter(config: ExportConfig) -> None:
 def _export(config: ExportConfig, out_dir: Path) -> None:
     another = out_dir.resolve() != Path(config.checkpoint).resolve()
     require(another, "out_dir", config.out_dir, f"another place than checkpoint={config.checkpoint}")
-    kind = kind_in(config.checkpoint)
-    name = EAGLE3.name if kind is None else kind.name
+    kind, folder = kind_in(config.checkpoint), Path(config.checkpoint)
+    if kind is None and folder.is_dir():
+        raise UserError(f"checkpoint={folder}: {no_drafter_in(folder)}")
+    name = EAGLE3.name if kind is None else kind.name  # a Hub name
     if not config.resume and any((out_dir / file).exists() for file in (CARD_FILE, CONFIG_FILE, GGUF_FILE)):
         raise UserError(f"out_dir={out_dir}: holds a model already; resume=true replaces it")
     if name not in _KINDS:

@@ -34,6 +34,8 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in, register
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.sizing.policy import Tuning
+from outrider.train.exporting import export_drafter
+from outrider.train.settings.export import ExportConfig
 from tests.eagle3_heads import DIALECTS, head_weights, write_head
 from tests.inference.evaluate.evaluating import evaluate
 from tests.tiny import random_prompt
@@ -203,6 +205,9 @@ def test_what_is_no_drafter_is_refused(
         for plan in (False, True):
             with pytest.raises(UserError, match=expected):
                 command(replace(made, plan=plan))
+        if (tmp_path / name).exists():  # or it may be a head's Hub name
+            with pytest.raises(UserError, match=expected):
+                export_drafter(ExportConfig(checkpoint=str(tmp_path / name), out_dir=str(tmp_path / "served")))
     with pytest.raises(UserError, match=r"eagle3=None: expected .* for m; checkpoint=.*other holds no drafter"):
         config("out", checkpoint=str(tmp_path / "other"), target=target, methods={"m": MethodConfig("eagle3")})
     assert find_target(config("out", checkpoint=str(models / "drafter"), methods=LOOKUP)).source == target
