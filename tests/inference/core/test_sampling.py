@@ -200,10 +200,11 @@ def test_any_processor_of_transformers(processor: LogitsProcessor) -> None:
     torch.testing.assert_close(found, one_by_one([processor, TemperatureLogitsWarper(0.8)], logits_of()))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_rows_are_independent(temperature: float) -> None:
+@pytest.mark.parametrize(
+    "config", [SamplingConfig(0, repetition_penalty=1.3), SamplingConfig(0.7, repetition_penalty=1.3), EVERYTHING]
+)
+def test_rows_are_independent(config: SamplingConfig) -> None:
     """A row's distribution is a function of its own logits and its own branch."""
-    config = SamplingConfig(temperature, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.3)
     sampler = Sampler(config, [NoRepeatNGramLogitsProcessor(2)])
     together = sampler.probabilities(logits_of(), contexts())
     for row, text in enumerate(contexts()):

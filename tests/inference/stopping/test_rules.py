@@ -162,7 +162,7 @@ def test_a_dear_draft_step_makes_drafts_short_and_a_sure_text_makes_them_long() 
             rule.observe(drafted, drafted if score > 0 else 0)
         return draft_with(rule, [step(i) for i in range(1, 16)])
 
-    assert length(0.05, 4.0) > length(0.4, 0.5) >= length(0.4, -2.0) == 1
+    assert length(0.05, 4.0) > length(0.4, 4.0) > length(0.4, 0.5) >= length(0.4, -2.0) == 1
 
 
 @settings(deadline=None)
