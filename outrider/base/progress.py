@@ -191,6 +191,8 @@ class _Bar(tqdm):
 class _Above(DummyTqdmFile):
     """A stream whose whole lines go above the bar, which is on another one."""
 
+    __setattr__ = object.__setattr__  # W&B puts its own `write` around this one: on the wrapped stream it would recurse
+
     def write(self, text: str, nolock: bool = False) -> None:
         if _bar is None or not speaks():  # a forked worker must not wait for a lock that was held at its fork
             self._wrapped.write(text)

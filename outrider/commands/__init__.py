@@ -279,7 +279,7 @@ def _no_such_choice(missing: str) -> str:
         return no_such_method(name)
     files = sorted((CONF_DIR / group).rglob("*.yaml"))
     choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
-    hint = did_you_mean(name, choices)
+    hint = did_you_mean(name, choices) or ";"
     return f"{group}={name}: no such choice{hint} There are {listed(choices)}; --help lists those of this command"
 
 

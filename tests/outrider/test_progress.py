@@ -153,6 +153,18 @@ def test_on_a_terminal_there_is_a_bar_under_what_is_printed() -> None:
     assert "progress:" not in screen.getvalue()
 
 
+def test_a_logger_may_put_its_own_write_around_a_streams() -> None:
+    """As W&B does to keep what is printed; the bar is there meanwhile."""
+    out, heard = io.StringIO(), list[str]()
+    with redirect_stderr(out), command("training"):
+        write = sys.stderr.write
+        sys.stderr.write = lambda text: heard.append(text) or write(text)  # type: ignore[method-assign,func-returns-value]
+        print("a line", file=sys.stderr)
+    print("another", file=out)
+    assert "".join(heard) == "a line\n"
+    assert out.getvalue() == "a line\nanother\n"
+
+
 def test_on_a_terminal_without_a_size_there_are_lines(impatient: None) -> None:
     """As `script` and some containers make them: nothing that is drawn there would be seen."""
     ours, theirs = os.openpty()
