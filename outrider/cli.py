@@ -121,7 +121,7 @@ def find(typed: str) -> Command:
     name = typed.replace("-", "_")
     if name not in COMMANDS:
         names = [command.typed for command in COMMANDS.values()]
-        raise UserError(f"{typed}: no such command{did_you_mean(typed, names) or ';'} There are {', '.join(names)}")
+        raise UserError(f"{typed}: no such command{did_you_mean(typed, names) or '.'} There are {', '.join(names)}")
     return COMMANDS[name]
 
 

@@ -315,7 +315,7 @@ class Model:
         selector = TokenSelector(
             make_sampler(settings, sampling, ids, setup.device),
             streams.of("verify") if sampled else None,
-            naive=speculate and self.method.verify == "naive",
+            naive=self.method.verify == "naive",
         )
         if speculate:
             self._tune(ids, sampling)

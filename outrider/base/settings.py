@@ -12,6 +12,7 @@ import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, overload
 
@@ -253,10 +254,8 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
     if found[0]["type"] == "json_invalid":  # pydantic reads all that Python writes but this
         raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
     places = [_place(one["loc"][1:], value, path) for one in found]
-    inside = (places[0][0], f"{places[0][0]}.", f"{places[0][0]}[")
-    at = [
-        pair for pair in zip(places, found, strict=True) if pair[0][0] == inside[0] or pair[0][0].startswith(inside[1:])
-    ]
+    inside = (f"{places[0][0]}.", f"{places[0][0]}[")
+    at = [pair for pair in zip(places, found, strict=True) if f"{pair[0][0]}.".startswith(inside)]
     (key, given), first = max(at, key=lambda pair: len(pair[0][0]))
     if first["type"] == "missing":
         raise UserError(f"{_at(key, str(first['loc'][-1]))}: missing")
@@ -264,9 +263,9 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
         raise UserError(f"{key}: unknown")
     if first["type"] == "refused":
         raise UserError(_at(key, first["msg"]))
-    said = [one["msg"] for (own, _), one in at if own == key]
-    alternatives = (re.sub("^Input should be (?=greater|less)", "a number ", one) for one in dict.fromkeys(said))
-    expected = " or ".join(one.removeprefix("Input should be ") for one in alternatives)
+    said = (one["msg"].removeprefix("Input should be ") for (own, _), one in at if own == key)
+    expected = " or ".join(re.sub("^(?=greater|less)", "a number ", one) for one in dict.fromkeys(said))
+    expected += import_module("outrider.base.words").gone(given)  # nothing that decodes needs it sooner
     raise UserError(f"{key}={given!r}: expected {expected}" if key else f"found {given!r}: expected {expected}")
 
 

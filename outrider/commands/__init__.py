@@ -266,7 +266,7 @@ def explain(error: Exception) -> str:
     if isinstance(cause, ConfigAttributeError) and cause.parent_node is not None:
         allowed = [str(name) for name in cause.parent_node]
         hint = did_you_mean(leaf, [*allowed, "experiment", "method"])
-        return f"{key}: no such option{hint or ';'} Allowed here: {', '.join(allowed)}"
+        return f"{key}: no such option{hint or '.'} Allowed here: {', '.join(allowed)}"
     if isinstance(cause, ConfigKeyError):
         return f"{key}: {key.rpartition('.')[0]} holds no {leaf!r} in this run; choose it first, or check the name"
     return f"{key}: {first_line}"
@@ -279,8 +279,7 @@ def _no_such_choice(missing: str) -> str:
         return no_such_method(name)
     files = sorted((CONF_DIR / group).rglob("*.yaml"))
     choices = [file.relative_to(CONF_DIR / group).with_suffix("").as_posix() for file in files]
-    hint = did_you_mean(name, choices) or ";"
-    return f"{group}={name}: no such choice{hint} There are {listed(choices)}; --help lists those of this command"
+    return f"{group}={name}: no such choice{did_you_mean(name, choices) or '.'} There are {listed(choices)}; see --help"
 
 
 def _fail(message: str) -> typing.NoReturn:

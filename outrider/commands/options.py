@@ -232,7 +232,7 @@ def no_such_method(name: str) -> str:
     known = [*shapes, *stops] if parts else presets
     odd = next((part for part in parts or [name] if part not in known), "")
     return (
-        f"method={name}: no such method{did_you_mean(odd, known) or ';'} There are {', '.join(presets)}, and "
+        f"method={name}: no such method{did_you_mean(odd, known) or '.'} There are {', '.join(presets)}, and "
         "SOURCE/SHAPE/STOP, SOURCE/SHAPE and SOURCE/STOP with "
         f"a shape of {', '.join(shapes)}, a stop of {', '.join(stops)}"
     )

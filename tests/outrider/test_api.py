@@ -142,13 +142,12 @@ def test_a_seed_gives_the_same_text_again_and_another_seed_another(model: Any) -
     assert likeliest == model.generate(PROMPT, max_new_tokens=24)
 
 
-def test_only_drafts_are_verified_by_the_naive_rule(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_verified_by_the_rule_of_the_method(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Mock(wraps=TokenSelector)
     monkeypatch.setattr(api, "TokenSelector", made)
     for verify in ("exact", "naive"):
-        for speculate in (True, False):
-            list(model.by(MethodConfig(verify=verify)).rounds(PROMPT, SamplingConfig(1.0), speculate=speculate))
-    assert [one.kwargs["naive"] for one in made.call_args_list] == [False, False, True, False]
+        list(model.by(MethodConfig(verify=verify)).rounds(PROMPT, SamplingConfig(1.0)))
+    assert [one.kwargs["naive"] for one in made.call_args_list] == [False, True]
 
 
 def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:

@@ -130,11 +130,6 @@ RUNTIMES = ("eager", "graphed")
 ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES)
 
 
-def eager_or_early_exit(row: tuple[Any, ...]) -> bool:
-    """One source in both runtimes stands for the others."""
-    return row[-1] == "eager" or row[0] in ("early_exit", ("early_exit", "opt_tree"))
-
-
 @pytest.mark.parametrize(
     ("source", "shape", "runtime"),
     typical_where(each_value(ROWS).__contains__, ROWS),
