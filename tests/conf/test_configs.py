@@ -246,7 +246,7 @@ def refused_without_torch(without_torch: subprocess.Popen[str], tmp_path: Path) 
         ("seq_len=many", "seq_len: Value 'many'"),
         ("method=[mcsd,small_lm/optree]", "method=small_lm/optree: no such method; did you mean 'opt_tree'? There are"),
         ("method=eesd_bta", "method=eesd_bta: no such method; did you mean 'eesd_beta'? There are aded, "),
-        ("method=small_lm/beta/opt_tree", "method=small_lm/beta/opt_tree: no such method; There are aded, "),
+        ("method=small_lm/beta/opt_tree", "method=small_lm/beta/opt_tree: no such method. There are aded, "),
     ],
 )
 def test_bad_overrides_fail_fast_on_the_command_line(
