@@ -39,7 +39,7 @@ from outrider.inference.measure.results import AUTOREGRESSIVE, Arm, Choosing
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain, make_structure
-from outrider.inference.stopping.plain import FixedLength
+from outrider.inference.stopping.rules import FixedLength
 from outrider.train.recipes.early_exit import train_early_exit
 from outrider.train.settings.drafters import EesdConfig
 from outrider.train.settings.fit import FitConfig

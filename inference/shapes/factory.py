@@ -27,9 +27,8 @@ from outrider.inference.sizing.policy import (
     trials_by_band,
     trials_in_chain,
 )
-from outrider.inference.stopping.factory import make_rule, required
 from outrider.inference.stopping.interface import Source, StopRule, ToProbs
-from outrider.inference.stopping.plain import BestLength, FixedLength
+from outrider.inference.stopping.rules import BestLength, FixedLength, make_rule, required
 
 
 class Structure(ABC):

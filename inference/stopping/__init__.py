@@ -1,4 +1,4 @@
-"""Stop rules, which decide when to stop drafting and verify: a module for each family, with one interface.
+"""Stop rules, which decide when to stop drafting and verify.
 
 A rule decides the length of a chain, after every token, or the depth of a tree, after every level. It reads the draft,
 and after each round the accepted length. It transfers at most one number per token from the device.

@@ -22,6 +22,13 @@ class Belief:
     slope: tuple[float, float]
 
 
+# A drafter's q may be miscalibrated either way: a greedy target accepts tokens of low q nearly always.
+DRAFT = Belief(offset=(0.0, 3.0), slope=(1.0, 0.5))
+HEAD = Belief(offset=(0.0, 0.5), slope=(1.0, 0.0))  # calibrated on average, but not for this text
+# A token sampled from q is accepted with probability min(1, p/q), which q alone hardly predicts.
+DRAWN = Belief(offset=(1.0, 0.7), slope=(0.1, 0.1))
+
+
 class Trust:
     """c = sigmoid(a + b z): the probability that a token of score z is right, z a logit.
 

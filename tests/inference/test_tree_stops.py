@@ -23,8 +23,7 @@ from outrider.inference.shapes.opt_tree import opt_tree
 from outrider.inference.shapes.shapes import EAGLE_25, k_config, static
 from outrider.inference.shapes.token_graph import token_graph
 from outrider.inference.stopping.interface import Step, StopRule
-from outrider.inference.stopping.plain import Confidence, FixedLength
-from outrider.inference.stopping.thompson import BetaThompson
+from outrider.inference.stopping.rules import BetaThompson, Confidence, FixedLength
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.known_targets import Target, targets
 from tests.tiny import STRUCTURES, random_prompt
@@ -207,7 +206,7 @@ def test_rules_that_look_at_nothing_transfer_nothing(name: str) -> None:
     assert levels == 4
     if name == "opt_tree":
         assert bare == 4 + 4  # one a level, and one of the source
-    never = BetaThompson(99, 1e9, 1e-9, "natural", random.Random(0))
+    never = BetaThompson(99, StopConfig(rule="beta", alpha=1e9, beta=1e-9), random.Random(0))
     assert transfers(FixedLength(4)) == transfers(never) == (bare, levels)
     assert transfers(Confidence(4, 1e-9))[0] > bare  # power: this one looks
 

@@ -21,7 +21,7 @@ from outrider.inference.core.decode import speculative
 from outrider.inference.drafters.eagle3 import PLUGIN, Eagle3Source
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.plain import FixedLength
+from outrider.inference.stopping.rules import FixedLength
 from outrider.train.parts.target_states import DONE_FILE, GROUP, MADE_FROM_FILE, STATES_FILE, pack, packed_width, unpack
 from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target

@@ -25,7 +25,7 @@ from outrider.inference.core.decode import speculative
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.plain import FixedLength
+from outrider.inference.stopping.rules import FixedLength
 from outrider.train.core.fit import fit
 from outrider.train.parts.heldout import heldout_prompt, heldout_prompts
 from outrider.train.recipes.early_exit import default_exit_layer, evaluation_of, make_student, train_early_exit

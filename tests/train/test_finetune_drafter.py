@@ -27,7 +27,7 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.plain import FixedLength
+from outrider.inference.stopping.rules import FixedLength
 from outrider.train.core.driver import BEST_FOLDER, Best
 from outrider.train.parts.heldout import Decoding
 from outrider.train.recipes.small_lm import drafter_config, finetune_drafter, start_lm

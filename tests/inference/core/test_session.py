@@ -19,7 +19,7 @@ from outrider.inference.core.tree import DraftTree, chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.plain import FixedLength
+from outrider.inference.stopping.rules import FixedLength
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 

@@ -43,7 +43,7 @@ from outrider.inference.sizing.policy import (
     trials_by_band,
     trials_in_chain,
 )
-from outrider.inference.stopping.plain import BestLength
+from outrider.inference.stopping.rules import BestLength
 from tests.exact_distributions import (
     Chance,
     Distribution,

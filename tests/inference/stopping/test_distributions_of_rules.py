@@ -16,8 +16,8 @@ from outrider.inference.settings.method import THRESHOLDS, StopConfig
 from outrider.inference.shapes.shapes import chain, k_config
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
-from outrider.inference.stopping.factory import make_rule
 from outrider.inference.stopping.interface import Step
+from outrider.inference.stopping.rules import make_rule
 from tests.exact_distributions import Draft, Drafter, Model, emitted, plain, random_model, ships
 from tests.known_source import KnownSource, paths_of, root
 

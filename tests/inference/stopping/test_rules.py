@@ -3,9 +3,10 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,14 +17,22 @@ from hypothesis import strategies as st
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, log_odds
 from outrider.inference.settings.limits import LONGEST_CHAIN
-from outrider.inference.settings.method import StopConfig
+from outrider.inference.settings.method import Rule, StopConfig
 from outrider.inference.sizing.costs import WIDEST, Costs
 from outrider.inference.sizing.policy import KEEP, Tuning, best_length
-from outrider.inference.stopping.factory import RULES, UCB, make_rule
 from outrider.inference.stopping.interface import Step, StopRule
-from outrider.inference.stopping.plain import AIM, AdaEDL, FixedLength, RejectionRisk
+from outrider.inference.stopping.rules import (
+    AIM,
+    UCB,
+    AdaEDL,
+    BetaThompson,
+    CalibratedThompson,
+    FixedLength,
+    PosteriorMean,
+    RejectionRisk,
+    make_rule,
+)
 from outrider.inference.stopping.survival import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
-from outrider.inference.stopping.thompson import BetaThompson, CalibratedThompson, Posterior, PosteriorMean
 from tests.inference.test_tree_stops import Transfers
 from tests.tiers import as_many
 
@@ -154,17 +163,6 @@ def test_survival_times_cost(scores: list[float], history: list[tuple[int, int]]
     assert rule.stop(step(LONGEST_CHAIN))
 
 
-def test_a_dear_draft_step_makes_drafts_short_and_a_sure_text_makes_them_long() -> None:
-    def length(price: float, score: float) -> int:
-        rule = Survival(Tuning(costs(price)), lambda _: score, Trust(AT_ITS_WORD))
-        for _ in range(30):
-            drafted = draft_with(rule, [step(i) for i in range(1, 16)])
-            rule.observe(drafted, drafted if score > 0 else 0)
-        return draft_with(rule, [step(i) for i in range(1, 16)])
-
-    assert length(0.05, 4.0) > length(0.4, 4.0) > length(0.4, 0.5) >= length(0.4, -2.0) == 1
-
-
 @settings(deadline=None)
 @given(
     tokens=st.lists(st.tuples(st.floats(-4, 4), st.booleans()), max_size=12),
@@ -193,17 +191,6 @@ def test_trust_is_an_extended_kalman_filter(tokens: list[tuple[float, bool]], be
         assert (trust.offset, trust.slope) == pytest.approx(tuple(mean))
 
 
-def test_trust_learns_what_a_text_does_to_a_score() -> None:
-    chance, trust, found = random.Random(1), Trust(Belief((0.0, 1.0), (1.0, 0.5))), []
-    for _ in range(1500):
-        score = chance.gauss(0, 2)
-        trust.drift()
-        trust.learn(score, chance.random() < 1 / (1 + math.exp(-(1.0 + 0.5 * score))))
-        found.append((trust.offset, trust.slope))
-    assert np.mean(found[500:], axis=0) == pytest.approx((1.0, 0.5), abs=0.2)
-    assert abs(Trust(AT_ITS_WORD).probability(1.0) - 1 / (1 + math.exp(-1))) < 1e-12
-
-
 @settings(deadline=None)
 @given(q=st.fractions(Fraction(1, 1000), Fraction(999, 1000)))
 def test_the_log_odds_of_a_log_probability(q: Fraction) -> None:
@@ -220,7 +207,7 @@ def all_rules() -> dict[str, Callable[[], Any]]:
     def made(stop: StopConfig) -> Callable[[], Any]:
         return lambda: make_rule(stop, Streams(0), asked, tuning)
 
-    found = {rule: made(StopConfig(rule=rule)) for rule in RULES}  # type: ignore[arg-type]
+    found = {rule: made(StopConfig(rule=rule)) for rule in get_args(Rule)}
     return {**found, "survival, head": made(StopConfig(rule="survival", score="head"))}
 
 
@@ -241,8 +228,9 @@ def test_a_rule_transfers_one_number_a_token_and_keeps_its_bound(name: str) -> N
     rule.observe(0, 0)  # the budget was used up
 
 
-def beta(update: str, alpha: float = 1.0, other: float = 1.0, seed: int = 0, max_draft: int = 1000) -> BetaThompson:
-    return BetaThompson(max_draft, alpha, other, update, random.Random(seed))
+def beta(update: str = "natural", discount: float = 1.0) -> BetaThompson:
+    stop = StopConfig(rule="beta", alpha=2.0, beta=3.0, update=update, discount=discount)  # type: ignore[arg-type]
+    return BetaThompson(1000, stop, random.Random(1))
 
 
 def draft_length(rule: StopRule) -> int:
@@ -252,44 +240,31 @@ def draft_length(rule: StopRule) -> int:
     return drafted
 
 
-@pytest.mark.parametrize(
-    ("drafted", "accepted", "natural", "printed"),
-    [
-        (5, 0, (0, 1), (0, 1)),  # printed r = |Q_v| − 1 would be −1: clamped
-        (5, 1, (1, 1), (0, 2)),
-        (5, 3, (3, 1), (2, 2)),
-        (5, 5, (5, 0), (4, 1)),  # printed charges a failure to a draft that was right throughout
-        (1, 1, (1, 0), (0, 1)),
-    ],
-)
-def test_posterior_updates(drafted: int, accepted: int, natural: tuple, printed: tuple) -> None:
-    """α += r, β += n − r with n = min(|Q_v| + 1, |Q_d|) (EESD Algorithm 2)."""
-    for update, (right, wrong) in (("natural", natural), ("printed", printed)):
-        rule = beta(update, 2.0, 3.0)
-        rule.observe(drafted, accepted)
-        assert (rule.alpha, rule.beta) == (2.0 + right, 3.0 + wrong)
-
-
 @settings(deadline=None)
 @given(
     outcomes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=30),
     update=st.sampled_from(["natural", "printed"]),
+    discount=st.sampled_from([1.0, 0.9]),
 )
-def test_the_posterior_stays_proper(outcomes: list[tuple[int, int]], update: str) -> None:
-    rule = beta(update)
-    for drafted, accepted in outcomes:
-        before = rule.alpha + rule.beta
-        rule.observe(drafted, min(accepted, drafted))
-        assert rule.alpha >= 1
-        assert rule.beta >= 1
-        assert rule.alpha + rule.beta == before + min(min(accepted, drafted) + 1, drafted)  # one trial per tested token
+def test_trials_of_the_beta_posterior(outcomes: list[tuple[int, int]], update: str, discount: float) -> None:
+    """α += r, β += n − r with n = min(|Q_v| + 1, |Q_d|) (EESD Algorithm 2); discounted ones lose their weight.
+
+    The prior keeps its own. The printed r = |Q_v| − 1 is clamped at 0.
+    """
+    rule, right, wrong = beta(update, discount), 0.0, 0.0
+    for drafted, most in outcomes:
+        accepted = min(drafted, most)
+        rule.observe(drafted, accepted)
+        hits = accepted if update == "natural" else max(0, accepted - 1)
+        right, wrong = discount * right + hits, discount * wrong + min(accepted + 1, drafted) - hits
+    assert (rule.alpha, rule.beta) == (pytest.approx(2 + right), pytest.approx(3 + wrong))
 
 
 def test_draft_length_follows_the_acceptance_rate() -> None:
     """With acceptance a, the length settles near 1/(1 − a): longer drafts for better drafters."""
     means = []
     for rate in (0.2, 0.5, 0.8):
-        rule, chance = beta("natural", seed=1), random.Random(0)
+        rule, chance = beta(), random.Random(0)
         lengths = []
         for _ in range(2000):
             drafted = draft_length(rule)
@@ -302,32 +277,15 @@ def test_draft_length_follows_the_acceptance_rate() -> None:
     assert means == sorted(means)
 
 
-def test_discounted_trials_lose_their_weight_and_the_prior_keeps_its_own() -> None:
-    rule, outcomes = BetaThompson(9, 4.0, 2.0, "natural", random.Random(0), discount=0.9), [(5, 3), (4, 4), (3, 0)]
-    for drafted, accepted in outcomes:
-        rule.observe(drafted, accepted)
-    weights = [0.9**age for age in (2, 1, 0)]
-    assert rule.alpha == pytest.approx(4.0 + sum(w * right for w, right in zip(weights, (3, 4, 0), strict=True)))
-    assert rule.beta == pytest.approx(2.0 + sum(w * wrong for w, wrong in zip(weights, (1, 0, 1), strict=True)))
+def posterior(mean: str = "sample", bias: float = 0.0, evidence: str = "both", **changes: float) -> PosteriorMean:
+    known = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5} if evidence == "both" else {}
+    stop = StopConfig(rule="calibrated", evidence=evidence, **{**known, **changes})  # type: ignore[arg-type]
+    return PosteriorMean(50, replace(stop, mean=mean) if mean == "printed" else stop, head([bias]))
 
 
-def test_seed_decides_and_max_draft_bounds() -> None:
-    assert [draft_length(beta("natural", 5, 1, seed=3)) for _ in range(3)] == [
-        draft_length(beta("natural", 5, 1, seed=3))
-    ] * 3
-    assert len({draft_length(beta("natural", 5, 1, seed=s)) for s in range(20)}) > 3
-    assert max(draft_length(beta("natural", 1e6, 1e-6, seed=s, max_draft=7)) for s in range(20)) == 7
-
-
-def posterior(mean: str = "sample", bias: float = 0.0, evidence: str = "both", **changes: float) -> Posterior:
-    head = CalibrationHead(2, 2).requires_grad_(False)
-    head.bias.fill_(bias)
-    settings = {"model_sigma": 0.3, "sample_sigma": 0.6, "prior": 0.5, **changes}
-    return Posterior(head, mean=mean, evidence=evidence, **settings)
-
-
-def calibrated(seed: int = 0, **changes: Any) -> CalibratedThompson:
-    return CalibratedThompson(50, posterior(**changes), random.Random(seed))
+def calibrated(**changes: Any) -> CalibratedThompson:
+    believed = posterior(**changes)
+    return CalibratedThompson(50, believed.settings, believed.head, random.Random(0))
 
 
 def test_posterior_moves_from_the_model_to_the_sample() -> None:
@@ -358,7 +316,8 @@ def test_estimates_by_hand() -> None:
 
 def test_evidence_of_one_kind_alone() -> None:
     """The paper's ablations: the head alone never moves, the sample alone never asks the head."""
-    model, sample = posterior(evidence="model"), posterior(evidence="sample", prior=0.2)
+    model = posterior(evidence="model", model_sigma=0.3)
+    sample = posterior(evidence="sample", sample_sigma=0.6, prior=0.2)
     assert sample.given(0.9) == (0.2, 0.0)
     for rule in (model, sample):
         for _ in range(30):
@@ -366,12 +325,12 @@ def test_evidence_of_one_kind_alone() -> None:
     assert model.given(0.9) == pytest.approx((0.9, 0.3**2))
     assert sample.given(0.9) == sample.given(0.1) == pytest.approx((sample.estimate, 0.6**2 / 30))
     sample.head = None  # type: ignore[assignment]
-    assert draft_length(CalibratedThompson(50, sample, random.Random(0))) >= 1
+    assert draft_length(CalibratedThompson(50, sample.settings, sample.head, random.Random(0))) >= 1
 
 
 def test_the_head_is_asked_about_the_token_just_drafted() -> None:
     rule, asked = calibrated(), []
-    rule.posterior.head = lambda *given: asked.append(given) or torch.zeros(1)  # type: ignore[assignment]
+    rule.head = lambda *given: asked.append(given) or torch.zeros(1)  # type: ignore[assignment]
     target, drafts = torch.tensor([[5.0, 6.0]]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     source = SimpleNamespace(hidden=drafts, target_hidden=target)
     rule.stop(Step(7, torch.tensor([0]), torch.zeros(1, 2), source, row=1))
@@ -379,24 +338,13 @@ def test_the_head_is_asked_about_the_token_just_drafted() -> None:
     assert found == [[[5.0, 6.0]], [[3.0, 4.0]], [7], [pytest.approx(math.log(0.5))]]
 
 
-def test_the_head_decides_the_length_at_first() -> None:
-    means = []
-    for bias in (-2.0, 0.0, 2.0):
-        lengths = [draft_length(calibrated(seed=seed, bias=bias)) for seed in range(300)]
-        means.append(sum(lengths) / len(lengths))
-    assert means == sorted(means)
-    assert means[2] > 2 * means[0]
-    sure = calibrated(bias=50.0, model_sigma=1e-9)
-    assert [sure.stop(step(drafted)) for drafted in (1, 49, 50)] == [False, False, True]  # max_draft is 50
-
-
 def test_the_mean_alone_decides_without_chance() -> None:
     """The first token at which μ is below the threshold is the last one, every time."""
     for bias, threshold in ((0.5, 0.6), (0.5, 0.65), (-1.0, 0.2)):
-        believed = posterior(bias=bias, prior=0.3)
-        rule = PosteriorMean(4, believed, threshold)
+        stop = StopConfig(rule="posterior_mean", model_sigma=0.3, sample_sigma=0.6, prior=0.3, threshold=threshold)
+        rule = PosteriorMean(4, stop, head([bias]))
         for _ in range(6):
-            mean = believed.given(1 / (1 + math.exp(-bias)))[0]
+            mean = rule.given(1 / (1 + math.exp(-bias)))[0]
             assert draft_length(rule) == (1 if mean < threshold else 4)
             rule.observe(4, 1)
     assert mean < 0.65  # both ends were there: the estimate falls to 0.5 of tested tokens

@@ -1,0 +1,328 @@
+"""The stop rules, and how one is made of its settings.
+
+Rules that compare one number with a bound: a length, a probability, an entropy or a risk. EESD's Thompson sampling on
+observed acceptance, alone or combined with a calibration head's estimate. A bandit over rules. `Survival` has a module
+of its own.
+
+AdaEDL and SVIP read the entropy H(q), in nats, of the drafter's distribution: a drafter with a broad one is rarely
+right. Both bound the acceptance probability from below by 1 − √(c H(q)), and stop when the bound is low.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from outrider.base.streams import Streams
+from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.inference.settings.limits import LONGEST_CHAIN
+from outrider.inference.settings.method import AUTO, THRESHOLDS, StopConfig
+from outrider.inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
+from outrider.inference.stopping.interface import Step, StopRule, ask, sigmoid
+from outrider.inference.stopping.survival import DRAFT, DRAWN, HEAD, Survival, Trust
+
+# AdaEDL's threshold: the target acceptance rate, the step, and the smoothing of rate and threshold. It follows
+# Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.
+AIM, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
+
+
+@dataclass
+class FixedLength(StopRule):
+    """Always draft `max_draft` tokens, or levels: the K of plain speculative decoding."""
+
+    max_draft: int
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft
+
+
+class BestLength(StopRule):
+    """max_draft=auto: the chain length with the most tokens per second, chosen again before every round.
+
+    It follows from measured costs and the acceptance of each position so far.
+    """
+
+    max_draft = LONGEST_CHAIN
+
+    def __init__(self, tuning: Tuning):
+        self._costs = tuning.costs
+        self._evidence = Evidence(self.max_draft, tuning)
+        self.length = best_length(self._evidence.shares(), self._costs)[0]
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.length
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self._evidence.add(trials_in_chain(drafted, accepted))
+        self.length = best_length(self._evidence.shares(), self._costs)[0]
+
+
+@dataclass
+class Confidence(StopRule):
+    """Stop as soon as the drafter gave its token a probability below `threshold`. One transfer per token.
+
+    This is the rule of transformers' assisted generation, whose threshold is 0.4.
+    """
+
+    max_draft: int
+    threshold: float
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft or math.exp(float(step.log_probability)) < self.threshold
+
+
+@dataclass
+class AdaEDL(StopRule):
+    """Stop when 1 − √(γ H(q)) is below a threshold λ that adapts to the acceptance (arXiv 2410.18351).
+
+    After a round that accepted the share r of its draft, r̄ ← KEPT_RATE · r̄ + (1 − KEPT_RATE) · r, and λ moves by STEP
+    towards longer drafts if r̄ is above AIM, else towards shorter ones, smoothed by KEPT_THRESHOLD.
+    """
+
+    max_draft: int
+    threshold: float  # λ
+    gamma: float
+    rate: float = AIM  # r̄
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft or 1 - math.sqrt(self.gamma * float(step.entropy)) < self.threshold
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        if not drafted:
+            return
+        self.rate = KEPT_RATE * self.rate + (1 - KEPT_RATE) * accepted / drafted
+        moved = self.threshold + (STEP if self.rate <= AIM else -STEP)
+        self.threshold = KEPT_THRESHOLD * self.threshold + (1 - KEPT_THRESHOLD) * moved
+
+
+@dataclass
+class SVIP(StopRule):
+    """Stop when √H(q) is above `threshold` (arXiv 2411.18462)."""
+
+    max_draft: int
+    threshold: float
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft or math.sqrt(float(step.entropy)) > self.threshold
+
+
+class RejectionRisk(StopRule):
+    """SpecDec++ (arXiv 2405.19715): stop when the draft probably contains a wrong token.
+
+    That is when 1 − Π ĉ_j is above `threshold`, ĉ_j the head's probability that the draft's j-th token is right.
+
+    The paper proves that a threshold on this probability is the optimal form, and trains a special head for ĉ. Here ĉ
+    is the calibration head's. One transfer per token.
+    """
+
+    def __init__(self, head: CalibrationHead, max_draft: int, threshold: float):
+        self.head = head
+        self.max_draft = max_draft
+        self.threshold = threshold
+        self._survival = 1.0
+
+    def stop(self, step: Step) -> bool:
+        before = self._survival if step.drafted > 1 else 1.0
+        self._survival = before * sigmoid(ask(self.head, step))
+        return step.drafted >= self.max_draft or 1 - self._survival > self.threshold
+
+
+# --- EESD ---
+
+
+class BetaThompson(StopRule):
+    """Thompson sampling on "is the next draft token right?" with a Beta posterior (EESD, Algorithm 2).
+
+    After each drafted token θ ~ Beta(α, β) and χ ~ Bernoulli(θ). χ = 0 ends the draft. Say |Q_d| tokens (of a tree:
+    levels) were drafted and |Q_v| accepted. Then n = min(|Q_v| + 1, |Q_d|) were tested, α += r and β += n − r, and
+
+    - update="natural": r = |Q_v|. Each tested token is one Bernoulli trial. Example: of 5 tokens 3 are accepted, so 4
+      were tested, α += 3 and β += 1;
+    - update="printed": r = max(|Q_v| − 1, 0) as in the paper, clamped because α must stay positive. It charges a
+      failure even to a fully accepted draft, so it drafts shorter.
+
+    discount: the factor by which a round reduces the weight of this generation's earlier trials. Acceptance varies
+    along a text, so with many old trials the posterior is overconfident. The paper's value is 1.
+    """
+
+    def __init__(self, max_draft: int, stop: StopConfig, generator: random.Random):
+        self.max_draft = max_draft
+        self.alpha, self.beta = self._prior = stop.alpha, stop.beta
+        self.update, self.discount = stop.update, stop.discount
+        self._random = generator
+
+    def stop(self, step: Step) -> bool:
+        theta = self._random.betavariate(self.alpha, self.beta)
+        return step.drafted >= self.max_draft or self._random.random() >= theta
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        tested = min(accepted + 1, drafted)
+        right = accepted if self.update == "natural" else max(accepted - 1, 0)
+        alpha, beta = self._prior
+        self.alpha = alpha + self.discount * (self.alpha - alpha) + right
+        self.beta = beta + self.discount * (self.beta - beta) + tested - right
+
+
+class PosteriorMean(StopRule):
+    """Continue while the mean of θ is at least the threshold, θ the probability that the next draft token is right.
+
+    Its posterior is θ ~ N(μ, σ²) with μ = w θ_M + (1 − w) θ̂, w = σ_S²/(nσ_M² + σ_S²), σ² = σ_M²σ_S²/(σ_S² + nσ_M²)
+    (EESD, Algorithm 3). θ_M is the calibration head's probability of this token, θ̂ the observed acceptance, n the
+    number of verifications. So the head dominates at first (w = 1 at n = 0), observation later.
+
+    mean="sample": θ̂ is the share of tested tokens that were right; θ̂_0 counts as one trial. mean="printed": the
+    paper's running mean, which counts successes only and so rises to 1.
+
+    evidence="model" keeps n at 0 (the head alone). evidence="sample" takes σ_M to infinity (observation alone).
+    These are the paper's ablations.
+    """
+
+    def __init__(self, max_draft: int, stop: StopConfig, head: CalibrationHead):
+        self.max_draft, self.settings, self.head = max_draft, stop, head
+        self.estimate = stop.prior
+        self.verifications = 0
+        self._tested = 1  # the prior's weight
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft or self.posterior(step)[0] < self.settings.bound
+
+    def posterior(self, step: Step) -> tuple[float, float]:
+        """Mean and variance of θ after `step`. One transfer if the head is used."""
+        return self.given(0.0 if self.settings.evidence == "sample" else sigmoid(ask(self.head, step)))
+
+    def given(self, model: float) -> tuple[float, float]:
+        """Mean and variance of θ if the head's probability is `model`."""
+        model_variance, sample_variance = self.settings.model_sigma**2, self.settings.sample_sigma**2
+        if self.settings.evidence == "model":
+            return model, model_variance
+        if self.settings.evidence == "sample":
+            return self.estimate, sample_variance / self.verifications if self.verifications else 0.0
+        total = self.verifications * model_variance + sample_variance
+        weight = sample_variance / total
+        return weight * model + (1 - weight) * self.estimate, model_variance * sample_variance / total
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.verifications += 1
+        if self.settings.mean == "sample":
+            tested = min(accepted + 1, drafted)
+            self.estimate = (self.estimate * self._tested + accepted) / (self._tested + tested)
+            self._tested += tested
+        else:  # t counts accepted tokens only
+            self._tested += accepted
+            self.estimate = (self.estimate * (self._tested - accepted) + accepted) / self._tested
+
+
+class CalibratedThompson(PosteriorMean):
+    """Sample θ from that posterior, clamp it to [0, 1], and continue with probability θ (EESD, Algorithm 3)."""
+
+    def __init__(self, max_draft: int, stop: StopConfig, head: CalibrationHead, generator: random.Random):
+        super().__init__(max_draft, stop, head)
+        self._random = generator
+
+    def stop(self, step: Step) -> bool:
+        mean, variance = self.posterior(step)
+        theta = min(1.0, max(0.0, self._random.gauss(mean, variance**0.5)))
+        return step.drafted >= self.max_draft or self._random.random() >= theta
+
+
+# --- a bandit ---
+
+
+class UCB(StopRule):
+    """A bandit over stop rules: UCB1 chooses one for every round (as in TapOut, arXiv 2511.02017).
+
+    It uses every rule once, then the rule with the largest mean reward + √(2 ln t / n); t: all rounds, n: the rule's.
+    The reward of a round is the mean of accepted / longest draft, which rewards tokens, and accepted / drafted, which
+    punishes waste. Only the chosen rule decides in a round and observes its outcome.
+    """
+
+    def __init__(self, rules: Sequence[StopRule]):
+        self.rules = rules
+        self.max_draft = max(rule.max_draft for rule in rules)
+        self.rounds, self.rewards = [0] * len(rules), [0.0] * len(rules)
+        self.chosen = 0
+
+    def stop(self, step: Step) -> bool:
+        return self.rules[self.chosen].stop(step)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self.rules[self.chosen].observe(drafted, accepted)
+        if drafted:
+            self.rounds[self.chosen] += 1
+            self.rewards[self.chosen] += (accepted / self.max_draft + accepted / drafted) / 2
+        self.chosen = max(range(len(self.rules)), key=self._bound)
+
+    def _bound(self, rule: int) -> float:
+        """The upper confidence bound of a rule's reward; infinite if it was never tried."""
+        count = self.rounds[rule]
+        if not count:
+            return math.inf
+        return self.rewards[rule] / count + math.sqrt(2 * math.log(sum(self.rounds)) / count)
+
+
+# --- all of them ---
+
+
+def make_rule(
+    stop: StopConfig,
+    streams: Streams,
+    head: CalibrationHead | None = None,
+    tuning: Tuning | None = None,
+    *,
+    levels: int | None = None,
+    drawn: bool = False,
+) -> StopRule:
+    """A new stop rule for one generation, from which it learns; `streams` are that generation's.
+
+    head: for rules that use one. tuning: for max_draft=auto and rule=survival. levels: those that a tree has by itself;
+    None for a chain. drawn: whether drafts are sampled from q; otherwise they are the most likely tokens.
+    """
+    if stop.max_draft == AUTO:
+        return BestLength(required(tuning))
+    longest = stop.longest(levels)
+    match stop.rule:
+        case "confidence":
+            return Confidence(longest, stop.bound)
+        case "adaedl":
+            return AdaEDL(longest, stop.bound, stop.gamma)
+        case "svip":
+            return SVIP(longest, stop.bound)
+        case "rejection_risk":
+            return RejectionRisk(required(head, _HEAD), longest, stop.bound)
+        case "beta":
+            return BetaThompson(longest, stop, streams.of("stop"))
+        case "calibrated":
+            return CalibratedThompson(longest, stop, required(head, _HEAD), streams.of("stop"))
+        case "posterior_mean":
+            return PosteriorMean(longest, stop, required(head, _HEAD))
+        case "survival" if stop.score == "head":
+            asked = required(head, _HEAD)
+            return Survival(required(tuning), lambda step: ask(asked, step), Trust(DRAWN if drawn else HEAD), longest)
+        case "survival":
+            trust = Trust(DRAWN if drawn else DRAFT)
+            return Survival(required(tuning), lambda step: float(step.log_odds), trust, longest)
+        case "bandit":
+            return _bandit(longest, stop.gamma)
+        case "fixed":
+            return FixedLength(longest)
+
+
+def _bandit(longest: int, gamma: float) -> UCB:
+    """A bandit over the rules that need no training."""
+    confidence, adaedl, svip = (THRESHOLDS[rule] for rule in ("confidence", "adaedl", "svip"))
+    rules = Confidence(longest, confidence), AdaEDL(longest, adaedl, gamma), SVIP(longest, svip), FixedLength(longest)
+    return UCB(rules)
+
+
+Known = TypeVar("Known")
+_HEAD = "this stop rule needs the drafter's calibration head"
+
+
+def required(
+    known: Known | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
+) -> Known:
+    """`known`; raises `ValueError` saying `why` if it is None."""
+    if known is None:
+        raise ValueError(why)
+    return known
