@@ -20,6 +20,7 @@ from outrider.base.files import write_atomically
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, readable
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, whole_rows
+from outrider.draft_models.targets.settings import SMALL_LM
 from outrider.draft_models.targets.tensor_files import find_file
 
 TOKENS_FILE = "draft_tokens.safetensors"  # for a small LM with a draft vocabulary: the target's id of each of its ids
@@ -130,7 +131,7 @@ def save_tokens(folder: Path, own: DraftVocabulary) -> None:
 
 
 def read_draft_vocabulary(
-    source: str, revision: str | None, config: PreTrainedConfig, *, role: str = "small_lm"
+    source: str, revision: str | None, config: PreTrainedConfig, *, role: str = SMALL_LM
 ) -> DraftVocabulary | None:
     """The draft vocabulary of the model in `source`; None without one. Raises `UserError` if it cannot be read.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 import torch
@@ -34,9 +34,10 @@ from outrider.inference.measure.bench import require_fits
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.wording import busy_sentences, measure_again, recommendation
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
 from outrider.train.pipeline_run import ConfigFor, check_steps, fitted, reports_in, run_command, run_pipeline
 from outrider.train.pipeline_settings import HERE, STEPS, TARGET, TIME, PipelineConfig, StepConfig
-from outrider.train.settings.auto import PACKAGED, TRAINED, AutoConfig, Trained
+from outrider.train.settings.auto import PACKAGED, TRAINED, AutoConfig
 
 Device = Literal["cpu", "cuda"]
 # Tokens of a target's answers from which a drafter learns enough to pay: none of three drafters did from 281,548
@@ -45,21 +46,15 @@ ENOUGH_TOKENS = 300_000
 # Drafters in the order in which they are worth their minutes. On a CPU an EAGLE-3 head learns from 196 tokens a second,
 # an early exit from 1,090 and a small LM from 2,490 (drafters_smollm2_cpu.json); on a GPU the head guesses best in
 # equal time (drafters_trainings_cuda.json).
-ORDER: Mapping[Device, tuple[Trained, ...]] = {
-    "cpu": ("early_exit", "small_lm"),
-    "cuda": ("eagle3", "early_exit", "small_lm"),
+ORDER: Mapping[Device, tuple[str, ...]] = {
+    device: tuple(name for rank, name in sorted((KINDS[name].worth.get(device, 0), name) for name in TRAINED) if rank)
+    for device in get_args(Device)
 }
 LEAST: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # minutes of a training: those of the records that paid
 _SHORTEST, _LONGEST = 64, 256  # tokens of a measured text, which is as long as the target's answers between these
 _ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
 _PARAMETERS = 5e8  # of a target on a CPU, from which on they are fewer, so that a batch takes about as long
-_STEPS: Mapping[Trained, str] = {"early_exit": "eesd", "small_lm": "small_lm", "eagle3": "eagle3"}
-_METHODS: Mapping[Trained, tuple[str, ...]] = {
-    "early_exit": ("eesd_survival", "early_exit/opt_tree_auto"),
-    "small_lm": ("small_lm/survival", "opt_tree_auto"),
-    "eagle3": ("eagle3/auto", "eagle3/opt_tree_auto"),
-}
-_ALWAYS = ("ngrams", "prompt_lookup")
+_ALWAYS = (NGRAMS.name, PROMPT_LOOKUP.name)
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
 _MORE = 1.2  # times the minutes in which all prompts are answered at the rate of the first ones
@@ -87,7 +82,7 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
     template = {} if config.template == "auto" else {"template": config.template}
     answers = _ANSWERS | {f"data.{key}": value for key, value in template.items()}
     of_data = {key: value for key, value in answers.items() if key not in _ANSWERS}
-    methods = [*(method for kind in choice.kinds for method in _METHODS[kind]), *_ALWAYS]
+    methods = [*(method for kind in choice.kinds for method in KINDS[kind].measured), *_ALWAYS]
     steps: dict[str, dict[str, object]] = {
         "prompts": {} if config.prompts is None else {"file": quoted(config.prompts)},
         "responses": {
@@ -98,12 +93,12 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
             **answers, **_TRAINING, **_SHORT, "objective": "kl", "train_head": "false", "eval_rows": 16,
             "fit.epochs": 3, "fit.batch_rows": 2, **heldout, **size,
         },
-        "small_lm": {
+        SMALL_LM.name: {
             **answers, **_TRAINING, **_SHORT, "drafter": "tiny", "drafter.layers": 2, "drafter.hidden": 256,
             "drafter.intermediate": 704, "drafter.tied": "true", "objective": "forward_kl", "fit.epochs": 4,
             "fit.batch_rows": 4, **heldout, **size,
         },
-        "eagle3": {
+        EAGLE3.name: {
             **answers, **_TRAINING, "seq_len": 1024, "eval_rows": 32, "eval_batch_rows": 16, "fit.epochs": 40,
             "fit.batch_rows": 16, "fit.lr": 0.002, "fit.warmup": 0.02, "fit.max_grad_norm": 1.0, "fit.eval_every": 500,
             **heldout,
@@ -115,7 +110,7 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
             "max_new_tokens": look.length(choice.kinds, choice.minutes.get("report", 0.0)), **template,
         },
     }  # fmt: skip
-    left_out = {_STEPS[kind] for kind in TRAINED if kind not in choice.kinds}
+    left_out = {KINDS[kind].step for kind in TRAINED if kind not in choice.kinds}
     return {name: options for name, options in steps.items() if name not in left_out}
 
 
@@ -143,16 +138,16 @@ class Look:
         """The most tokens of a measured text: half of a short context."""
         return min(_LONGEST, self.context // 2)
 
-    def report(self, kinds: Sequence[Trained], tokens: float) -> float:
+    def report(self, kinds: Sequence[str], tokens: float) -> float:
         """The minutes of a report on the fewest prompts that have a verdict, of so many tokens each; an estimate.
 
         Alone, a text has more than its share of the tokens a second that texts together have, and less than all.
         """
         a_second = self.tokens_per_second / math.sqrt(max(1, min(self.rows, self.prompts)))
-        arms = 2 + len(_ALWAYS) + sum(len(_METHODS[kind]) for kind in kinds)  # two decode plainly
+        arms = 2 + len(_ALWAYS) + sum(len(KINDS[kind].measured) for kind in kinds)  # two decode plainly
         return _REPORT_LOADS * self.loading + MIN_PROMPTS * arms * tokens / a_second / 60
 
-    def length(self, kinds: Sequence[Trained], minutes: float) -> int:
+    def length(self, kinds: Sequence[str], minutes: float) -> int:
         """The tokens of a measured text: as many as an answer has, fewer where the report's minutes hold no more."""
         held = math.inf
         if minutes and self.tokens_per_second:
@@ -165,7 +160,7 @@ class Look:
 class Choice:
     """The kinds of drafters to train, why each other one is not, and the minutes of every step that has a limit."""
 
-    kinds: tuple[Trained, ...]
+    kinds: tuple[str, ...]
     not_tried: Mapping[str, str]
     minutes: Mapping[str, float]
 
@@ -190,8 +185,8 @@ def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
         return _with_minutes(config, look, config.train, {})
     fits = [kind for kind in ORDER[look.device] if kind not in unfit]
     reasons = dict(unfit)
-    if "eagle3" not in ORDER[look.device]:
-        reasons.setdefault("eagle3", "it learns too slowly on a CPU; train=[eagle3] trains it nevertheless")
+    if EAGLE3.name not in ORDER[look.device]:
+        reasons.setdefault(EAGLE3.name, "it learns too slowly on a CPU; train=[eagle3] trains it nevertheless")
     answers, training, _ = _WITH_TRAINING
     timed = config.minutes - look.spent - _untimed(look, fits[:1])
     by_time, by_prompts = 60 * answers * timed * look.tokens_per_second, look.prompts * look.answer_tokens
@@ -206,18 +201,18 @@ def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
     return _with_minutes(config, look, tuple(fits[:count]), reasons)
 
 
-def _minutes_for(look: Look, number: int, fits: list[Trained]) -> float:
+def _minutes_for(look: Look, number: int, fits: list[str]) -> float:
     """The minutes in which so many drafters would have enough answers to learn from, and the time for it."""
     answers, training, _ = _WITH_TRAINING
     timed = max(ENOUGH_TOKENS / look.tokens_per_second / 60 / answers, number * LEAST[look.device] / training)
     return timed + look.spent + _untimed(look, fits[:1])
 
 
-def _untimed(look: Look, kinds: Sequence[Trained]) -> float:
+def _untimed(look: Look, kinds: Sequence[str]) -> float:
     return _QUICK + look.loading * (2 + len(kinds))
 
 
-def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[Trained, ...], why: Mapping[str, str]) -> Choice:
+def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[str, ...], why: Mapping[str, str]) -> Choice:
     answers, training, _ = _WITH_TRAINING if kinds else _WITHOUT
     untimed = look.spent + _untimed(look, kinds)
     timed = config.minutes - untimed
@@ -227,7 +222,7 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[Trained, ...], wh
     answering = _MORE * (look.prompts - look.answered) * look.answer_tokens / look.tokens_per_second / 60
     answering = min(answering, answers * timed, max(0.0, (1 - training) * timed - least))
     minutes = {"responses": answering + look.spent, "report": (1 - training) * timed - answering}
-    minutes |= {_STEPS[kind]: training * timed / len(kinds) for kind in kinds}
+    minutes |= {str(KINDS[kind].step): training * timed / len(kinds) for kind in kinds}
     return Choice(kinds, why, minutes)
 
 
@@ -282,7 +277,7 @@ RECORD, LOG = "auto.json", "auto.log"
 _EXPORTS = 0.5  # minutes after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
 _REMEDY = "give another out_dir"
-_EXPORTED = ("eesd", "small_lm", "eagle3", "trigrams")  # steps whose products engines take
+_EXPORTED = tuple(kind.step for kind in KINDS.values() if kind.step is not None)  # steps whose products engines take
 
 
 @dataclass(frozen=True)
@@ -363,7 +358,7 @@ def _unfit(config: AutoConfig) -> dict[str, str]:
     try:
         open_target(config.target, by_layers=True)
     except UserError as error:
-        return dict.fromkeys(("early_exit", "eagle3"), str(error))
+        return {name: str(error) for name in TRAINED if KINDS[name].layers}
     return {}
 
 
@@ -458,7 +453,9 @@ def _export(config: AutoConfig, folder: Path, name: str) -> str:
     out_dir = folder / "export" / name
     places = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir}
     words = [*(option(key, place) for key, place in places.items()), "resume=true"]
-    first = [["engine=llama_cpp"]] if config.target.endswith(".gguf") and name in ("eesd", "small_lm") else []
+    first = (
+        [["engine=llama_cpp"]] if config.target.endswith(".gguf") and name in (EARLY_EXIT.step, SMALL_LM.step) else []
+    )
     if all(run_command("train/export.py", [*words, *engine], folder / LOG) for engine in [*first, []]):
         return f"no engine loads {folder / name}: {folder / LOG} says why"
     return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"

@@ -8,7 +8,7 @@ from pathlib import Path
 from outrider.base.errors import require, require_choice
 from outrider.base.settings import Positive, RunConfig, Settings, free, opt
 from outrider.base.words import quoted
-from outrider.draft_models.targets.settings import Model
+from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, Model
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
@@ -50,15 +50,15 @@ STEPS = {
     "calibrate": PipelineStep(
         "train/calibrate.py", "calibrate/calibration.json", (*_ANSWERED, "eesd"), ("checkpoint={out_dir}/eesd",)
     ),
-    "eagle3": PipelineStep("train/eagle3.py", "eagle3/eagle3.json", _ANSWERED, _OF_TARGET),
-    "small_lm": PipelineStep("train/finetune_drafter.py", "small_lm/finetune_drafter.json", _ANSWERED, _OF_TARGET),
+    EAGLE3: PipelineStep("train/eagle3.py", "eagle3/eagle3.json", _ANSWERED, _OF_TARGET),
+    SMALL_LM: PipelineStep("train/finetune_drafter.py", "small_lm/finetune_drafter.json", _ANSWERED, _OF_TARGET),
     "trigrams": PipelineStep(
         "data_prep/build_trigrams.py", "trigrams/table.safetensors", _ANSWERED, ("tokenizer={target}",)
     ),
     "report": PipelineStep(
         "inference/evaluate_checkpoint.py",
         "report/report.json",
-        (*MAKERS, "prompts", "eesd", "calibrate", "eagle3", "small_lm", "trigrams"),
+        (*MAKERS, "prompts", "eesd", "calibrate", EAGLE3, SMALL_LM, "trigrams"),
         (
             "checkpoint={out_dir}/eesd",
             "eagle3={out_dir}/eagle3",

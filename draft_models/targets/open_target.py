@@ -28,13 +28,13 @@ from outrider.draft_models.targets.model_files import load_causal_lm, load_layer
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import is_narrowed
 from outrider.draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights
-from outrider.draft_models.targets.settings import MODEL
+from outrider.draft_models.targets.settings import MODEL, SMALL_LM
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles, find_file, open_tensors, require_no_adapter
 from outrider.draft_models.targets.vocabulary import for_rows, rows_of, vocabulary_digest
 
 SHORTEST_CONTEXT = 8  # positions: the texts that check a target at load have a few tokens
-NARROW = ("small_lm", "drafter.path")  # options that accept a drafter with a draft vocabulary
+NARROW = (SMALL_LM, "drafter.path")  # options that accept a drafter with a draft vocabulary
 
 
 @dataclass(frozen=True)

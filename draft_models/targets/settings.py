@@ -21,7 +21,7 @@ Model = Annotated[str, Place(MODEL, hub=True)]
 Head = Annotated[str, Place("a directory or Hub name of an EAGLE-3 head", hub=True)]
 DrafterFolder = Annotated[str, Place("the directory of a drafter")]
 TableFolder = Annotated[str, Place("the directory of an n-gram table (outrider build-trigrams)")]
-# see `save_tiny_models`
+# of what `save_tiny_models` writes, and of kinds of drafters and their options
 TARGET, SMALL_LM, EARLY_EXIT, EAGLE3, TABLE = "target", "small_lm", "early_exit", "eagle3", "table"
 HEAD_FOLDER = "calibration"  # folder of a calibration head in a drafter's directory that other engines read too
 

@@ -53,11 +53,11 @@ _DEFAULT = (
     "engine_plain", "draft_tokens", "wheel",
 )  # fmt: skip
 _MODELS = {
-    "target": TARGET, "tokenizer": TARGET, "small_lm": SMALL_LM, "path": SMALL_LM, "eagle3": EAGLE3, "table": TABLE,
+    "target": TARGET, "tokenizer": TARGET, SMALL_LM: SMALL_LM, "path": SMALL_LM, EAGLE3: EAGLE3, TABLE: TABLE,
     "checkpoint": EARLY_EXIT, "start": EARLY_EXIT,
 }  # fmt: skip
 _RECORDS, _KEPT_RECORDS = 10, 40  # of a source that files of the standard library replace, and of one that stays
-DRAFTERS = ("checkpoint", "small_lm", "eagle3")  # whose training records may name the prompts' template
+DRAFTERS = ("checkpoint", SMALL_LM, EAGLE3)  # whose training records may name the prompts' template
 
 
 def rehearsable(run: Callable[[Config], None]) -> Callable[[Config], None]:

@@ -187,8 +187,6 @@ def method_sentence(report: Report) -> str:
         structure += f"; accepted by the first 1, 2, … candidates {shares}"
     if report["auto"]:
         structure += "".join(f"; chose {_chosen(name, size)}" for name, size in report["auto"]["chosen"].items())
-    if keep := report["settings"].get("ngrams", {}).get("keep"):
-        structure += f"; remembers earlier prompts ({keep})"
     return (
         f"{report['method']}: {report['verdict']}; time: {parts}; break-even acceptance "
         f"{'–' if even is None else f'{even:.2f}'}, measured {report['acceptance_rate']:.2f}{structure}."

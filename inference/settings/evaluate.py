@@ -22,7 +22,7 @@ from outrider.draft_models.targets.settings import (
     RehearsedConfig,
     TableFolder,
 )
-from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, DrafterPlugin, Kind, kind_in
 from outrider.inference.settings.method import MODULES, Engine, MethodConfig, why_not, with_lengths
 from outrider.inference.settings.sampling import SamplingConfig
 
@@ -188,7 +188,7 @@ class EvaluateConfig(RehearsedConfig):
 
     def where(self, kind: Kind) -> str | None:
         """Where the model of `kind` lies, None where that is not said or it has none."""
-        if self.checkpoint is not None and kind == (self.held or KINDS["early_exit"]):
+        if self.checkpoint is not None and kind == (self.held or EARLY_EXIT):
             return self.checkpoint
         return self._given(kind)
 
@@ -207,7 +207,7 @@ class EvaluateConfig(RehearsedConfig):
     @property
     def early_exit(self) -> str | None:
         """Where an early-exit drafter lies, which knows its target."""
-        return self.where(KINDS["early_exit"])
+        return self.where(EARLY_EXIT)
 
     @property
     def by_layers(self) -> bool:
@@ -249,5 +249,5 @@ _UNREAD: tuple[tuple[str, Callable[[EvaluateConfig], bool], tuple[str, ...]], ..
     ("a run without engine=URL", lambda run: run.engine in (None, *MODULES), ("engine_plain", "server_model")),
     ("engine=", lambda run: run.engine is not None, ("stop_strings",)),
     ("an engine of one request at a time", lambda run: run.engine in ("openvino", "transformers"), ("concurrency",)),
-    ("a run without an EAGLE-3 head", lambda run: run.where(KINDS["eagle3"]) is None, ("reading",)),
+    ("a run without an EAGLE-3 head", lambda run: run.where(EAGLE3) is None, ("reading",)),
 )

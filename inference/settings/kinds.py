@@ -7,12 +7,13 @@ which is imported when a method of that kind is used.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypedDict, TypeVar, Unpack
 
 from outrider.base.files import read_mapping
+from outrider.draft_models.targets import settings as names
 from outrider.draft_models.targets.settings import HEAD_FOLDER
 
 if TYPE_CHECKING:
@@ -156,7 +157,10 @@ class Kind:
     directory, so a head for a model in their format needs a separate folder.
     card: whether its directory has a README.md.
     served: the method of vLLM that drafts with it; None: only this runtime does.
-    tiny: its name in `save_tiny_models`. layers: it drafts with layers of the target, which must run layer by layer.
+    tiny: its name in `save_tiny_models`. step: of the pipeline, makes its model.
+    worth: by device, the place in which `outrider auto` trains it; without one it is not trained there by itself.
+    measured: the methods that it measures then.
+    layers: it drafts with layers of the target, which must run layer by layer.
     own_sessions: the target has caches of its own in its sessions, which are split at another layer than plain ones.
     """
 
@@ -172,6 +176,9 @@ class Kind:
     card: bool = False
     served: str | None = None
     tiny: str | None = None
+    step: str | None = None
+    worth: Mapping[str, int] = field(default_factory=dict)
+    measured: tuple[str, ...] = ()
     layers: bool = False
     own_sessions: bool = False
 
@@ -224,7 +231,7 @@ def register(kind: Kind) -> Kind:
 
 EARLY_EXIT = register(
     Kind(
-        "early_exit",
+        names.EARLY_EXIT,
         "outrider.inference.drafters.early_exit:PLUGIN",
         option="checkpoint",
         needs="an early-exit drafter directory",
@@ -233,37 +240,46 @@ EARLY_EXIT = register(
         calibration="",
         card=True,
         served="draft_model",
-        tiny="early_exit",
+        tiny=names.EARLY_EXIT,
+        step="eesd",
+        worth={"cpu": 1, "cuda": 2},
+        measured=("eesd_survival", "early_exit/opt_tree_auto"),
         layers=True,
         own_sessions=True,
     )
 )
 SMALL_LM = register(
     Kind(
-        "small_lm",
+        names.SMALL_LM,
         "outrider.inference.drafters.small_lm:PLUGIN",
-        option="small_lm",
+        option=names.SMALL_LM,
         needs="a causal LM (directory, GGUF file or Hub name)",
         file="config.json",
         preset="vanilla",
         calibration=HEAD_FOLDER,
         card=True,
         served="draft_model",
-        tiny="small_lm",
+        tiny=names.SMALL_LM,
+        step=names.SMALL_LM,
+        worth={"cpu": 2, "cuda": 3},
+        measured=("small_lm/survival", "opt_tree_auto"),
     )
 )
 EAGLE3 = register(
     Kind(
-        "eagle3",
+        names.EAGLE3,
         "outrider.inference.drafters.eagle3:PLUGIN",
-        option="eagle3",
+        option=names.EAGLE3,
         needs="a directory or Hub name of an EAGLE-3 head",
         file="config.json",
-        preset="eagle3",
+        preset=names.EAGLE3,
         calibration=HEAD_FOLDER,
         card=True,
-        served="eagle3",
-        tiny="eagle3",
+        served=names.EAGLE3,
+        tiny=names.EAGLE3,
+        step=names.EAGLE3,
+        worth={"cuda": 1},
+        measured=("eagle3/auto", "eagle3/opt_tree_auto"),
         layers=True,
     )
 )
@@ -281,13 +297,14 @@ NGRAMS = register(
     Kind(
         "ngrams",
         "outrider.inference.drafters.ngram.ngrams:PLUGIN",
-        option="table",
+        option=names.TABLE,
         needs="an n-gram table directory (outrider build-trigrams)",
         file="table.safetensors",
         preset="ngrams",
         shaped=False,
         own=("ngrams",),
         served="custom_class",
-        tiny="table",
+        tiny=names.TABLE,
+        step="trigrams",
     )
 )

@@ -42,7 +42,7 @@ from outrider.inference.loading.targets import find_setup, load_drafters, load_s
 from outrider.inference.measure.probe import tune
 from outrider.inference.measure.results import AUTOREGRESSIVE
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
-from outrider.inference.settings.kinds import KINDS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
+from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
@@ -386,7 +386,7 @@ def load(
     require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
     is_drafter = held is not None and (target is not None or held != SMALL_LM)  # a causal LM alone is a target
     if method is None:
-        given = {"small_lm": small_lm, "eagle3": eagle3, "table": table}
+        given = {str(SMALL_LM.option): small_lm, str(EAGLE3.option): eagle3, str(NGRAMS.option): table}
         own = held.preset if held is not None and is_drafter else None
         method = own or [*presets_of(given), PROMPT_LOOKUP.name][0]
     name = construct(str, name or (known_as(method) if isinstance(method, str) else "method"), "name")

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from outrider.base.errors import require
+from outrider.base.errors import require, require_choice
 from outrider.base.settings import Place, RunConfig, free
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate
 from outrider.draft_models.targets.settings import MODEL
+from outrider.inference.settings.kinds import KINDS
 
-Trained = Literal["early_exit", "small_lm", "eagle3"]
-TRAINED: tuple[Trained, ...] = get_args(Trained)
+TRAINED = tuple(kind.name for kind in KINDS.values() if kind.worth)
 NAME = "{target}"  # in out_dir: the target's name
 PACKAGED = "smollm2_135m"  # of `data_prep.targets.ORIGINS`
 
@@ -31,8 +31,9 @@ class AutoConfig(RunConfig):
     """of prompts; auto: the tokenizer's own; none: bare text, for a base model, whose answers are its continuations"""
     minutes: Annotated[float, Ge(3.5)] = 30.0
     """for everything; a step that has begun to load or to save still ends"""
-    train: tuple[Trained, ...] | Literal["auto"] = "auto"
-    """drafters that are trained, besides n-grams; auto: those that pay by what was measured at the start; []: none"""
+    train: tuple[str, ...] | Literal["auto"] = "auto"
+    """of early_exit, small_lm and eagle3, those that are trained, besides n-grams; auto: those that pay by what was
+    measured at the start; []: none"""
     plan: bool = free(False, "only say what it would do; needs no weights")
     debug: bool = free(False, "a rehearsal in <out_dir>-debug: the same steps, everything small")
     out_dir: str = free(f"runs/auto/{NAME}", "where everything goes; {target}: the target's name")
@@ -41,5 +42,7 @@ class AutoConfig(RunConfig):
         super().__post_init__()
         once = self.train == "auto" or len({*self.train}) == len(self.train)
         require(once, "train", self.train, "each kind once")
+        for kind in () if self.train == "auto" else self.train:
+            require_choice("train", kind, TRAINED)
         name = PurePath(self.target).name.removesuffix(".gguf")
         object.__setattr__(self, "out_dir", self.out_dir.replace(NAME, name))
