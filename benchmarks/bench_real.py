@@ -5,10 +5,10 @@
         method=[eesd_beta,eesd_cali,eesd_auto,vanilla,opt_tree_auto,gsd,mcsd,aded,ngrams,prompt_lookup] \
         --prompts chat=mt_bench.jsonl --prompts maths=gsm8k.jsonl --minutes 90
 
-Methods are named as for evaluate-checkpoint, whose options these are. Peers with the same weights: transformers'
-`generate`, its prompt lookup, and its assisted generation by the same small LM and by the same early exit, put
-together as a model; each of those with K tokens and with its defaults. With --llama-python also llama.cpp, in a
-separate process (see peer_llamacpp.py).
+Methods are named as for evaluate-checkpoint, which measures them and writes its report to --work. Peers with the same
+weights: transformers' `generate`, its prompt lookup, and its assisted generation by the same small LM and by the same
+early exit, put together as a model; each of those with K tokens and with its defaults. With --llama-python also
+llama.cpp, in a separate process (see peer_llamacpp.py).
 
 The result of every prompt is saved. The same command resumes a run that was stopped, or whose --minutes are over. A run
 replaces the entry of its dtype in --out and keeps the others.
@@ -16,37 +16,69 @@ replaces the entry of its dtype in --out and keeps the others.
 
 import argparse
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from figures import all_figures
-from interleaved import ArmsFor, Contest, add_options, evaluation, measure_all, read_categories
+from categories import read_categories
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from peer_llamacpp import llama_server, llama_version
 from record_tables import tables
-from transformers_arms import as_model, assisted_arms, load_drafter
+from transformers_arms import as_model, assisted_arms, widened
 
-from outrider.base.errors import require
+from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_json
-from outrider.base.machine import describe_machine
-from outrider.commands import reported
-from outrider.draft_models.early_exit.checkpoint import from_pretrained, provenance
+from outrider.base.streams import Streams
+from outrider.commands import build, explain, register, reported
+from outrider.commands.options import compose_defaults
+from outrider.draft_models.early_exit.checkpoint import from_pretrained
 from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.inference.evaluate.compare import evaluate_checkpoint
 from outrider.inference.loading.generation_config import generate_settings
 from outrider.inference.loading.targets import Models, TargetSetup
-from outrider.inference.measure.bench import JUDGED
-from outrider.inference.measure.results import Arm
-from outrider.inference.report.facts import trained_seconds
+from outrider.inference.measure.bench import Peers
+from outrider.inference.measure.results import REPORT_FILE, Arm, PromptResult, read_results
+from outrider.inference.measure.speed import end_to_end, prefill_seconds, speedups_over_baselines, tokens_per_second
+from outrider.inference.measure.statistics import decode_statistics
+from outrider.inference.report.lossless import lossless_section
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 
 HERE = Path(__file__).parent
-PEERS = (  # modules whose code decides what is measured
-    "transformers_arms.py", "peer_llamacpp.py", "llamacpp_server.py", "interleaved.py",
-)  # fmt: skip
+PEERS = ("transformers_arms.py", "peer_llamacpp.py", "llamacpp_server.py")  # whose code decides what is measured
+# Options of evaluate-checkpoint that this command sets itself or does not use.
+SAID_OTHERWISE = ("prompts", "prompt_text", "prompt_chars", "num_prompts", "minutes", "transcripts", "tokenizer",
+                  "out_dir", "resume", "debug", "plan", "card", "wandb", "show_prompts")  # fmt: skip
+Figures = dict[str, Any]
+ArmsFor = Callable[[int], Mapping[str, Arm]]  # new tokens of these
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def evaluation(options: argparse.Namespace) -> EvaluateConfig:
+    """The settings of evaluate-checkpoint. Raises `UserError` for options that have no effect here."""
+    for option in options.options:
+        key = option.partition("=")[0].lstrip("+~")
+        if key.partition(".")[0] in SAID_OTHERWISE:
+            raise UserError(f"{option}: not an option here; see --help for prompts and places")
+    register("evaluate_checkpoint", EvaluateConfig)
+    try:
+        config = build(EvaluateConfig, compose_defaults("evaluate_checkpoint", options.options))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error)) from None
+    require(config.sampling.temperature == 0, "sampling.temperature", config.sampling.temperature, "0: texts compare")
+    require(config.target != "replay", "target", config.target, "a model: a recording has no speed")
+    own: dict[str, Any] = {"resume": True, "card": False, "show_prompts": 0, "minutes": options.minutes}
+    return replace(config, out_dir=str(options.work / config.dtype), **own)
+
+
+# --------------------------------------------------------------------------------------------------------------- peers
 
 
 def transformers_peers(config: EvaluateConfig, draft_tokens: int, setup: TargetSetup, models: Models) -> ArmsFor:
@@ -59,8 +91,10 @@ def transformers_peers(config: EvaluateConfig, draft_tokens: int, setup: TargetS
         ).requires_grad_(False)
         helpers["assisted_early_exit"] = {"assistant": as_model(setup.target.source, early_exit, **placed)}
     if config.small_lm is not None:
-        small = load_drafter(config.small_lm, known_tokens(config), setup.config.vocab_size, setup.dtype)
-        helpers["assisted_small_lm"] = {"assistant": small.to(setup.device)}
+        small, known = load_causal_lm(config.small_lm, role="small_lm", dtype=setup.dtype), known_tokens(config)
+        if known is not None:
+            small = widened(small, torch.tensor(known), setup.config.vocab_size)
+        helpers["assisted_small_lm"] = {"assistant": small.requires_grad_(False).eval().to(setup.device)}
 
     def arms_for(new_tokens: int) -> dict[str, Arm]:
         own = setup.inherited.config
@@ -82,37 +116,90 @@ def known_tokens(config: EvaluateConfig) -> Sequence[int] | None:
     return None if config.small_lm is None else KINDS["small_lm"].load_plugin().known_tokens(config.small_lm)
 
 
-def trained(config: EvaluateConfig) -> dict[str, Any]:
-    """For every drafter its path and the digests that identify it."""
+def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig, held: ExitStack) -> Peers:
+    """All peers but those of --without; `held` ends llama.cpp's process. Raises `UserError`."""
+    code = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PEERS)).hexdigest()[:12]
+    version = llama_version(options.llama_python) if options.llama_python else None
+    identity = {"code": code, "draft_tokens": options.draft_tokens, "llama_cpp": version}
+    identity |= {"without": sorted(options.without)} if options.without else {}
+
+    def make(setup: TargetSetup, models: Models, positions: int) -> ArmsFor:
+        require(not setup.stops, "stop_strings", setup.stops, "none: not every peer knows them")
+        ours = transformers_peers(config, options.draft_tokens, setup, models)
+        if not options.llama_python:
+            return lambda count: left_of(ours(count), options.without)
+        require(not setup.int8, "dtype", config.dtype, "floats with --llama-python: it would decode another model")
+        asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
+        where, dtype = setup.target, setup.dtype
+        target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be repacked
+        small = config.small_lm and load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
+        folder = Path(config.out_dir)
+        server = held.enter_context(
+            llama_server(options.llama_python, folder, target, small, known_tokens(config), **asked)
+        )
+
+        def every(count: int) -> dict[str, Arm]:
+            return {**ours(count), **{name: server.arm(name, setup.eos, count) for name in server.arms}}
+
+        return lambda count: left_of(every(count), options.without)
+
+    return Peers(make, identity)
+
+
+# ---------------------------------------------------------------------------------------------------------- the record
+
+
+def figures(results: Sequence[PromptResult], arm: str, seed: int) -> Figures:
+    """The figures of one arm by `results`: speeds of decoding without prefill; ratios as medians over prompts with 95 %
+    intervals. τ is None for an arm that does not report its passes."""
+    mine = [result.generations[arm] for result in results]
+    streams = Streams(seed).within(arm, "bootstrap")
+    rounds = [each for generation in mine for each in generation.rounds]
+    statistics = decode_statistics(mine) if any(each.drafted for each in rounds) else {}
+    return {
+        "prompts": len(results),
+        "tokens": sum(len(generation.tokens) for generation in mine),
+        "identical": sum(result.identical(arm) for result in results),
+        "tokens_per_second": tokens_per_second(results, arm),
+        "tau": sum(len(each.tokens) for each in rounds) / len(rounds) if rounds else None,
+        **statistics,
+        "prefill_seconds": prefill_seconds(results, arm, streams),
+        "speedup": speedups_over_baselines(results, arm, streams),
+        "end_to_end": speedups_over_baselines(results, arm, streams, end_to_end),
+    }
+
+
+def all_figures(results: Sequence[PromptResult], seed: int) -> dict[str, Figures]:
+    """`figures` of every arm by name, over all prompts and `by_category`, and its judgement, if it was judged."""
+    categories = sorted({result.category for result in results})
+    groups = {name: [result for result in results if result.category == name] for name in categories}
     found = {}
-    for kind in KINDS.values():
-        where = config.where(kind)
-        if where is not None:
-            found[kind.name] = {"path": where, **kind.load_plugin().identity(where)}
+    for arm in results[0].generations:
+        judged = lossless_section(results, arm, sampled=False)["judged"][arm]
+        parts = {name: figures(group, arm, seed) for name, group in groups.items()}
+        found[arm] = {**figures(results, arm, seed), "judged": judged, "by_category": parts}
     return found
 
 
-def entry_of(contest: Contest, config: EvaluateConfig, options: argparse.Namespace, peers: Any) -> dict[str, Any]:
-    """The measurements and their conditions, JSON-able."""
+def entry_of(folder: Path, options: argparse.Namespace, seed: int, peers: Peers) -> dict[str, Any]:
+    """The measurements in `folder` and their conditions, JSON-able."""
+    report = read_json(folder / REPORT_FILE, "report", "measure again in another --work")
+    reports = report.get("reports", [report])
+    measured = [one for _, one in sorted(read_results(folder).items()) if one.turns]
+    results = [turn for one in measured for turn in one.turns]
+    facts = ("target", "digests", "trained_seconds", "dtype", "machine", "made_with", "max_new_tokens")
     return {
-        "target": contest.setup.target.source,
-        "target_digest": asdict(contest.setup.target.fingerprint),
-        "drafters": trained(config),
-        "trained_seconds": trained_seconds(config),
-        "dtype": contest.setup.numbers,
-        "machine": describe_machine(str(contest.setup.device)),
-        "threads": contest.threads,
-        "made_with": provenance(),
-        "peers": peers,
-        "prompts": len(contest.results),
-        "prompts_asked": contest.asked,
-        "prompt_tokens": sum(len(result.prompt) for result in contest.results),
-        "max_new_tokens": config.max_new_tokens,
+        **{name: reports[0][name] for name in facts},
+        "threads": dict(Counter(one.threads for one in measured)),
+        "peers": dict(peers.identity),
+        "prompts": len(results),
+        "prompts_asked": reports[0]["prompts_given"],
+        "prompt_tokens": sum(len(result.prompt) for result in results),
         "prompt_files": options.prompts,
         "per_category": options.per_category,
         "note": options.note,
-        "methods": {name: asdict(method) for name, method in contest.methods.items()},
-        "arms": all_figures(contest.results, config.seed),
+        "methods": {one["method"]: one["settings"] for one in reports},
+        "arms": all_figures(results, seed),
     }
 
 
@@ -125,45 +212,27 @@ def write_entry(path: Path, entry: Mapping[str, Any]) -> None:
 
 def record(options: argparse.Namespace) -> None:
     """Measure the remaining prompts, write the entry and print the tables. Raises `UserError`."""
-    config = evaluation(options.options)
+    config = evaluation(options)
     prompts = read_categories(options.prompts, options.per_category)
-    code = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PEERS)).hexdigest()[:12]
-    identity = {"code": code, "draft_tokens": options.draft_tokens, "llama_cpp": None}
-    identity |= {"without": sorted(options.without)} if options.without else {}
-    if options.llama_python:
-        identity["llama_cpp"] = llama_version(options.llama_python)
-    folder = options.work / config.dtype
     with ExitStack() as held:
-
-        def peers(setup: TargetSetup, models: Models, positions: int) -> ArmsFor:
-            require(not setup.stops, "stop_strings", setup.stops, "none: not every peer knows them")
-            ours = transformers_peers(config, options.draft_tokens, setup, models)
-            if not options.llama_python:
-                return ours
-            require(not setup.int8, "dtype", config.dtype, "floats with --llama-python: it would decode another model")
-            asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
-            where, dtype = setup.target, setup.dtype
-            target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be repacked
-            small = config.small_lm and load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
-            started = llama_server(options.llama_python, folder, target, small, known_tokens(config), **asked)
-            server = held.enter_context(started)
-            return lambda count: {**ours(count), **{n: server.arm(n, setup.eos, count) for n in server.arms}}
-
-        def wanted(setup: TargetSetup, models: Models, positions: int) -> ArmsFor:
-            arms_for = peers(setup, models, positions)
-            return lambda count: left_of(arms_for(count), options.without)
-
-        contest = measure_all(config, prompts, folder, options.minutes, peers=wanted, identity=identity, judged=JUDGED)
-    entry = entry_of(contest, config, options, identity)
+        peers = arms_of_peers(options, config, held)
+        with suppress(SystemExit):  # a method that is not lossless is in the record as such
+            evaluate_checkpoint(config, prompts, peers=peers)
+    entry = entry_of(Path(config.out_dir), options, config.seed, peers)
     out = options.out or options.work / "record.json"
     write_entry(out, entry)
     print(tables(entry))
-    print(f"prompts={len(contest.results)} of {contest.asked} entry={entry['dtype']} out={out}")
+    print(f"prompts={entry['prompts']} of {entry['prompts_asked']} entry={entry['dtype']} out={out}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser, "runs/record")
+    parser.add_argument("options", nargs="*", metavar="KEY=VALUE", help="options of evaluate-checkpoint")
+    which = "a category and its prompts, in any layout that evaluate-checkpoint reads; several times"
+    parser.add_argument("--prompts", action="append", metavar="NAME=FILE", required=True, help=which)
+    parser.add_argument("--per-category", type=int, default=16, help="prompts of each category, evenly spread")
+    parser.add_argument("--minutes", type=float, help="as of evaluate-checkpoint; the same command goes on")
+    parser.add_argument("--work", type=Path, default=Path("runs/record"), help="where all results are kept")
     parser.add_argument("--draft-tokens", type=int, default=5, help="K of transformers' and llama.cpp's drafts")
     parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
     parser.add_argument("--without", action="append", default=[], metavar="ARM", help="a peer that takes no part")

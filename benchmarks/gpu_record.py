@@ -76,7 +76,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
         limits = ["--minutes", f"{0.05 if tiny else minutes}", "--per-category", "2" if tiny else "4"]
         out = work / f"{name}.json"
         words = [str(HERE / "bench_real.py"), *given, f"method=[{methods}]", *size, "doctor=false", *some, *limits]
-        return Part(name, 60 * minutes + 60, [*words, "--work", str(work / name), "--out", str(out)], out)
+        return Part(name, 60 * minutes + 120, [*words, "--work", str(work / name), "--out", str(out)], out)
 
     answers = ["--batch", "4", "--batches", "2", "--new-tokens", "8", "--device", "cpu"] if tiny else ["--batch", "512"]
     found = work / "answers.json"

@@ -1,16 +1,10 @@
 """llama.cpp as a peer: the same weights as a GGUF file, the same prompts as token ids, in a separate process.
 
-    python benchmarks/peer_llamacpp.py runs/smollm2/fetch --llama-python /tmp/llama/bin/python --prompts mt_bench.jsonl
-
-Greedily continues a few prompts with llama.cpp and with transformers in float32, and says which texts differ. The
-record has the same arms with `bench_real.py --llama-python`. llama.cpp is no dependency of this project. Install it
-in a separate environment: python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python.
+`bench_real.py --llama-python` has its arms. llama.cpp is no dependency of this project. Install it in a separate
+environment: python -m venv /tmp/llama && /tmp/llama/bin/pip install llama-cpp-python.
 """
 
-import argparse
-import itertools
 import json
-import operator
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,17 +18,9 @@ from transformers_arms import MAX_NGRAM, generation_of
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable
 from outrider.base.streams import Streams
-from outrider.commands import reported
-from outrider.data_prep.text.chat import render_prompt
-from outrider.data_prep.text.prompts import read_prompts
 from outrider.draft_models.formats.gguf_write import write_gguf
-from outrider.draft_models.targets.model_files import load_causal_lm
-from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.rounds import Generation
-from outrider.inference.loading.targets import end_tokens, load_plain
-from outrider.inference.measure.arms import transformers_generate
 from outrider.inference.measure.results import Arm
-from outrider.inference.settings.kinds import KINDS
 
 SERVER = Path(__file__).parent / "llamacpp_server.py"
 FORMATS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -117,44 +103,3 @@ def llama_server(
         for path in (model, draft):
             if path is not None:
                 path.unlink()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", help="a Llama")
-    parser.add_argument("--llama-python", required=True, help="an interpreter that has llama-cpp-python")
-    parser.add_argument("--small-lm", help="a Llama that drafts for it")
-    parser.add_argument("--prompts", default="python_stdlib", help="see evaluate-checkpoint")
-    parser.add_argument("--num-prompts", type=int, default=4)
-    parser.add_argument("--max-new-tokens", type=int, default=24)
-    parser.add_argument("--work", type=Path, default=Path("runs/llamacpp"), help="for the GGUF file meanwhile")
-    options = parser.parse_args()
-    with reported():
-        compare(options)
-
-
-@torch.inference_mode()
-def compare(options: argparse.Namespace) -> None:
-    """Say for every arm and prompt whether llama.cpp's text is transformers'."""
-    llama_version(options.llama_python)
-    target = open_target(options.target)
-    plain, eos = load_plain(target, torch.float32, torch.device("cpu")), end_tokens(target)
-    small = options.small_lm and load_causal_lm(options.small_lm, role="small_lm", dtype=torch.float32)
-    tokens = options.small_lm and KINDS["small_lm"].load_plugin().known_tokens(options.small_lm)
-    found = read_prompts(options.prompts, limit=options.num_prompts)
-    prompts = [render_prompt(p.turns[:1], target.tokenizer, "auto" if p.chat else "none") for p in found]
-    counts = {"max_new_tokens": options.max_new_tokens, "eos": eos}
-    asked: dict[str, Any] = {"threads": torch.get_num_threads(), "draft_tokens": 4}
-    asked["positions"] = max(map(len, prompts)) + options.max_new_tokens
-    with llama_server(options.llama_python, options.work, plain, small, tokens, **asked) as server:
-        for asked_prompt, ids in zip(found, prompts, strict=True):
-            wanted = transformers_generate(plain, ids, **counts).tokens
-            for name in server.arms:
-                tokens = server.arm(name, eos, options.max_new_tokens)(ids, Streams(0)).tokens
-                same = sum(itertools.accumulate(map(operator.eq, tokens, wanted), operator.and_))
-                said = "identical" if tokens == wanted else f"differs after {same} tokens"
-                print(f"prompt={asked_prompt.id} arm={name} tokens={len(wanted)} {said}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The figures of arms (see figures.py) as Markdown. Light: filling a page needs no torch."""
+"""The figures of arms (see bench_real.py) as Markdown. Light: filling a page needs no torch."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from interleaved import read_categories
+from categories import read_categories
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.base.files import write_atomically

@@ -14,7 +14,6 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from outrider.draft_models.targets.empty_models import decoder_layers, final_norm
-from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.decode import cut
 from outrider.inference.core.rounds import Generation, Round
@@ -24,16 +23,6 @@ from outrider.inference.measure.results import Arm
 MAX_NGRAM = 3
 
 
-def load_drafter(where: str, tokens: Sequence[int] | None, vocabulary: int, dtype: torch.dtype) -> PreTrainedModel:
-    """The small LM in `where` for transformers, which knows models of the whole vocabulary only.
-
-    tokens: the target's ids that its own ids stand for, in order, where they are not all (see
-    `DrafterPlugin.known_tokens`).
-    """
-    model = load_causal_lm(where, role="small_lm", dtype=dtype).requires_grad_(False).eval()
-    return model if tokens is None else widened(model, torch.tensor(tokens), vocabulary)
-
-
 def widened(model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> PreTrainedModel:
     """`model`, whose ids stand for `tokens` [k] and its id k for any other, over the whole `vocabulary`.
 
@@ -41,14 +30,10 @@ def widened(model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> PreTrain
     """
     place = torch.full((vocabulary,), len(tokens)).index_copy(0, tokens, torch.arange(len(tokens)))
     embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
-    whole = nn.Linear(head.weight.shape[1], vocabulary).to(head.weight)
-    whole.weight.data = head.weight[place]
-    whole.bias.data.fill_(-1e4)
-    whole.bias.data[tokens] = 0 if head.bias is None else head.bias[: len(tokens)]
+    head = _whole_head(model.get_output_embeddings(), tokens, vocabulary)
     model.config.update({"vocab_size": vocabulary, "tie_word_embeddings": False})
     model.set_input_embeddings(nn.Embedding.from_pretrained(embedding.weight[place]))
-    model.set_output_embeddings(whole)
+    model.set_output_embeddings(head)
     return model.requires_grad_(False)
 
 
@@ -68,21 +53,20 @@ def as_model(target: str, drafter: EarlyExit, device: torch.device, dtype: torch
     if drafter.head is None:
         head: Any = model.get_output_embeddings()
         drafter.use_head(head)
-    if drafter.head is not None or drafter.draft_tokens is not None:
-        model.set_output_embeddings(_whole_head(drafter))
+    own, tokens = drafter.output_head, drafter.draft_tokens
+    if drafter.head is not None or tokens is not None:
+        head = copy.deepcopy(own) if tokens is None else _whole_head(own, tokens, drafter.vocabulary)
+        model.set_output_embeddings(head)
     return model
 
 
-def _whole_head(drafter: EarlyExit) -> nn.Linear:
-    """The drafter's head with a row for every token; those that it does not predict get a very low bias."""
-    own, tokens = drafter.output_head, drafter.draft_tokens
-    if tokens is None:
-        return copy.deepcopy(own)
-    whole = nn.Linear(own.weight.shape[1], drafter.vocabulary).to(own.weight)
+def _whole_head(own: Any, tokens: Tensor, vocabulary: int) -> nn.Linear:
+    """A head with a row for every token, whose first rows [k] are of `tokens`; all others get a very low bias."""
+    whole = nn.Linear(own.weight.shape[1], vocabulary).to(own.weight)
     whole.weight.data.zero_()
     whole.bias.data.fill_(-1e4)
-    whole.weight.data[tokens] = own.weight
-    whole.bias.data[tokens] = 0 if own.bias is None else own.bias
+    whole.weight.data[tokens] = own.weight[: len(tokens)]
+    whole.bias.data[tokens] = 0 if own.bias is None else own.bias[: len(tokens)]
     return whole.requires_grad_(False)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from interleaved import read_categories
+from categories import read_categories
 
 from outrider.base.errors import require
 from outrider.data_prep.text.prompts import Prompt, read_prompts

@@ -44,6 +44,7 @@ from outrider.inference.loading.targets import (
     run_settings,
 )
 from outrider.inference.measure.bench import (
+    Peers,
     Prepared,
     longest_text,
     make_bench,
@@ -94,13 +95,15 @@ def _plan(config: EvaluateConfig) -> str:
     return describe(evaluation_memory(config, target), device, positions=context_limit(target), dtype=dtype)
 
 
-def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter) -> None:
+def evaluate_checkpoint(
+    config: EvaluateConfig, prompts: Sequence[Prompt], clock: Clock = time.perf_counter, peers: Peers | None = None
+) -> None:
     """Compare the methods of `config` on `prompts` and write the report to `config.out_dir`.
 
     All processes of a launcher call this. Each measures its share of the prompts on its own device. With resume=true,
     prompts that were measured before are skipped. With `minutes`, the time by `clock` (in seconds) determines the
     number of prompts measured. If any method emitted other tokens than the target, every process exits with status 1
-    after the report is written.
+    after the report is written. peers: further arms.
 
     Raises `UserError` for bad input, and if another run is using the directory.
     """
@@ -110,7 +113,7 @@ def evaluate_checkpoint(config: EvaluateConfig, prompts: Sequence[Prompt], clock
     out_dir = require_writable(config.out_dir)
     config.wandb.is_on()  # raises now if something it needs is missing
     with only_run_of(state, out_dir, "results"):
-        wrong = _evaluate(config, prompts, out_dir, state, limit)
+        wrong = _evaluate(config, prompts, out_dir, state, limit, peers)
     if wrong:
         if state.is_main_process:
             print(f"error: not lossless: {', '.join(wrong)}; see {out_dir}/generations.jsonl", file=sys.stderr)
@@ -123,6 +126,7 @@ def _evaluate(
     out_dir: Path,
     state: PartialState,
     limit: TimeLimit,
+    peers: Peers | None,
 ) -> list[str]:
     """The names of the methods that were not lossless."""
     setup = find_setup(config)
@@ -140,7 +144,7 @@ def _evaluate(
     longest = max(config.doctor_lengths, default=0)
     require(longest <= context, "doctor_lengths", longest, f"at most the models' context of {context} tokens")
     require_fits(prompts, rendered, context - new)
-    settings = run_settings(config, setup, prompts)
+    settings = run_settings(config, setup, prompts) | ({"peers": dict(peers.identity)} if peers else {})
 
     def open_results() -> tuple[Any, list[int], float, int]:
         earlier = open_run(out_dir, settings, config.resume, config)
@@ -170,7 +174,8 @@ def _evaluate(
     if share:
         models = models or load_models(config, setup, drafters, prepared.products)
         models.runtime.prepare(positions, prepared.kernels)
-        bench = make_bench(config, setup, models, prepared, rendered[share[0]], len(prompts))
+        others = {"peers": peers.make(setup, models, positions)} if peers else {}
+        bench = make_bench(config, setup, models, prepared, rendered[share[0]], len(prompts), **others)
 
         def measure(position: int) -> float:
             assert models is not None

@@ -3,7 +3,7 @@
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -102,6 +102,18 @@ def prepare_methods(
 
 
 @dataclass(frozen=True)
+class Peers:
+    """Arms of other programs, which are measured in turn with ours and are not reported.
+
+    make: of the loaded models and the length of the longest text, what makes the arms for a number of new tokens.
+    identity: results of peers with another one are not mixed in.
+    """
+
+    make: Callable[[TargetSetup, Models, int], Callable[[int], Mapping[str, Arm]]]
+    identity: Mapping[str, object]
+
+
+@dataclass(frozen=True)
 class Bench:
     """The warmed-up arms of an evaluation.
 
@@ -128,8 +140,12 @@ def make_bench(
     prepared: Prepared,
     prompt: Sequence[int],
     prompts: int,
+    peers: Callable[[int], Mapping[str, Arm]] = lambda new_tokens: {},
 ) -> Bench:
-    """The arms of `config`, warmed up on a few tokens after `prompt`; `prompts`: the total number of prompts."""
+    """The arms of `config`, warmed up on a few tokens after `prompt`; `prompts`: the total number of prompts.
+
+    peers: further arms, for a number of new tokens (see `Peers`).
+    """
     make = partial(
         make_arms, models.stack, models.drafters, prepared.methods, sampling=config.sampling, eos=setup.eos,
         generation=setup.inherited.config, stops=setup.stops, tokenizer=setup.tokenizer, runtime=models.runtime,
@@ -143,7 +159,8 @@ def make_bench(
     def arms_with(choosing: Choosing) -> dict[str, Arm]:
         return make(None, max_new_tokens=config.max_new_tokens, choosing=choosing)
 
-    warm_ups = list(arms_for(min(WARM_UP_TOKENS, config.max_new_tokens)).values())
+    few = min(WARM_UP_TOKENS, config.max_new_tokens)
+    warm_ups = [*arms_for(few).values(), *peers(few).values()]
     for warm_up in counted(warm_ups, "warming up, compiling what is new", "methods"):
         warm_up(prompt, Streams(config.seed).within("warm-up"))
     profilers: dict[str, Arm] = {}
@@ -155,7 +172,7 @@ def make_bench(
     shown = frozenset(place * prompts // config.show_prompts for place in range(config.show_prompts))
     # If an int8 model's arm ran the float weights by mistake, its text might still be equal by chance.
     judge = arms_with if sampled or setup.dtype in HALF or setup.int8 else None
-    arms, watch = arms_for(config.max_new_tokens), CpuWatch()
+    arms, watch = {**arms_for(config.max_new_tokens), **peers(config.max_new_tokens)}, CpuWatch()
     if setup.device.type == "cpu":
         arms[AUTOREGRESSIVE] = watch.around(arms[AUTOREGRESSIVE])
     return Bench(arms, profilers, judged, judge, shown, arms_with, watch)
@@ -219,7 +236,7 @@ def measure_prompt(
             seed=config.seed,
             profilers=bench.profilers,
         )
-        differs = not sampled and not all(map(result.identical, bench.arms))
+        differs = not sampled and not all(map(result.identical, (AUTOREGRESSIVE, *config.methods)))
         if bench.judge is not None and (differs or position in bench.judged):
             streams = Streams(config.seed, result.prompt_id)
             with Stage(f"judging prompt {result.prompt_id}"):
