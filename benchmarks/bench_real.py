@@ -132,7 +132,7 @@ def arms_of_peers(options: argparse.Namespace, config: EvaluateConfig, held: Exi
         asked = {"positions": positions, "draft_tokens": options.draft_tokens, "threads": torch.get_num_threads()}
         where, dtype = setup.target, setup.dtype
         target = load_causal_lm(where.source, where.revision, dtype=dtype)  # the loaded one may be repacked
-        small = config.small_lm and load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
+        small = None if config.small_lm is None else load_causal_lm(config.small_lm, role="small_lm", dtype=dtype)
         folder = Path(config.out_dir)
         server = held.enter_context(
             llama_server(options.llama_python, folder, target, small, known_tokens(config), **asked)
@@ -183,7 +183,7 @@ def all_figures(results: Sequence[PromptResult], seed: int) -> dict[str, Figures
 
 def entry_of(folder: Path, options: argparse.Namespace, seed: int, peers: Peers) -> dict[str, Any]:
     """The measurements in `folder` and their conditions, JSON-able."""
-    report = read_json(folder / REPORT_FILE, "report", "measure again in another --work")
+    report: Any = read_json(folder / REPORT_FILE, "report", "measure again in another --work")
     reports = report.get("reports", [report])
     measured = [one for _, one in sorted(read_results(folder).items()) if one.turns]
     results = [turn for one in measured for turn in one.turns]
@@ -205,9 +205,9 @@ def entry_of(folder: Path, options: argparse.Namespace, seed: int, peers: Peers)
 
 def write_entry(path: Path, entry: Mapping[str, Any]) -> None:
     """Write `entry` to the JSON file `path`, replacing an earlier entry of its dtype."""
-    earlier = read_json(path, "record", "remove it, or choose another --out")["entries"] if path.exists() else {}
+    earlier: Any = read_json(path, "record", "remove it, or choose another --out") if path.exists() else {"entries": {}}
     require_writable(path.parent)
-    write_json(path, {"entries": {**earlier, entry["dtype"]: entry}})
+    write_json(path, {"entries": {**earlier["entries"], entry["dtype"]: entry}})
 
 
 def record(options: argparse.Namespace) -> None:

@@ -12,8 +12,8 @@ machine that does nothing else. --timed 4 does so on the first four prompts, of 
 on all; --timed-tokens 48 on the first 48 tokens of their answers.
 
 Counts are kept by prompt and row in --work. The same command goes on where it was cut, and measures only what is new.
-A run replaces its tables in the entry --label of --out and leaves the others, so one file has several targets.
-mcsd takes several pairs in one run, each an entry: --pair NAME=TARGET,DRAFTER.
+A run replaces its tables in the entry --label of --out and leaves the others, so one file has several targets. Of mcsd
+every pair of a target and a small LM is an entry.
 
     python benchmarks/paper.py gsd --judge
 
@@ -23,6 +23,7 @@ change places at random in every conversation.
 """
 
 import argparse
+import gzip
 import hashlib
 import importlib
 import json
@@ -35,15 +36,13 @@ from typing import Any, get_args
 
 import torch
 from papers.claims import Table
-from papers.exits import train_exits
-from papers.judging import described, judge_entry, shuffled
-from papers.keeping import counts_file, of_entry, read_kept, read_record, write_kept, write_record
+from papers.judging import Kept, described, judge_entry, shuffled
 from papers.loading import load
 from papers.measuring import key_of, measure_all, read_counts, runnable
-from papers.writing import markdown
+from papers.writing import markdown, plot
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import read_json, require_writable, write_json
+from outrider.base.files import read_json, require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
 from outrider.commands import reported
 from outrider.data_prep.text.settings import PromptTemplate
@@ -69,10 +68,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--table", action="append", help="an n-gram table; aded: several, of growing corpora")
     parser.add_argument("--ablation", help="eesd: a folder with the drafters no_layer and open_data")
     parser.add_argument("--exits", nargs="+", help="eesd: early exits of several shapes, for Figs. 4 and 5")
-    parser.add_argument("--train-steps", type=int, help="eesd: train them here, so many steps each")
-    parser.add_argument("--train", nargs="+", default=[], metavar="KEY=VALUE", help="with options of train/eesd.py")
-    parser.add_argument("--first-layers", type=int, nargs="+", default=[1, 2, 3], help="N of those to train")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3], help="and exit layers, on the first N")
     parser.add_argument(
         "--skip", type=int, nargs="+", help="eesd, gsd, opt_tree: layers that self-speculation leaves out; eesd chooses"
     )
@@ -81,7 +76,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--frequent-table", help="aded: a table of n-grams that occur 12 times at least")
     parser.add_argument("--transcripts", help="aded: recorded greedy answers instead of --target")
     parser.add_argument("--tokenizer", help="of --transcripts")
-    parser.add_argument("--pair", action="append", metavar="NAME=TARGET,DRAFTER", help="mcsd: a pair; several")
     parser.add_argument("--prompts", action="append", metavar="NAME=FILE", help="a category and its prompts; several")
     parser.add_argument("--template", default="auto", choices=get_args(PromptTemplate), help="as evaluate-checkpoint's")
     parser.add_argument("--num-prompts", type=int, default=12, help="of each category, evenly spread")
@@ -102,7 +96,6 @@ def parse() -> argparse.Namespace:
 
 def read_options(options: argparse.Namespace) -> argparse.Namespace:
     """The options, with what was left open. Raises `UserError` for those that do not go together."""
-    require(not options.train_steps or options.paper == "eesd", "train-steps", options.train_steps, "eesd")
     require((options.target is None) != (options.transcripts is None), "target", options.target,
             "either --target or --transcripts")  # fmt: skip
     recorded = options.transcripts is not None
@@ -119,8 +112,7 @@ def read_options(options: argparse.Namespace) -> argparse.Namespace:
 
 def require_same(options: argparse.Namespace) -> None:
     """Raise `UserError` where --work has counts of other models, prompts or lengths."""
-    free = ["work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "exits", "train_steps", "train",
-            "first_layers", "depths", "pair", "judge", "shuffle"]  # fmt: skip
+    free = ["work", "out", "tables", "minutes", "timed", "timed_tokens", "label", "exits", "judge", "shuffle"]
     if options.paper != "aded":  # what it keeps across prompts depends on how many there are
         free.append("num_prompts")
     asked = {key: value for key, value in vars(options).items() if key not in free}
@@ -145,6 +137,60 @@ def digests_of(options: argparse.Namespace) -> dict[str, Any]:
     known["files"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
     found: dict[str, Any] = json.loads(json.dumps(known))
     return found
+
+
+# -------------------------------------------------------------------------------------------------------------- keeping
+
+
+def counts_file(out: Path, paper: str, label: str) -> Path:
+    """Where the counts of an entry lie beside the results."""
+    return out.parent / "counts" / f"{paper}_{label}.jsonl.gz"
+
+
+def of_entry(entry: Mapping[str, Any], counts: Kept) -> Kept:
+    """Those of `counts` that the entry is made of."""
+    keys = {row["key"] for table in entry["tables"].values() for row in table["rows"].values()}
+    return {where: own for where, own in counts.items() if where[0] in keys and where[1] in entry["asked"]}
+
+
+def read_kept(path: Path) -> Kept:
+    """Counts by key and prompt; none where there is no such file."""
+    if not path.exists():
+        return {}
+    found = {}
+    for line in gzip.decompress(path.read_bytes()).decode().splitlines():
+        one = json.loads(line)
+        for prompt, amounts in one["prompts"].items():
+            pairs = zip(one["names"], amounts, strict=True)
+            found[one["key"], prompt] = {name: amount for name, amount in pairs if amount is not None}
+    return found
+
+
+def write_kept(path: Path, counts: Kept) -> None:
+    """Counts, a line for every key; the same counts make the same file."""
+    by_key: dict[str, dict[str, Mapping[str, float]]] = {}
+    for (key, prompt), own in sorted(counts.items()):
+        by_key.setdefault(key, {})[prompt] = own
+    lines = []
+    for key, prompts in by_key.items():
+        names = sorted({name for own in prompts.values() for name in own})
+        amounts = {prompt: [own.get(name) for name in names] for prompt, own in prompts.items()}
+        lines.append(json.dumps({"key": key, "names": names, "prompts": amounts}) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, gzip.compress("".join(lines).encode(), mtime=0))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    record: dict[str, Any] = read_json(path, "results of a paper", "give another --out")
+    return record
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """The JSON and its picture."""
+    write_json(path, record)
+    picture = plot(record)
+    if picture is not None:
+        picture.savefig(path.with_suffix(".png"), format="png", dpi=100)
 
 
 # ------------------------------------------------------------------------------------------------------------- choosing
@@ -185,26 +231,6 @@ def chosen(options: argparse.Namespace) -> dict[str, Table]:
         return replace(table, rows=tuple(rows))
 
     return {key: settled(found[key]) for key in keys}
-
-
-def runs_of(options: argparse.Namespace) -> list[argparse.Namespace]:
-    """The options of every entry: those given, or those of every pair. Raises `UserError` for a pair that is none."""
-    if not options.pair:
-        return [options]
-    require(options.paper == "mcsd", "pair", options.pair, "mcsd")
-    given = [f"--{name}" for name in ("target", "small_lm", "label") if getattr(options, name)]
-    require(not given, "pair", options.pair, f"without {' and '.join(given)}, which it names")
-    runs = []
-    for pair in options.pair:
-        name, _, models = pair.partition("=")
-        target, _, drafter = models.partition(",")
-        require(bool(name and target and drafter), "pair", pair, "NAME=TARGET,DRAFTER")
-        work = options.work and options.work / name
-        own = {"target": target, "small_lm": drafter, "label": name, "work": work}
-        runs.append(argparse.Namespace(**(vars(options) | own)))
-    names = [run.label for run in runs]
-    require(len(set(names)) == len(names), "pair", names, "a name of its own for every pair")
-    return runs
 
 
 def entry_of(
@@ -259,7 +285,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def judge_again(options: argparse.Namespace) -> dict[str, Any]:
     """The results of --out with all figures and verdicts made again. Raises `UserError`."""
-    given = [name for name in ("target", "transcripts", "pair", "tables", "label") if getattr(options, name)]
+    given = [name for name in ("target", "transcripts", "tables", "label") if getattr(options, name)]
     require(not given, "judge", True, f"without --{' or --'.join(given)}: it judges all that --out has")
     out = options.out or RESULTS / f"paper_{options.paper}.json"
     record, verdicts = read_record(out), Counter[str]()
@@ -281,14 +307,10 @@ def main() -> None:
         if given.judge:
             print(markdown(judge_again(given)))
             return
-        runs = [read_options(run) for run in runs_of(given)]
-        for options in runs:
-            require_same(options)
-        for options in runs:
-            if options.train_steps:
-                options.exits = [*(options.exits or ()), *train_exits(options)]
-            record = measure(options)
-    print(markdown({"entries": {options.label: record["entries"][options.label] for options in runs}}))
+        options = read_options(given)
+        require_same(options)
+        record = measure(options)
+    print(markdown({"entries": {options.label: record["entries"][options.label]}}))
 
 
 if __name__ == "__main__":

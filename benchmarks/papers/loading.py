@@ -1,7 +1,7 @@
 """What a paper's tables are measured with: the models and prompts that the command line names."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -9,8 +9,10 @@ from typing import Any
 
 from categories import read_categories
 
-from outrider.base.errors import require
+from outrider.base.errors import UserError, require
+from outrider.data_prep.text.prompt_records import to_prompt
 from outrider.data_prep.text.prompts import Prompt, read_prompts
+from outrider.data_prep.text.sources import read_file
 from outrider.inference.drafters.ngram.ngrams import open_table
 from outrider.inference.loading.targets import TargetSetup, find_setup, load_drafters, load_stack, make_runtime, prepare
 from outrider.inference.measure.bench import render
@@ -19,8 +21,8 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from papers.claims import Table
 from papers.measuring import Asked, Bench, answer_of, key_of, runnable
-from papers.shots import with_example
 
+ANSWERS = ("answer", "summary", "canonical_solution", "output")  # of GSM8K, XSum, HumanEval, Alpaca
 PLAIN = MethodConfig(source="prompt_lookup")  # which needs no model
 
 
@@ -100,6 +102,29 @@ def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
         solved = dict(zip((prompt.id for prompt in own), with_example(own, file), strict=True))
         found = [solved.get(prompt.id, prompt) for prompt in found]
     return found
+
+
+def with_example(prompts: Sequence[Prompt], file: str) -> list[Prompt]:
+    """`prompts` of `file`, each after the last record of it that says its answer and is none of them.
+
+    Chat gets the example as an earlier turn, other text before it. A file without answers leaves them as they are, and
+    a line says so, as MT-Bench beside GSM8K. Raises `UserError` where `file` is none.
+    """
+    if not Path(file).expanduser().is_file():
+        raise UserError(f"--shot: {file} is no file of records with answers; give --prompts NAME=FILE")
+    asked = {prompt.turns[0] for prompt in prompts}
+    example: tuple[str, str] | None = None
+    for number, raw in read_file(Path(file).expanduser()):
+        answers = [raw[key] for key in ANSWERS if raw.get(key)] if isinstance(raw, dict) else []
+        if answers and (turn := to_prompt(raw, f"{file}:{number}", number).turns[0]) not in asked:
+            example = (turn, str(answers[0]))
+    if example is None:
+        print(f"--shot: no record of {file} has an answer to show ({', '.join(ANSWERS)}): its prompts stay without one")
+        return list(prompts)
+    return [
+        replace(prompt, turns=(*example, *prompt.turns) if prompt.chat else ("\n\n".join((*example, prompt.turns[0])),))
+        for prompt in prompts
+    ]
 
 
 def further_exits(options: argparse.Namespace) -> list[str]:

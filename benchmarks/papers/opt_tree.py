@@ -5,17 +5,20 @@ its acceptance by rank is measured on other prompts than those that are compared
 layers is the drafter that is strong (`choose_skip.py` chooses them).
 """
 
+import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from outrider.base.files import write_json
+from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
+from outrider.inference.shapes.shapes import Shape, parse_shape
 from papers.claims import Claim, Row, Table
-from papers.measuring import Asked, Bench
-from papers.sequoia import acceptance_by_rank, best_shape
+from papers.measuring import Asked, Bench, continued
 
 ARXIV = "2406.17276"
 SOURCES = ("small_lm",)
@@ -25,6 +28,7 @@ DELTAS = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0)
 WEAK = 130  # nodes up to which τ grows with the paper's small drafter, L-68M; with a strong one it does up to 500
 SAMPLED_NODES = 50
+RANKS = 32  # of a node's children that are looked at
 BANDS = tuple(f"band_{n}" for n in range(1, 6))
 
 
@@ -253,3 +257,40 @@ def acceptance_by_q() -> Table:
             for n, (low, high) in enumerate(itertools.pairwise(BANDS), start=1)
         ),
     )
+
+
+# ------------------------------------------------------------------------------------------------------------- sequoia
+
+
+def acceptance_by_rank(bench: Bench, drafter: str, prompts: Sequence[Asked]) -> list[float]:
+    """How often the target's greedy token is the draft's likeliest, second likeliest, and so on, over `prompts`."""
+    assert KINDS[drafter].shaped
+    widest = StructureConfig(kind="k_config", widths=(RANKS,), draw="top_k")
+    row = Row("ranks", MethodConfig(source=drafter, structure=widest))
+    totals: Counter[str] = Counter()
+    for asked in prompts:
+        totals.update(continued(bench, row, asked).totals)
+    return [totals[f"rank_{rank}"] / max(1, totals["tried"]) for rank in range(1, RANKS + 1)]
+
+
+def best_shape(acceptance: Sequence[float], nodes: int, depth: int) -> Shape:
+    """The tree of `nodes` nodes, at most `depth` deep, whose expected accepted length is largest.
+
+    acceptance: by rank, the same at every node. A node is reached with the product along its path, which no descendant
+    exceeds. So the `nodes` largest products are a tree, and no other has a larger sum: what Sequoia's dynamic programme
+    finds.
+    """
+    descending = sorted(acceptance, reverse=True)
+    waiting = [(-descending[0], (0,))]
+    found: list[tuple[int, ...]] = []
+    while waiting and len(found) < nodes:
+        reached, path = heapq.heappop(waiting)
+        found.append(path)
+        rank = path[-1]
+        if rank + 1 < len(descending):
+            heapq.heappush(
+                waiting, (reached / max(descending[rank], 1e-12) * descending[rank + 1], (*path[:-1], rank + 1))
+            )
+        if len(path) < depth:
+            heapq.heappush(waiting, (reached * descending[0], (*path, 0)))
+    return parse_shape(found, "Sequoia's tree")

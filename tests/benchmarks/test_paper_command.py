@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
-from tests.tiny import save_target
 
 
 @pytest.fixture
@@ -121,51 +120,6 @@ def test_exits_of_every_shape_are_compared(paper: Callable[..., Any], tiny_model
         rounds = 1 + here["per_round"] * here["step_share"]
         assert here["gain_by_weights"] == pytest.approx(here["tau"] / rounds)
         assert here["trained_steps"] == 7
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_exits_are_trained_alike(paper: Callable[..., Any], tmp_path: Path) -> None:
-    from tests.train.jobs import write_corpus
-
-    data = write_corpus(tmp_path)
-    told = ["seq_len=48", "fit.batch_rows=2", "decode_prompts=0", "fit.precision=fp32", "data=local",
-            f"data.path={data.path[0]}", "data.layout=text", "data.heldout_fraction=0.2",
-            f"data.cache_dir={data.cache_dir}", "frozen_dtype=float32"]  # fmt: skip
-    given = ["--tables", "figure_4", "figure_5", "--first-layers", "2", "1", "--depths", "2", "--train-steps", "2"]
-    tables = paper("eesd", *given, "--train", *told)["tables"]
-    assert list(tables["figure_4"]["rows"]) == ["N = 1", "N = 2"]
-    assert list(tables["figure_5"]["rows"]) == ["1 exit layer", "2 exit layers"]
-    files = (tmp_path / "work" / "exits").rglob("drafter.safetensors")
-    assert {file.parent.name for file in files} == {"first_2_exit_1", "first_1_exit_1", "first_2_exit_2"}
-    for table in tables.values():
-        assert all(row["here"]["trained_steps"] == 2 for row in table["rows"].values())
-
-
-def test_pairs_are_entries_of_one_table(
-    paper: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """OPT and Llama pairs, each a target and a small LM with its tokenizer."""
-    import paper as script
-
-    pairs = []
-    for name in ("llama", "opt"):
-        models = [save_target(tmp_path / f"{name}_{role}", name, seed=seed) for seed, role in enumerate("td")]
-        pairs += ["--pair", f"{name}={models[0]},{models[1]}"]
-    given = ["paper.py", "mcsd", *pairs, "--prompts", f"code={tmp_path}/prompts.jsonl", "--num-prompts", "1",
-             "--tokens", "4", "--ignore-eos", "--template", "none", "--device", "cpu", "--tables", "table_5", "--work",
-             str(tmp_path / "pairs"), "--out", str(tmp_path / "pairs.json")]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", given)
-    script.main()
-    entries = json.loads((tmp_path / "pairs.json").read_text())["entries"]
-    assert list(entries) == ["llama", "opt"]
-    for name, entry in entries.items():
-        assert entry["models"]["target"] == f"{name}_t"
-        assert all(0 <= row["here"]["alpha"] <= 1 for row in entry["tables"]["table_5"]["rows"].values())
-    for wrong in (["a=t"], ["a=t,d", "--target", "t"], ["a=t,d", "--pair", "a=u,e"]):
-        monkeypatch.setattr(sys, "argv", ["paper.py", "mcsd", "--pair", *wrong])
-        with pytest.raises(SystemExit):
-            script.main()
 
 
 def test_bad_input_is_named(paper: Callable[..., Any], tiny_models: Path, capsys: pytest.CaptureFixture[str]) -> None:

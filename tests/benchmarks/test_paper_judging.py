@@ -196,8 +196,8 @@ def test_the_times_that_a_table_shows_are_of_prompts_that_all_its_rows_with_time
 @pytest.mark.parametrize("name", ["eesd", "aded", "gsd", "opt_tree", "mcsd"])
 def test_verdicts_are_made_of_the_committed_counts(name: str) -> None:
     """So are all figures; anybody may judge again, by another rule too."""
+    from paper import counts_file, read_kept
     from papers.judging import judge_entry
-    from papers.keeping import counts_file, read_kept
 
     out = RESULTS / f"paper_{name}.json"
     for label, entry in json.loads(out.read_text())["entries"].items():
@@ -217,7 +217,7 @@ def rounded(found: Any) -> Any:
 
 
 def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:
-    from papers.keeping import of_entry, read_kept, write_kept
+    from paper import of_entry, read_kept, write_kept
 
     entry, counts = entry_with({"a": MANY, "b": MANY})
     others = {("a", "elsewhere"): {"tokens": 1.0}, ("c", "p0"): {"tokens": 1.0}}
@@ -232,8 +232,8 @@ def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:
 
 def test_judging_again_needs_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     import paper
+    from paper import counts_file, write_kept
     from papers.claims import Claim
-    from papers.keeping import counts_file, write_kept
 
     entry, counts = entry_with({"a": MANY, "b": [x + 1 for x in MANY]}, Claim("more", "tau", ("a", "b")))
     entry |= {"models": {"target": "t"}, "categories": ["c"], "dtype": "float32"}

@@ -148,8 +148,8 @@ def near(differences: list[float]) -> bool:
 
 def test_paths_apart_say_what_the_tree_says(bench: Callable[..., Any]) -> None:
     """At every node, whichever ran first: so both verify the same draft, and one differs in its seconds alone."""
-    from papers.apart import WIDTHS, both, passes_apart
     from papers.claims import Row
+    from papers.mcsd import WIDTHS, both, passes_apart
     from papers.measuring import Asked
 
     here, shape = bench(set()), full_shape(WIDTHS)

@@ -210,7 +210,7 @@ def test_the_divergence_is_that_of_nodes_with_the_same_gram() -> None:
 @pytest.mark.parametrize("acceptance", [(0.5, 0.2, 0.1), (0.9, 0.05), (0.3, 0.3, 0.2)])
 @pytest.mark.parametrize("depth", [2, 5])
 def test_sequoias_tree_is_what_its_dynamic_programme_finds(acceptance: tuple[float, ...], depth: int) -> None:
-    from papers.sequoia import best_shape
+    from papers.opt_tree import best_shape
 
     def best(nodes: int, deep: int, rank: int = 0) -> float:
         """The largest sum over `nodes` nodes below one that is reached, its children from `rank` on."""
@@ -280,7 +280,7 @@ def test_a_session_knows_the_prompts_before_it(tiny_models: Path) -> None:
 
 
 def test_one_solved_example_stands_before_every_prompt(tmp_path: Path) -> None:
-    from papers.shots import with_example
+    from papers.loading import with_example
 
     from outrider.base.errors import UserError
     from outrider.data_prep.text.prompts import Prompt
