@@ -53,16 +53,14 @@ def load_calibration(
     device: torch.device | str = "cpu",
     target: Mapping[str, object] | None = None,
     *,
-    hidden_size: int | None = None,
     folder: str = "",
 ) -> CalibrationHead:
     """The head stored in the drafter's directory `path`, or in its subfolder `folder`, in float32.
 
-    target: the `model_identity` of the target to calibrate for. hidden_size: the hidden size of target and drafter, if
-    it is the same.
+    target: the `model_identity` of the target to calibrate for.
 
     Raises `UserError` when there is no head; when it was trained on other weights than `drafter_sha256`, or on another
-    target; when it is of another width; when its files are damaged.
+    target; when its files are damaged.
     """
     remedy = f"run outrider calibrate {in_shell(option('checkpoint', path))}"
     weights_file, meta_file = (Path(path) / folder / name for name in (WEIGHTS_FILE, META_FILE))
@@ -92,9 +90,6 @@ def load_calibration(
         head.load_state_dict(weights)
     except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
         raise UserError(f"{weights_file}: not a calibration head ({error}); {remedy}") from None
-    widths = {head.target.shape[1], head.draft.shape[0]}
-    if hidden_size is not None and widths != {hidden_size}:
-        raise UserError(f"checkpoint={path}: a calibration head for another width than {hidden_size}; {remedy}")
     return head.to(device).requires_grad_(False)
 
 

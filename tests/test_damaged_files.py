@@ -242,7 +242,7 @@ def test_drafter(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_calibration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sha256 = read_meta(folder / EARLY_EXIT).weights_sha256
     file = folder / EARLY_EXIT / "calibration.json"
-    require_named(file, lambda: load_calibration(file.parent, sha256, hidden_size=64), capsys, 60)
+    require_named(file, lambda: load_calibration(file.parent, sha256), capsys, 60)
 
 
 def test_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

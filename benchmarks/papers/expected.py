@@ -18,6 +18,7 @@ Example: p = (0.5, 0.5), q = (1, 0), t = 0: min(1, 0.5) / 0.5 = 1. If the target
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ from outrider.draft_models.targets.target import Target
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.target_session import eager_session
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.small_lm import fit_vocabulary, small_lm_of
+from outrider.inference.drafters.shaped import bare
+from outrider.inference.drafters.small_lm import fit_vocabulary
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import level_sizes
 from papers.claims import Row
@@ -130,7 +132,8 @@ class Expected:
         self._outputs = self._outputs or outputs(bench, asked, answer_of(bench, asked, sampling))
         logits, scores, said = self._outputs
         p, q = logits.float().softmax(-1), scores.float().softmax(-1)
-        predicted = small_lm_of(bench.drafters["small_lm"]).predicted  # type: ignore[arg-type]
+        small: Any = bare(bench.drafters["small_lm"])
+        predicted = small.predicted
         p = p if predicted is None else p[:, predicted]
         shape = (1 if replace else DRAWS, len(said), FEW if replace or naive else MOST)
         numbers = Streams(0, asked.id).arrays("candidates").random(shape)
@@ -144,7 +147,7 @@ def outputs(bench: Bench, asked: Asked, text: Sequence[int]) -> tuple[Tensor, Te
     """For the tokens of `text` after the first: the target's logits [n, V], the small LM's over its draft vocabulary
     [n, K], and the tokens' places there [n], −1 for others."""
     assert bench.stack is not None
-    small = small_lm_of(bench.drafters["small_lm"])  # type: ignore[arg-type]
+    small: Any = bare(bench.drafters["small_lm"])
     ids, vocabulary, own = (*asked.ids, *text[:-1]), bench.vocabulary, small.predicted
     logits, scores = _logits(bench.stack, ids, len(text) - 1), _logits(small, ids, len(text) - 1)
     said = torch.tensor(text[1:], device=logits.device, dtype=torch.long)

@@ -27,7 +27,7 @@ from outrider.draft_models.eagle3.reading import Reading, changed, require_targe
 from outrider.draft_models.early_exit.checkpoint import read_meta
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.small_lm.model import TRAINING_FILE as LM_TRAINING_FILE
-from outrider.draft_models.small_lm.model import last_id
+from outrider.draft_models.small_lm.model import SmallLM, last_id
 from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, read_config
@@ -36,8 +36,7 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Band, Target, require_layers
 from outrider.inference.doctor.scores import Recording, read
 from outrider.inference.drafters.eagle3 import Eagle3Plugin
-from outrider.inference.drafters.shaped import Calibrated, bare
-from outrider.inference.drafters.small_lm import Model, small_lm_of
+from outrider.inference.drafters.shaped import bare
 from outrider.inference.loading.templates import templates_of
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, DrafterPlugin, read_record
 
@@ -225,14 +224,10 @@ def learned_from(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Fact
 
 
 def examine_exit(
-    plugin: DrafterPlugin[Calibrated[EarlyExit]],
-    model: Calibrated[EarlyExit],
-    where: str,
-    target: OpenTarget,
-    stack: Target,
+    plugin: DrafterPlugin[EarlyExit], model: EarlyExit, where: str, target: OpenTarget, stack: Target
 ) -> Examinee:
     """An early exit that is prepared to decode on `stack`."""
-    drafter, meta = model.drafter, read_meta(where)
+    drafter, meta = bare(model), read_meta(where)
     return Examinee(
         Variant(DECLARED, partial(draft_by_exit, drafter, require_layers(stack)), boundaries=(drafter.exit_layer,)),
         known_tokens=plugin.known_tokens(where),
@@ -244,9 +239,11 @@ def examine_exit(
     )
 
 
-def examine_lm(plugin: DrafterPlugin[Model], model: Model, where: str, target: OpenTarget, stack: Target) -> Examinee:
+def examine_lm(
+    plugin: DrafterPlugin[SmallLM], model: SmallLM, where: str, target: OpenTarget, stack: Target
+) -> Examinee:
     """A small LM for `target`."""
-    lm = small_lm_of(model)
+    lm: SmallLM = bare(model)
     record = read_record(where, LM_TRAINING_FILE)
     stored = read_config(where, role=SMALL_LM.name).dtype  # that of a model that is loaded says what it runs in
     return Examinee(
@@ -257,9 +254,7 @@ def examine_lm(plugin: DrafterPlugin[Model], model: Model, where: str, target: O
     )
 
 
-def examine_head(
-    plugin: Eagle3Plugin, model: Eagle3 | Calibrated[Eagle3], where: str, target: OpenTarget, stack: Target
-) -> Examinee:
+def examine_head(plugin: Eagle3Plugin, model: Eagle3, where: str, target: OpenTarget, stack: Target) -> Examinee:
     """An EAGLE-3 head that is prepared to draft for `stack`. Its weights are read once for all variants."""
     layered, shared = require_layers(stack), bare(model).shared_embedding
     embedding, output = shared[0] if shared else layered.embed_tokens.weight, layered.head.weight

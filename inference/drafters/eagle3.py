@@ -1,6 +1,6 @@
 """An EAGLE-3 head as the drafter: a decoder layer on aux hidden states of the target and the tokens after them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -20,7 +20,6 @@ from outrider.draft_models.eagle3.checkpoint import (
     stored_tokens,
 )
 from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.target import Target, require_layers
@@ -28,9 +27,9 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafterPlugin, bare, head_asked, head_identity
+from outrider.inference.drafters.shaped import TrainedDrafterPlugin, bare
 from outrider.inference.engines.packing import lay_out
-from outrider.inference.settings.kinds import Placed, Trained, read_record
+from outrider.inference.settings.kinds import Placed
 from outrider.inference.settings.method import MethodConfig
 
 
@@ -122,14 +121,13 @@ class Eagle3Source:
         self._tokens = torch.cat([self._tokens, known])
 
 
-Model = Eagle3 | Calibrated[Eagle3]
-
-
-class Eagle3Plugin(ModelDrafterPlugin[Model]):
-    """The model is an `Eagle3`, or a `Calibrated` one if a method uses its calibration head.
+class Eagle3Plugin(TrainedDrafterPlugin[Eagle3]):
+    """The model is an `Eagle3`.
 
     changes: overrides of the reading that a head's config declares.
     """
+
+    kind, record = "eagle3", TRAINING_FILE
 
     def __init__(self, changes: ReadingChanges = AS_DECLARED):
         self.changes = changes
@@ -143,31 +141,20 @@ class Eagle3Plugin(ModelDrafterPlugin[Model]):
     def lies_in(self, folder: str) -> bool:
         return holds_head(folder)  # its config may name a causal LM
 
-    def identity(self, where: str | None) -> dict[str, object]:
-        weights = None if where is None else model_identity(open_tensors(where))
-        return {"eagle3": weights, "eagle3_calibration": head_identity("eagle3", where)}
-
     def digest(self, where: str) -> str:
         return drafter_digest(open_tensors(where), self.changes.stated())
 
-    def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
-    ) -> Model:
-        asked = head_asked("eagle3", self, where, target, methods, placed["device"])  # before any weights
-        drafter = load_head(where, target.config, changes=self.changes, **placed)
-        return drafter if asked is None else Calibrated(drafter, asked)
+    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> Eagle3:
+        return load_head(where, target.config, changes=self.changes, **placed)
 
-    def prepare(self, model: Model, target: Target) -> None:
-        drafter: Eagle3 = bare(model)
+    def prepare(self, model: Eagle3, target: Target) -> None:
+        drafter = bare(model)
         stack = require_layers(target)
         if not drafter.reading.own_embedding:
             drafter.use_embedding(stack.embed_tokens.weight)
         if not drafter.reading.own_head:
             drafter.use_head(stack.head.weight)
         lay_out(drafter, target.device)
-
-    def trained(self, where: str) -> Trained:
-        return Trained.of(read_record(where, TRAINING_FILE))
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         return stored_tokens(where, changes=self.changes)
@@ -181,9 +168,8 @@ class Eagle3Plugin(ModelDrafterPlugin[Model]):
         made_here = stored.made_here and not self.changes.stated()
         save_head(folder, head, "speculators", target.config, target.source, made_here=made_here)
 
-    def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
-        head: Eagle3 = bare(model)
-        return Eagle3Source(head)
+    def draft_model(self, model: Eagle3, method: MethodConfig) -> DraftModel:
+        return Eagle3Source(model)
 
 
 PLUGIN = Eagle3Plugin()

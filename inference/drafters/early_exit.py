@@ -1,6 +1,6 @@
 """An early exit as the drafter: an exit layer on the hidden states of the target's first layers (EESD)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -21,7 +21,7 @@ from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.target import Target, require_layers
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
+from outrider.inference.drafters.shaped import TrainedDrafterPlugin, bare, head_identity
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.settings.kinds import Placed, Trained
 from outrider.inference.settings.method import MethodConfig
@@ -89,8 +89,10 @@ class EarlyExitSource:
             self.cache.keep(base, known)
 
 
-class EarlyExitPlugin(ModelDrafterPlugin[Calibrated[EarlyExit]]):
-    """The model is a `Calibrated`."""
+class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
+    """The model is an `EarlyExit`."""
+
+    kind = "early_exit"
 
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else self.digest(where)[:16]
@@ -99,20 +101,14 @@ class EarlyExitPlugin(ModelDrafterPlugin[Calibrated[EarlyExit]]):
     def digest(self, where: str) -> str:
         return read_meta(where).weights_sha256
 
-    def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
-    ) -> Calibrated[EarlyExit]:
-        early_exit = from_pretrained(where, target.config, target.fingerprint, **placed)
-        width = target.config.hidden_size
-        return Calibrated(
-            early_exit, head_asked("early_exit", self, where, target, methods, placed["device"], hidden_size=width)
-        )
+    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> EarlyExit:
+        return from_pretrained(where, target.config, target.fingerprint, **placed)
 
     def trained(self, where: str) -> Trained:
         return Trained.of(read_meta(where).training)
 
-    def prepare(self, model: Calibrated[EarlyExit], target: Target) -> None:
-        drafter = model.drafter
+    def prepare(self, model: EarlyExit, target: Target) -> None:
+        drafter = bare(model)
         lay_out(drafter, target.device)
         if drafter.head is not None:
             return
@@ -133,8 +129,8 @@ class EarlyExitPlugin(ModelDrafterPlugin[Calibrated[EarlyExit]]):
         drafter = from_pretrained(where, target.config, target.fingerprint, dtype=dtype)
         save_parts(folder, as_causal_lm(drafter, target, dtype))
 
-    def draft_model(self, model: Calibrated[EarlyExit], method: MethodConfig) -> DraftModel:
-        return EarlyExitSource(model.drafter)
+    def draft_model(self, model: EarlyExit, method: MethodConfig) -> DraftModel:
+        return EarlyExitSource(model)
 
 
 PLUGIN = EarlyExitPlugin()

@@ -4,21 +4,23 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 
 from outrider.base.streams import Streams
-from outrider.draft_models.calibration import META_FILE, load_calibration
+from outrider.draft_models.calibration import META_FILE, drafter_digest, load_calibration
 from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.narrowed import spread
 from outrider.draft_models.targets.open_target import OpenTarget
+from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
-from outrider.inference.settings.kinds import KINDS, DrafterPlugin
+from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Placed, Trained, read_record
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
 from outrider.inference.sizing.costs import Allowance
@@ -38,25 +40,6 @@ class Calibrated(Generic[Model]):
 def bare(model: Model | Calibrated[Model]) -> Model:
     """The drafter without its head, if `model` is `Calibrated`."""
     return model.drafter if isinstance(model, Calibrated) else model
-
-
-def head_of(model: object) -> CalibrationHead | None:
-    """The head of `model`, if it is `Calibrated`."""
-    return model.head if isinstance(model, Calibrated) else None
-
-
-def head_asked(
-    source: str, plugin: DrafterPlugin, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig],
-    device: torch.device | str, **widths: int,
-) -> CalibrationHead | None:  # fmt: skip
-    """The head of the drafter in `where`, read by `plugin`; None if no method with that `source` uses one.
-
-    widths: as in `load_calibration`, which also documents the errors.
-    """
-    if not any(method.source == source and method.stop.needs_head for method in methods.values()):
-        return None
-    made_for, folder = asdict(target.fingerprint), KINDS[source].calibration or ""
-    return load_calibration(where, plugin.digest(where), device, made_for, folder=folder, **widths)
 
 
 def head_identity(source: str, where: str | None) -> str | None:
@@ -114,13 +97,44 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
     def make(
         self, model: Model, method: MethodConfig, streams: Streams, *, drawn: bool, tuning: Tuning | None
     ) -> Drafter:
-        structure = make_structure(method, streams, drawn, head_of(model), tuning)
-        return ModelDrafter(self.draft_model(model, method), structure, allowance_of(tuning))
+        head = model.head if isinstance(model, Calibrated) else None
+        structure = make_structure(method, streams, drawn, head, tuning)
+        allowance = None if tuning is None else Allowance(tuning.costs)  # without costs it drafts in every round
+        return ModelDrafter(self.draft_model(bare(model), method), structure, allowance)
 
 
-def allowance_of(tuning: Tuning | None) -> Allowance | None:
-    """The `Allowance` of a method with measured costs; None for others, which draft in every round."""
-    return None if tuning is None else Allowance(tuning.costs)
+class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
+    """The plugin of a kind with a model of its own, to which a calibration head may belong.
+
+    A model is `Calibrated` if a method uses its head. kind: its name in the registry. record: the file of its training.
+    """
+
+    kind: str
+    record: str
+
+    @abstractmethod
+    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> Model:
+        """As `load`, without a calibration head."""
+
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
+    ) -> Model:
+        head = None
+        if any(method.source == self.kind and method.stop.needs_head for method in methods.values()):
+            made_for, folder = asdict(target.fingerprint), KINDS[self.kind].calibration or ""
+            head = load_calibration(where, self.digest(where), placed["device"], made_for, folder=folder)
+        drafter = self.load_drafter(where, target, **placed)
+        return drafter if head is None else cast("Model", Calibrated(drafter, head))
+
+    def identity(self, where: str | None) -> dict[str, object]:
+        weights = None if where is None else model_identity(open_tensors(where))
+        return {self.kind: weights, f"{self.kind}_calibration": head_identity(self.kind, where)}
+
+    def digest(self, where: str) -> str:
+        return drafter_digest(open_tensors(where))
+
+    def trained(self, where: str) -> Trained:
+        return Trained.of(read_record(where, self.record))
 
 
 def rows_known(model: DraftModel, session: Session, tree: DraftTree, nodes: Sequence[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """A small causal LM as the drafter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -11,20 +11,17 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.base.files import save_parts
-from outrider.draft_models.calibration import drafter_digest
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm
 from outrider.draft_models.targets.empty_models import empty_model
-from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, position_limit, read_config
 from outrider.draft_models.targets.target import Target
-from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session
 from outrider.inference.core.tree import chain_parents
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafterPlugin, head_asked, head_identity
+from outrider.inference.drafters.shaped import TrainedDrafterPlugin, bare
 from outrider.inference.engines.packing import lay_out
-from outrider.inference.settings.kinds import Placed, Trained, read_record
+from outrider.inference.settings.kinds import Placed
 from outrider.inference.settings.method import MethodConfig
 
 
@@ -100,39 +97,20 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return F.pad(logits, (0, size - logits.shape[-1]), value=-torch.inf)
 
 
-Model = SmallLM | Calibrated[SmallLM]
+class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
+    """The model is a `SmallLM`."""
 
+    kind, record = "small_lm", TRAINING_FILE
 
-def small_lm_of(model: Model) -> SmallLM:
-    """The LM without its calibration head."""
-    return model.drafter if isinstance(model, Calibrated) else model
+    def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> SmallLM:
+        return load_small_lm(where, target.tokenizer, **placed)
 
+    def prepare(self, model: SmallLM, target: Target) -> None:
+        lay_out(bare(model), target.device)
 
-class SmallLMPlugin(ModelDrafterPlugin[Model]):
-    """The model is a `SmallLM`, or a `Calibrated` one if a method uses its calibration head."""
-
-    def identity(self, where: str | None) -> dict[str, object]:
-        weights = None if where is None else model_identity(open_tensors(where))
-        return {"small_lm": weights, "small_lm_calibration": head_identity("small_lm", where)}
-
-    def digest(self, where: str) -> str:
-        return drafter_digest(open_tensors(where))
-
-    def load(
-        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
-    ) -> Model:
-        head = head_asked("small_lm", self, where, target, methods, placed["device"])  # before any weights
-        small = load_small_lm(where, target.tokenizer, **placed)
-        return small if head is None else Calibrated(small, head)
-
-    def trained(self, where: str) -> Trained:
-        return Trained.of(read_record(where, TRAINING_FILE))
-
-    def prepare(self, model: Model, target: Target) -> None:
-        lay_out(small_lm_of(model), target.device)
-
-    def own_models(self, model: Model) -> list[Target]:
-        return [small_lm_of(model)]
+    def own_models(self, model: SmallLM) -> list[Target]:
+        lm: SmallLM = bare(model)
+        return [lm]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         own = read_draft_vocabulary(where, None, read_config(where, role="small_lm"))
@@ -144,8 +122,8 @@ class SmallLMPlugin(ModelDrafterPlugin[Model]):
     def empty(self, where: str, target: PreTrainedConfig) -> nn.Module:
         return empty_model(read_config(where, role="small_lm"))
 
-    def draft_model(self, model: Model, method: MethodConfig) -> DraftModel:
-        return SmallLMSource(small_lm_of(model))
+    def draft_model(self, model: SmallLM, method: MethodConfig) -> DraftModel:
+        return SmallLMSource(model)
 
 
 PLUGIN = SmallLMPlugin()

@@ -26,7 +26,6 @@ from outrider.draft_models.targets.open_target import OpenTarget, open_target, p
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import TensorFiles
 from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.loading.memory_plan import GB, Held, Place, cache_bytes, explained, planned_device, weight_bytes
 from outrider.inference.loading.memory_plan import describe as describe_memory
 from outrider.inference.loading.rehearsal import rehearsable
@@ -215,7 +214,7 @@ def decode_student(student: EarlyExitStudent, stack: LayerStack, decoding: Decod
     """Metrics of real decoding by the whole target with the student's drafter."""
     shared = {id(head): head for head in student.drafter.shared_head}  # the target's, which must not be copied
     drafter = copy.deepcopy(student.drafter, shared).to(stack.dtype).requires_grad_(False)
-    prepare_drafters(stack, {EARLY_EXIT.name: Calibrated(drafter)})
+    prepare_drafters(stack, {EARLY_EXIT.name: drafter})
     return decoding(stack, EarlyExitSource(drafter))
 
 
