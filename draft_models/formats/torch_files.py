@@ -3,7 +3,7 @@
 The files are safetensors or torch's older pickles (.bin), one or several with an index; fp8 weights are dequantised.
 """
 
-import json
+import math
 import shutil
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,11 +42,28 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a model to be converted. dtype, shape: of the result of `read`."""
+    """A tensor of a model in files, not read yet. dtype, shape: of the result of `read`."""
 
     dtype: torch.dtype
     shape: Sequence[int]
     read: Callable[[], Tensor]
+
+    def __getitem__(self, whole: object) -> Tensor:  # transformers indexes the tensors that it reads
+        return self.read()
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
+        """Its bytes at each (first byte, number of bytes). Of a safetensors file, which is mapped, no others are read.
+
+        Raises `UserError` if it cannot be read.
+        """
+        content = memoryview(self.read().reshape(-1).view(torch.uint8).numpy())
+        for at, size in places:
+            yield content[at : at + size]
 
 
 class Original(Protocol):
@@ -71,67 +88,17 @@ class Original(Protocol):
         """Write everything except the weights to the empty `folder`: config, tokenizer, generation config."""
 
 
-@dataclass(frozen=True)
-class SafeTensor:
-    """A tensor of a safetensors file, of which only the requested bytes are read.
-
-    type_name: its type in the header, such as "BF16". begin, end: byte offsets in the file.
-    """
-
-    path: str
-    name: str
-    type_name: str
-    shape: list[int]
-    begin: int
-    end: int
-    load: Callable[[str], Tensor]
-
-    def __getitem__(self, whole: object) -> Tensor:  # transformers indexes the tensors that it reads
-        return self.load(self.name)
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-        return self.end - self.begin
-
-    def read(self) -> Tensor:
-        """The whole tensor."""
-        return self.load(self.name)
-
-    def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-        """Its bytes at each (first byte, number of bytes). Raises `UserError` if the file ends too early."""
-        with open(self.path, "rb", buffering=0) as file:
-            for at, size in places:
-                file.seek(self.begin + at)
-                piece = file.read(size)
-                if len(piece) != size:
-                    raise UserError(f"{self.path}: ends within tensor {self.name!r}; fetch it again")
-                yield piece
-
-
-def open_safetensors(path: str) -> Mapping[str, SafeTensor]:
-    """The tensors of a safetensors file. Raises `UserError`."""
+def open_safetensors(path: str) -> Mapping[str, Stored]:
+    """The tensors of a safetensors file. Raises `UserError`, also for a type that is not in `TYPES`."""
     with readable(path, "safetensors file"):
-        handle = safe_open(path, framework="pt")  # checks that the header is valid
-        with open(path, "rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size))
-    found = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = (8 + size + at for at in entry["data_offsets"])
-            found[name] = SafeTensor(path, name, entry["dtype"], entry["shape"], begin, end, handle.get_tensor)
-    return found
-
-
-def _stored(path: str) -> Mapping[str, Stored]:
-    """The same as `Stored` tensors, for conversion. Raises `UserError` for a type that is not in `TYPES`."""
-    held = open_safetensors(path)
-    for name, one in held.items():
-        if one.type_name not in TYPES:
+        handle = safe_open(path, framework="pt")  # compares its header with the length of the file
+        slices = {name: handle.get_slice(name) for name in handle.offset_keys()}
+        described = {name: (one.get_dtype(), one.get_shape()) for name, one in slices.items()}
+    for name, (kind, _) in described.items():
+        if kind not in TYPES:
             expected = f"expected one of {', '.join(TYPES)}; give the model in another format"
-            raise UserError(f"{path}: tensor {name!r} has type {one.type_name}: {expected}")
-    return {name: Stored(TYPES[one.type_name], one.shape, one.read) for name, one in held.items()}
+            raise UserError(f"{path}: tensor {name!r} has type {kind}: {expected}")
+    return {n: Stored(TYPES[kind], shape, partial(handle.get_tensor, n)) for n, (kind, shape) in described.items()}
 
 
 def open_pickled(path: str) -> Mapping[str, Stored]:
@@ -234,7 +201,7 @@ class Kind:
             )
 
 
-SAFETENSORS = Kind("safetensors", "model.safetensors", ".safetensors", _stored)
+SAFETENSORS = Kind("safetensors", "model.safetensors", ".safetensors", open_safetensors)
 PICKLES = Kind("torch files", "pytorch_model.bin", ".bin", open_pickled)
 
 

@@ -18,13 +18,21 @@ from outrider.base.files import read_mapping
 from outrider.base.progress import Stage, counted
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described, as_safetensors, located
-from outrider.draft_models.formats.torch_files import SAFETENSORS, SafeTensor, open_safetensors, readable, require_plain
+from outrider.draft_models.formats.torch_files import (
+    SAFETENSORS,
+    TYPES,
+    Stored,
+    open_safetensors,
+    readable,
+    require_plain,
+)
 
 BASE_PREFIX = "model."
 # What wrappers of a model put before the names of its tensors: torch.compile, DistributedDataParallel, peft.
 _WRAPPED = re.compile(r"(?:(?:_orig_mod|module|base_model\.model)\.)*")
 _PIECES, _PIECE = 32, 512  # a tensor's sample: pieces, and bytes per piece; 4 MB for a model of 7 B parameters
 _BLOCK = 2**22  # bytes of a tensor held at once when all of it is hashed
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _NUMBERED = re.compile(r".+?\.\d+(?=\.)")
 
 
@@ -65,7 +73,7 @@ class TensorFiles:
             tensors[name] = tensor.to(device)
         return tensors
 
-    def _read(self, name: str, stored: SafeTensor) -> Tensor:
+    def _read(self, name: str, stored: Stored) -> Tensor:
         with readable(self.source, f"tensor {name!r}"):
             tensor = stored.read()
         with self._counting:  # transformers reads in several threads
@@ -73,22 +81,22 @@ class TensorFiles:
             self.tensors_read += 1
         return tensor
 
-    def unread(self, names: Iterable[str], device: torch.device | str, stage: Stage) -> dict[str, SafeTensor]:
+    def unread(self, names: Iterable[str], device: torch.device | str, stage: Stage) -> dict[str, Stored]:
         """The tensors in `names`, which transformers will read, as `stage` counts; for the meta device only shapes."""
         only_shapes = torch.device(device).type == "meta"
 
-        def read(name: str, one: SafeTensor, _: object) -> Tensor:
+        def read(name: str, one: Stored) -> Tensor:
             stage.advance()
             return torch.empty(one.shape, device=device) if only_shapes else self._read(name, one)
 
-        return {name: replace(one, load=partial(read, name, one)) for name, one in self.stored(names)}
+        return {name: replace(one, read=partial(read, name, one)) for name, one in self.stored(names)}
 
     @property
     def complete(self) -> bool:
         """Whether all its files are on this machine."""
         return all(self._path(file, fetch=False) is not None for file in set(self.file_of.values()))
 
-    def stored(self, names: Iterable[str]) -> Iterator[tuple[str, SafeTensor]]:
+    def stored(self, names: Iterable[str]) -> Iterator[tuple[str, Stored]]:
         """(name, stored tensor) of each of `names`, file by file; reads headers only. Raises `UserError`."""
         for file, wanted in self._by_file(names).items():
             yield from self._of(file, wanted).items()
@@ -127,7 +135,8 @@ class TensorFiles:
             row = stored[name].nbytes // max(1, length)
             places = [(max(0, index) * row, row) for index in sorted({0, length // 2, length - 1})]
             for piece in stored[name].pieces(places):
-                digest.update(name.encode() + piece)
+                digest.update(name.encode())
+                digest.update(piece)
         return digest.hexdigest()[:16]
 
     def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -138,7 +147,7 @@ class TensorFiles:
             by_file.setdefault(self.file_of[name], []).append(name)
         return by_file
 
-    def _of(self, file: str, names: Iterable[str]) -> dict[str, SafeTensor]:
+    def _of(self, file: str, names: Iterable[str]) -> dict[str, Stored]:
         path = self._path(file)
         if path is None:
             raise SAFETENSORS.missing(self.source, file)
@@ -190,15 +199,15 @@ def open_tensors(source: str, revision: str | None = None) -> TensorFiles:
     return TensorFiles(source, revision, file_of, place, headless, wrapped)
 
 
-def require_floats(name: str, held: Mapping[str, SafeTensor], weights: Iterable[str]) -> None:
+def require_floats(name: str, held: Mapping[str, Stored], weights: Iterable[str]) -> None:
     """Raise `UserError` where any of `weights` is `held` as integers: codes, which mean nothing without their scales.
 
     name: the model's option and value.
     """
-    codes = [one for one in weights if one in held and held[one].type_name.startswith(("I", "U", "BOOL"))]
+    codes = [one for one in weights if one in held and not held[one].dtype.is_floating_point]
     if codes:
         raise UserError(
-            f"{name}: {listed(codes)}: weights stored as integers ({held[codes[0]].type_name}), the codes of a "
+            f"{name}: {listed(codes)}: weights stored as integers ({_NAMES[held[codes[0]].dtype]}), the codes of a "
             "quantisation that is not read here; give the model it was made from, or a GGUF file of it"
         )
 
@@ -221,12 +230,12 @@ def find_file(source: str, file: str, revision: str | None) -> str | None:
     return located(*as_described(source, revision), file)
 
 
-def _hash(name: str, stored: SafeTensor, whole: bool) -> tuple[bytes, int]:
+def _hash(name: str, stored: Stored, whole: bool) -> tuple[bytes, int]:
     """sha256 of one tensor, or of its sample, and the number of bytes read.
 
-    On CPUs with SHA instructions sha256 is the standard library's fastest hash; elsewhere it is half as fast as others.
+    On CPUs with SHA instructions sha256 is the standard library's fastest hash.
     """
-    digest, read = hashlib.sha256(f"{name} {stored.type_name} {stored.shape} ".encode()), 0
+    digest, read = hashlib.sha256(f"{name} {_NAMES[stored.dtype]} {stored.shape} ".encode()), 0
     for piece in stored.pieces(_places(stored.nbytes, whole)):
         digest.update(piece)
         read += len(piece)

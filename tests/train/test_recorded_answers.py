@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from outrider.base.errors import UserError
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.calibration import WEIGHTS_FILE
-from outrider.draft_models.formats.torch_files import SafeTensor
+from outrider.draft_models.formats.torch_files import Stored
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import HEAD_FOLDER
 from outrider.draft_models.targets.target import Target
@@ -109,7 +109,7 @@ def test_the_head_is_that_of_the_whole_target(
     run = by_record(folder, tmp_path / "recorded", checkpoint=str(drafter), target=target)
     read, real = set[str](), TensorFiles.unread
 
-    def reading(files: TensorFiles, names: Iterable[str], *given: Any) -> dict[str, SafeTensor]:
+    def reading(files: TensorFiles, names: Iterable[str], *given: Any) -> dict[str, Stored]:
         names = [*names]
         read.update(names if files.source == target else ())
         return real(files, names, *given)
