@@ -25,7 +25,7 @@ from outrider.data_prep.text.prompts import read_prompts
 from outrider.draft_models.early_exit.checkpoint import from_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.small_lm.model import load_small_lm
-from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import open_target, pick_device
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.decode import autoregressive

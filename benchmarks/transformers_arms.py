@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
-from outrider.draft_models.targets.empty_models import decoder_layers, final_norm
+from outrider.draft_models.targets.model_files import decoder_layers, final_norm
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.decode import cut
 from outrider.inference.core.rounds import Generation, Round

@@ -1,7 +1,7 @@
 """Build the n-gram table of a corpus, for drafting without a draft model."""
 
 from outrider.commands import entry
-from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.settings import TrigramConfig
 
 
 @entry("build_trigrams", TrigramConfig)

@@ -1,5 +1,6 @@
-"""Settings of convert-target, fetch-target and write-prompts; light, so that a config error is reported at once."""
+"""Settings of the commands of this folder; light, so that a config error is reported at once."""
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -7,8 +8,8 @@ from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
 from outrider.base.settings import Count, Place, RunConfig, free, opt, require_default
-from outrider.data_prep.text.settings import PromptFile
-from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model
+from outrider.data_prep.text.settings import DataConfig, Order, PromptFile
+from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, RehearsedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +55,50 @@ class PromptsConfig(RunConfig):
         super().__post_init__()
         if self.file is not None:
             require_default(self, "per_object", f"file={self.file} is written")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrigramConfig(RehearsedConfig):
+    """build-trigrams: a corpus and a tokenizer in, an n-gram table out.
+
+    Of the corpus, `data.template` and `data.cache_dir` say nothing here: turns of a conversation are tokenised as
+    plain texts of their own, and no n-gram reaches over two of them.
+    """
+
+    tokenizer: Annotated[
+        str, Place("a SentencePiece or GGUF file, a directory or a Hub name (OWNER/NAME)", hub=True)
+    ] = free()
+    """SentencePiece model file, GGUF file, or the directory or Hub name of a Hugging Face tokenizer"""
+    data: DataConfig = opt(help="its held-out records are left out")
+    revision: str | None = free(None, "of a tokenizer on the Hub")
+    text: Literal["assistant", "all"] = opt("assistant", "of a conversation: what a target generates, or all turns")
+    orders: tuple[Order, ...] = opt((3,), "n of the n-grams to count, each once")
+    min_count: Count = opt(2, "n-grams of fewer occurrences are left out")
+    max_successors: Count | None = opt(None, "only this many successors of a context, the most frequent; null: all")
+    suffixes: bool = False
+    """keep the corpus too, as a suffix array, for contexts of up to 12 tokens; sorted in memory"""
+    merge: tuple[Annotated[str, Place("the directory of a finished table")], ...] = ()
+    """finished tables whose counts are added to the corpus's own, before min_count and max_successors apply"""
+    max_mb: Annotated[float, Gt(0)] | None = None
+    """leave the rarest n-grams out until their arrays take no more, suffixes not counted; null: all stay"""
+    workers: Count | None = free(None, "tokenising processes; null: one for each CPU core")
+    memory_gb: Annotated[float, Ge(0.1)] = free(1.0)
+    """what counting and merging may take, beside the program and the text of the largest record"""
+    out_dir: str = free("runs/trigrams", "where everything goes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.data.source != "mix", "data.source", "mix", "one source (build the others first, add with merge)")
+        each_once = bool(self.orders) and len(set(self.orders)) == len(self.orders)
+        require(each_once, "orders", self.orders, "some of 2, 3, 4, each once")
+
+    @property
+    def processes(self) -> int:
+        """The number of tokenising processes."""
+        return self.workers or os.cpu_count() or 1
+
+    def corpus(self) -> dict[str, object]:
+        """The settings that determine the counted text, JSON-able."""
+        silent = ("template", "mix", "streaming")
+        own = {key: value for key, value in self.data.deciding().items() if key not in silent}
+        return {**own, "path": list(self.data.path), "text": self.text}

@@ -77,7 +77,7 @@ COMMANDS = {
         ),
         Command("eagle3", "train.eagle3", "train.settings.drafters:Eagle3Config", "train an EAGLE-3 head"),
         Command(
-            "build_trigrams", "data_prep.build_trigrams", "data_prep.ngrams.settings:TrigramConfig",
+            "build_trigrams", "data_prep.build_trigrams", "data_prep.settings:TrigramConfig",
             "count a corpus into an n-gram table",
         ),
         Command(

@@ -28,8 +28,7 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.calibration import load_calibration
 from outrider.draft_models.early_exit.checkpoint import read_meta
-from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.draft_models.ngrams.table_files import TABLE_FILE, map_table
+from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable, map_table
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import load_tokenizer, open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, TABLE, TARGET

@@ -15,9 +15,8 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import from_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.targets.attention import KERNELS
-from outrider.draft_models.targets.empty_models import layer_stack
 from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors

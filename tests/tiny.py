@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
-from outrider.draft_models.targets.empty_models import decoder_layers, layer_stack
-from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.model_files import decoder_layers, layer_stack, load_layers
 from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.base.streams import Streams
-from outrider.draft_models.ngrams.table_files import map_table
+from outrider.draft_models.ngrams.table import map_table
 from outrider.inference.core.drafter import Stopwatch
 from outrider.inference.drafters.ngram.ngrams import TrigramDrafter
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession

@@ -20,7 +20,7 @@ from outrider.base.errors import require
 from outrider.base.files import write_json
 from outrider.draft_models.calibration import META_FILE as CALIBRATION
 from outrider.draft_models.early_exit.checkpoint import META_FILE, DrafterMeta, read_meta
-from outrider.draft_models.targets.empty_models import decoder_layers, empty_model
+from outrider.draft_models.targets.model_files import decoder_layers, empty_model
 from outrider.draft_models.targets.open_target import read_config
 from outrider.inference.drafters.shaped import head_identity
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig

@@ -12,16 +12,14 @@ from outrider.base.errors import UserError, require, warn
 from outrider.base.files import require_writable
 from outrider.base.run_dirs import check_identity, only_run
 from outrider.base.settings import default_at
-from outrider.data_prep.ngrams.counting import count_order
-from outrider.data_prep.ngrams.merging import kept_from, merged
-from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.ngrams.counting import count_order, kept_from, merged
 from outrider.data_prep.ngrams.token_shards import Shards, passages, tokenise, whole_documents
+from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.records import Counts, warn_of_unused
 from outrider.data_prep.text.sources import read_records
 from outrider.draft_models.ngrams.kernels import require_vocabulary
 from outrider.draft_models.ngrams.suffixes import SORT_BYTES, separated, sort_suffixes
-from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.draft_models.ngrams.table_files import TABLE_FILE, require_no_table, verified
+from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable, require_no_table, verified
 from outrider.draft_models.targets.encoder import Encoder, open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 

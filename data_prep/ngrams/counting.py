@@ -1,15 +1,19 @@
 # mypy: allow-untyped-defs
-"""Out-of-core counting of n-grams: shards of token ids → a table's level, in nearly constant memory.
+"""Out-of-core counting of n-grams: shards of token ids → a table's level, in nearly constant memory; merging of tables.
 
 For each order there are two passes. First, blocks of n-grams are sorted and counted, each to a sorted run on disk.
 Then the runs are merged, one range of keys after another, and written as the level's arrays. Only `Level.buckets` is
 held whole, 2 to 4 bytes a context. Keys are evenly spread (`draft_models.ngrams.kernels.mix`), so ranges of equal width
 have about equal sizes. The arrays do not depend on the size of blocks and ranges.
+
+Tables are merged and pruned one range of keys of their memory-mapped levels after another.
 """
 
 import shutil
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +23,16 @@ from outrider.base.compiled import kept
 from outrider.base.errors import require
 from outrider.base.progress import Stage
 from outrider.data_prep.ngrams.token_shards import Shards, read_shard
-from outrider.draft_models.ngrams.kernels import Grams, Grouped, group, merge_all, mix, token_bits, token_type
-from outrider.draft_models.ngrams.table import Level, level_types, make_level
+from outrider.draft_models.ngrams.kernels import Grams, Grouped, group, merge_all, mix, reaching, token_bits, token_type
+from outrider.draft_models.ngrams.suffixes import sort_suffixes
+from outrider.draft_models.ngrams.table import Level, TrigramTable, level_bytes, level_types, make_level, merged_facts
 
 _NARROW_BYTES, _WIDE_BYTES = 36, 96  # memory per n-gram of a block, see `_aggregate`
 _MERGE_BYTES = 80  # memory per n-gram of a range: read, merged, grouped
 _LARGEST_BLOCK, _LARGEST_RANGE = 2**24, 2**22  # larger is not faster
-_PARTITIONS = 10  # runs can be cut at 2^10 keys
+_PARTITIONS, _TABLE_PARTITIONS = 10, 12  # runs can be cut at 2^10 keys, and tables at 2^12
+_ROW_BYTES = 150  # memory per n-gram of a range of tables: sorted, merged, grouped
+_LARGEST = 2**32 - 1  # counts saturate here
 
 
 class Runs(NamedTuple):
@@ -242,3 +249,82 @@ def ranges(rows: np.ndarray, most: int) -> Iterator[tuple[int, int]]:
 def _read_run(runs: Runs, part: slice) -> Grams:
     keys, tokens, counts = (np.array(array[part]) for array in runs.grams)
     return Grams(keys >> np.uint64(runs.narrow), _low(keys, runs.narrow) if runs.narrow else tokens, counts)
+
+
+# -------------------------------------------------------------------------------------------------------- merging
+
+
+def merged(
+    tables: Sequence[TrigramTable], min_count: int, max_successors: int | None, folder: Path, memory: int
+) -> TrigramTable:
+    """The sum of the tables, pruned (see `merged_level`); the arrays of its levels are mapped from files in `folder`.
+
+    Of one table the facts stay. The suffix arrays of several are sorted anew, in memory.
+    """
+    first, levels = tables[0], {}
+    for order in sorted(first.levels):
+        parts = merged_level(
+            [table.levels[order] for table in tables], first.vocabulary, min_count, max_successors, memory
+        )
+        levels[order] = write_level(parts, order, first.vocabulary, folder / str(order))
+    suffixes = first.suffixes
+    if suffixes is not None and len(tables) > 1:
+        tokens = [table.suffixes.tokens for table in tables if table.suffixes is not None]
+        suffixes = sort_suffixes(np.concatenate(tokens), first.vocabulary)
+    facts = first.facts if len(tables) == 1 else merged_facts(tables)
+    return replace(first, levels=levels, facts=facts, suffixes=suffixes)
+
+
+def merged_level(
+    levels: Sequence[Level], vocabulary: int, min_count: int, max_successors: int | None, memory: int
+) -> Iterator[Grouped]:
+    """The contexts of all `levels` of one order, by ascending keys, in parts; counts and totals are summed.
+
+    Dropped are n-grams with fewer than `min_count` occurrences over all levels, and all but the `max_successors` most
+    frequent ones of a context; they still count in its total. memory: bytes for a part; a part has at least a 4096th of
+    the n-grams, and all n-grams of a context.
+    """
+    bits = min(_TABLE_PARTITIONS, levels[0].key_bits)
+    edges = np.arange(2**bits, dtype=np.uint64) << np.uint64(levels[0].key_bits - bits)
+    cuts = [np.r_[np.searchsorted(level.keys, edges), len(level.keys)] for level in levels]
+    rows = sum(np.diff(level.starts[cut].astype(np.int64)) for level, cut in zip(levels, cuts, strict=True))
+    for begin, end in ranges(rows, min(memory // _ROW_BYTES, _LARGEST_RANGE)):
+        parts = [_part(level, cut[begin], cut[end]) for level, cut in zip(levels, cuts, strict=True)]
+        grams = merge_all([part.grams() for part in parts])
+        grouped = Grouped(*group(*grams, min_count, max_successors or vocabulary))
+        yield grouped._replace(totals=_totals(parts, grouped.keys))
+
+
+def _part(level: Level, begin: int, end: int) -> Level:
+    """Contexts `begin` to `end` of a level, without buckets."""
+    starts = level.starts[begin : end + 1].astype(np.int64)
+    inside = slice(starts[0], starts[-1])
+    arrays = {"keys": level.keys[begin:end], "totals": level.totals[begin:end], "starts": starts - starts[0]}
+    return replace(level, **arrays, tokens=level.tokens[inside], counts=level.counts[inside])
+
+
+def _totals(parts: Sequence[Level], keys: np.ndarray) -> np.ndarray:
+    """The totals of these contexts, summed over `parts`."""
+    sums = np.zeros(len(keys), np.uint64)
+    for part in parts:
+        place = np.minimum(np.searchsorted(keys, part.keys), max(0, len(keys) - 1))
+        kept = keys[place] == part.keys if len(keys) else np.zeros(len(part.keys), bool)
+        sums[place[kept]] += part.totals[kept]
+    return np.minimum(sums, _LARGEST).astype(np.uint32)
+
+
+def kept_from(table: TrigramTable, megabytes: float) -> int:
+    """The smallest minimum count with which the pruned levels of `table` fit into `megabytes`.
+
+    Raises `UserError` if no n-gram would remain.
+    """
+
+    def fits(count: int) -> bool:
+        left = {order: reaching(level.starts, level.counts, count) for order, level in table.levels.items()}
+        size = sum(level_bytes(order, table.vocabulary, *found) for order, found in left.items())
+        return size <= megabytes * 10**6
+
+    largest = max(int(level.counts.max(initial=0)) for level in table.levels.values())
+    count = 1 + bisect_left(range(1, largest + 1), True, key=fits)
+    require(count <= largest, "max_mb", megabytes, "room for the most frequent n-grams at least")
+    return count

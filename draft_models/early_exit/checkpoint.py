@@ -33,8 +33,8 @@ from outrider.base.words import listed
 from outrider.draft_models.draft_vocabulary import require_tokens
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
 from outrider.draft_models.targets.attention import stock_attention
-from outrider.draft_models.targets.empty_models import decoder_layers, empty_model, final_norm, model_spec
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
+from outrider.draft_models.targets.model_files import decoder_layers, empty_model, final_norm, model_spec
 from outrider.draft_models.targets.narrowed import whole_rows
 from outrider.draft_models.targets.open_target import OpenTarget, load_config, open_target
 from outrider.draft_models.targets.proof import SHORT

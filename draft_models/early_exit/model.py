@@ -20,7 +20,7 @@ from outrider.draft_models.losses import (
     linear_divergence,
     linear_topk_divergence,
 )
-from outrider.draft_models.targets.empty_models import (
+from outrider.draft_models.targets.model_files import (
     decoder_layers,
     empty_layers,
     final_norm,

@@ -6,8 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from outrider.base.errors import UserError
 from outrider.draft_models.card import serving
 from outrider.draft_models.draft_vocabulary import fit_rows, read_draft_vocabulary, widen
-from outrider.draft_models.targets.empty_models import layer_stack
-from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.model_files import layer_stack, load_causal_lm
 from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.draft_models.targets.open_target import (
     load_proven,

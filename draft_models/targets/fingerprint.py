@@ -13,7 +13,7 @@ from outrider.base.errors import UserError
 from outrider.base.settings import differences
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described
-from outrider.draft_models.targets.empty_models import model_spec
+from outrider.draft_models.targets.model_files import model_spec
 from outrider.draft_models.targets.tensor_files import TensorFiles
 
 # The fields of config.json that decide no number; any other, also one unknown here, does.

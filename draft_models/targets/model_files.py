@@ -1,19 +1,28 @@
-"""Models as transformers loads them, whole or only some layers; damage is named instead of giving a traceback."""
+"""Models with all or some layers of a target: without weights, or as transformers loads them; their structure."""
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
 
-from outrider.base.errors import UserError, reason
+from outrider.base.errors import UserError, reason, warn_once
 from outrider.base.files import read_json
 from outrider.base.progress import Stage
+from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described, located
-from outrider.draft_models.formats.torch_files import GENERATION_FILE
-from outrider.draft_models.targets.empty_models import empty_layers, fitted, spec_of
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE
+from outrider.draft_models.targets.attention import ATTENTION
+from outrider.draft_models.targets.introspection import observe
+from outrider.draft_models.targets.model_spec import ModelSpec
+from outrider.draft_models.targets.stack import LayerStack, module_list
 from outrider.draft_models.targets.tensor_files import (
     BASE_PREFIX,
     TensorFiles,
@@ -21,6 +30,97 @@ from outrider.draft_models.targets.tensor_files import (
     require_floats,
     require_no_adapter,
 )
+
+_KNOWN: dict[str, ModelSpec] = {}  # by the config's class and JSON
+
+
+def model_spec(config: PreTrainedConfig) -> ModelSpec:
+    """The structure of the model that `config` describes. Raises `UserError` if it cannot be run layer by layer."""
+    said = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if said not in _KNOWN:
+        _KNOWN[said] = observe(empty_model(config).float())  # 16 bits would round a scale
+    return _KNOWN[said]
+
+
+def spec_of(model: PreTrainedModel) -> ModelSpec:
+    """The structure of `model`, which may have only some of the layers of a target (see `empty_layers`)."""
+    found = getattr(model, "spec", None)
+    return found if isinstance(found, ModelSpec) else model_spec(model.config)
+
+
+def layer_stack(model: PreTrainedModel, rotary_dtype: torch.dtype | None = None) -> LayerStack:
+    """The layers of `model` (see `LayerStack`). Raises `UserError` if it cannot be run layer by layer."""
+    return LayerStack(model, spec_of(model), rotary_dtype)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The module list of its decoder layers."""
+    return module_list(model, spec_of(model).layers)
+
+
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm after its last layer."""
+    return model.get_submodule(spec_of(model).norm)
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The causal LM of `config` with parameters on the meta device and real buffers (rope tables).
+
+    Raises `UserError` for a config that describes no model.
+    """
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():  # nothing to initialise on meta
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=ATTENTION, trust_remote_code=False
+            )
+    except Exception as error:
+        why = f"its {CONFIG_FILE} describes no model ({reason(error)})"
+        if isinstance(error, KeyError) and error.args == (ATTENTION,):
+            why = f"architecture {config.model_type!r} cannot be run layer by layer (its attention cannot be replaced)"
+        raise UserError(f"{config.name_or_path}: {why}") from error
+    model.tie_weights()
+    return model
+
+
+def empty_layers(config: PreTrainedConfig, layers: Sequence[int]) -> PreTrainedModel:
+    """The same with the given layers only, in that order, each as it is in the whole model."""
+    return pick_layers(empty_model(config), layers, {})
+
+
+def pick_layers(model: PreTrainedModel, layers: Sequence[int], copied: dict[int, object]) -> PreTrainedModel:
+    """A copy of `model` with only the given layers, in that order.
+
+    copied: the memo of `copy.deepcopy`: replacements of parts, by the part's id. It is extended.
+    """
+    parts, every = spec_of(model), decoder_layers(model)
+    copied[id(every)] = nn.ModuleList()
+    picked = copy.deepcopy(model, copied)
+    # A layer may occur twice. All layers keep sharing one config, by which transformers chooses their attention.
+    chosen = [copy.deepcopy(every[index], dict(copied)) for index in layers]
+    for place, layer in enumerate(chosen):
+        number_layer(layer, place)
+    module_list(picked, parts.layers).extend(chosen)
+    for name, values in settings_by_layer(model.config).items():
+        setattr(picked.config, name, [values[index] for index in layers])
+    picked.config.num_hidden_layers = len(layers)
+    picked.spec = parts.select(layers)  # type: ignore[assignment]
+    return picked
+
+
+def settings_by_layer(config: PreTrainedConfig) -> dict[str, Sequence[object]]:
+    """The lists in `config` that have an entry for each layer, by name."""
+    lists = {name: values for name, values in vars(config).items() if isinstance(values, list | tuple)}
+    return {name: values for name, values in lists.items() if len(values) == config.num_hidden_layers}
+
+
+def number_layer(layer: nn.Module, index: int) -> None:
+    """Set the index of `layer`, at which a cache stores its keys and values."""
+    for module in layer.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = index  # type: ignore[assignment]
+
+
+# ------------------------------------------------------------------------------------------------------ loading
 
 
 def load_causal_lm(
@@ -111,3 +211,57 @@ def _names(files: TensorFiles, list_name: str, layers: Sequence[int]) -> dict[st
             places = [place for place, layer in enumerate(layers) if layer == int(found[2])]
             names |= {f"{source[: found.start(2)]}{place}{source[found.end(2) :]}": source for place in places}
     return names
+
+
+def fitted(kind: Any, where: str | None, name: str, *, exact: bool | None, **options: object) -> PreTrainedModel:
+    """What `kind.from_pretrained` loads from `where`, a causal LM; it makes up nothing for tensors that do not fit.
+
+    name: the model's option and value. exact: whether the model must take all tensors; if it need not, a warning names
+    those that it does not take; None: it is a part of a model. Raises `UserError` that names those that are missing,
+    have another shape, or differ from what they are tied to.
+    """
+    try:
+        with _quiet():
+            loaded, info = kind.from_pretrained(
+                where, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+    except UserError:
+        raise
+    except Exception as error:  # any error of an architecture for an unexpected config or unexpected weights
+        raise UserError(f"{name}: cannot be loaded as a causal LM ({reason(error)})") from error
+    missing, others = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    found = [f"no {listed(missing)}"] if missing else []
+    found += [f"{key} of shape {[*has]}, not {[*wants]}" for key, has, wants in sorted(info["mismatched_keys"])[:1]]
+    tied = loaded.get_expanded_tied_weights_keys(all_submodels=True).items()
+    found += [
+        f"{one} and {other} differ, which are tied" for one, other in tied if one not in loaded.all_tied_weights_keys
+    ]
+    if found or (exact and others):
+        prefixes = {other.removesuffix(key) for key in missing for other in others if other.endswith(f".{key}")}
+        instead = (
+            f"; there with the prefix {listed(sorted(prefixes))}" if prefixes else f"; not known: {listed(others)}"
+        )
+        raise UserError(
+            f"{name}: its weights do not fit its {CONFIG_FILE}: {'; '.join(found)}{instead if others else ''}. Save or "
+            f"fetch it again, or mend {CONFIG_FILE} (tie_word_embeddings: whether the head is the embedding)"
+        )
+    if others and exact is not None:
+        warn_once(
+            f"{name}: {listed(others)}: not read, as its {CONFIG_FILE} describes no such tensors; where they are more "
+            "than other heads, as biases, adapters and scales are, it is another model without them"
+        )
+    return loaded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers says nothing inside: neither progress nor warnings."""
+    before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if bar:
+            transformers_logging.enable_progress_bar()

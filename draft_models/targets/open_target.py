@@ -21,10 +21,16 @@ from outrider.base.files import is_local, read_mapping
 from outrider.draft_models.formats.convert import as_described, is_as_written, was_quantised
 from outrider.draft_models.formats.torch_files import CONFIG_FILE, MOST_LAYERS
 from outrider.draft_models.targets.attention import leave_out_cudnn
-from outrider.draft_models.targets.empty_models import empty_model, layer_stack, model_spec, pick_layers
 from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
 from outrider.draft_models.targets.int8 import quantise, require_linear
-from outrider.draft_models.targets.model_files import load_causal_lm, load_layers
+from outrider.draft_models.targets.model_files import (
+    empty_model,
+    layer_stack,
+    load_causal_lm,
+    load_layers,
+    model_spec,
+    pick_layers,
+)
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import is_narrowed
 from outrider.draft_models.targets.proof import LARGEST_COPY, prove_layers, prove_weights

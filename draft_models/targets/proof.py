@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from outrider.base.errors import UserError, reason
 from outrider.base.progress import counted
 from outrider.draft_models.targets.attention import stock_attention
-from outrider.draft_models.targets.empty_models import (
+from outrider.draft_models.targets.model_files import (
     decoder_layers,
     layer_stack,
     pick_layers,

@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from outrider.base.errors import UserError
-from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.engines.cpu.at_once import LayersAtOnce, PanelLinear, fits_panels

@@ -13,7 +13,7 @@ from outrider.base.errors import UserError
 from outrider.base.files import save_parts
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.small_lm.model import TRAINING_FILE, SmallLM, last_id, load_small_lm, load_whole_lm
-from outrider.draft_models.targets.empty_models import empty_model
+from outrider.draft_models.targets.model_files import empty_model
 from outrider.draft_models.targets.open_target import OpenTarget, position_limit, read_config
 from outrider.draft_models.targets.target import Target
 from outrider.inference.core.drafter import DraftModel

@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.losses import loss_bytes
-from outrider.draft_models.targets.empty_models import empty_layers, empty_model
 from outrider.draft_models.targets.int8 import int8_bytes, require_linear
+from outrider.draft_models.targets.model_files import empty_layers, empty_model
 from outrider.draft_models.targets.model_spec import context_limit, key_heads
 from outrider.draft_models.targets.open_target import pick_device, pick_dtype
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS

@@ -22,9 +22,8 @@ from outrider.data_prep.text.prompt_records import Prompt
 from outrider.data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
 from outrider.draft_models.early_exit.checkpoint import open_target_of, read_meta
 from outrider.draft_models.targets.attention import ATTENTION
-from outrider.draft_models.targets.empty_models import layer_stack
 from outrider.draft_models.targets.int8 import quantise
-from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.model_files import layer_stack, load_causal_lm
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import (
     OpenTarget,

@@ -19,9 +19,8 @@ from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE,
 from outrider.draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import additive
-from outrider.draft_models.targets.empty_models import layer_stack, number_layer
 from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
-from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.model_files import layer_stack, load_layers, number_layer
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.train.exporting import export_drafter

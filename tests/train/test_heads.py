@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.draft_models.early_exit.model import EarlyExitStudent, exit_layers
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.train.parts.heldout import supervised_hidden, target_choices
 from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, row_generator

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.empty_models import layer_stack
-from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, own_labels, row_generator

@@ -15,7 +15,7 @@ from outrider.base.errors import UserError
 from outrider.draft_models.draft_vocabulary import TOKENS_FILE, narrow, places, read_draft_vocabulary, widen
 from outrider.draft_models.losses import DIVERGENCES, linear_divergence, linear_topk_divergence
 from outrider.draft_models.small_lm.model import load_small_lm
-from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target, read_config
 from outrider.draft_models.targets.stack import LayerStack

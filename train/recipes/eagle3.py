@@ -39,8 +39,8 @@ from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
 from outrider.draft_models.eagle3.reading import Reading, new_reading, require_target
 from outrider.draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
 from outrider.draft_models.targets.attention import packed_mask
-from outrider.draft_models.targets.empty_models import empty_model, layer_stack
 from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Band

@@ -20,7 +20,7 @@ from outrider.draft_models.acceptance import AcceptanceOf
 from outrider.draft_models.card import CARD_FILE, write_card
 from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
 from outrider.draft_models.early_exit.model import USE, EarlyExit, EarlyExitStudent, exit_layers
-from outrider.draft_models.targets.empty_models import empty_layers
+from outrider.draft_models.targets.model_files import empty_layers
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, stored_dtype
 from outrider.draft_models.targets.stack import LayerStack

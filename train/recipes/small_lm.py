@@ -36,8 +36,8 @@ from outrider.draft_models.losses import (
 )
 from outrider.draft_models.small_lm.model import TRAINING_FILE, USE, USE_OF_SOME, require_same_vocabulary
 from outrider.draft_models.targets.attention import ATTENTION, stock_name
-from outrider.draft_models.targets.empty_models import empty_model, layer_stack
 from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.model_spec import LogitRule, context_limit
 from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
 from outrider.draft_models.targets.open_target import (

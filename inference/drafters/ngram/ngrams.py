@@ -14,8 +14,7 @@ from torch import Tensor
 
 from outrider.base.streams import Streams
 from outrider.draft_models.ngrams.overlay import Overlay, recycle
-from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.draft_models.ngrams.table_files import read_header, table_digest
+from outrider.draft_models.ngrams.table import TrigramTable, read_header, table_digest
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.session import Session

@@ -13,10 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from outrider.base.errors import UserError
 from outrider.data_prep.ngrams import building, token_shards
 from outrider.data_prep.ngrams.building import build_table
-from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.settings import DataConfig
-from outrider.draft_models.ngrams.table import TrigramTable
-from outrider.draft_models.ngrams.table_files import TABLE_FILE
+from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from tests.data_prep.ngrams.corpora import require_same_counts, sentences

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from outrider.base.errors import UserError
-from outrider.data_prep.ngrams import merging, token_shards
-from outrider.data_prep.ngrams.counting import count_order, ranges, runs_of
-from outrider.data_prep.ngrams.merging import kept_from, merged
+from outrider.data_prep.ngrams import counting, token_shards
+from outrider.data_prep.ngrams.counting import count_order, kept_from, merged, ranges, runs_of
 from outrider.data_prep.ngrams.token_shards import Passage, tokenise
 from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY
 from outrider.draft_models.ngrams.table import TrigramTable
@@ -66,9 +65,7 @@ SHARDS = [shard(0, 80), shard(1, 50, min_count=2), shard(2, 0), shard(3, 1), sha
 
 
 @pytest.mark.parametrize("limits", [(1, None), (3, 2), (10**6, None)])
-def test_merged_in_parts_it_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int | None]
-) -> None:
+def test_merged_in_parts_it_is_the_same(tmp_path: Path, limits: tuple[int, int | None]) -> None:
     """However small the parts; shards left out what is rare, are empty, or have counts that saturate."""
     level = SHARDS[0].levels[2]
     counts = np.where(level.counts == level.counts.max(), 2**32 - 3, level.counts).astype(np.uint32)
@@ -79,7 +76,6 @@ def test_merged_in_parts_it_is_the_same(
     expected = merge(tables)
     assert expected.levels[2].counts.max() == 2**32 - 1
     expected = prune(expected, *limits)
-    monkeypatch.setattr(merging, "_PARTITIONS", 4)
     for memory in (1, 200_000, 10**8):
         built = merged(tables, *limits, tmp_path / str(memory), memory)
         require_same_counts(built, expected)
@@ -89,9 +85,9 @@ def test_merged_in_parts_it_is_the_same(
 def test_parts_are_as_small_as_memory_wants_them() -> None:
     for memory, least in ((10**8, 1), (100_000, 5)):
         levels = [table.levels[4] for table in SHARDS]
-        sizes = [len(part.counts) for part in merging.merged_level(levels, VOCABULARY, 1, None, memory)]
+        sizes = [len(part.counts) for part in counting.merged_level(levels, VOCABULARY, 1, None, memory)]
         assert len(sizes) >= least
-        assert max(sizes) <= memory // merging._ROW_BYTES
+        assert max(sizes) <= memory // counting._ROW_BYTES
         assert sum(sizes) == len(merge(SHARDS).levels[4].counts)
 
 

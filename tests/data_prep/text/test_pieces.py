@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.data_prep.ngrams import token_shards
 from outrider.data_prep.ngrams.building import build_table
-from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text import documents
 from outrider.data_prep.text.documents import batches, encode, encode_all, spans
 from outrider.data_prep.text.settings import DataConfig
@@ -191,7 +191,7 @@ def test_a_long_line_takes_no_more_memory_than_the_budget(tmp_path: Path) -> Non
 import resource, sys
 from pathlib import Path
 from outrider.data_prep.ngrams.building import build_table
-from outrider.data_prep.ngrams.settings import TrigramConfig
+from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.settings import DataConfig
 def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

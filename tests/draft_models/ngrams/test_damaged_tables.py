@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from outrider.base.errors import UserError
-from outrider.draft_models.ngrams.table import ARRAYS, TrigramTable
-from outrider.draft_models.ngrams.table_files import TABLE_FILE, table_digest, verified
+from outrider.draft_models.ngrams.table import ARRAYS, TABLE_FILE, TrigramTable, table_digest, verified
 from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
 from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import VOCABULARY, draft, make_table

@@ -12,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY, Grams, merge_grams, mix
-from outrider.draft_models.ngrams.table import ARRAYS, TrigramTable
-from outrider.draft_models.ngrams.table_files import TABLE_FILE
+from outrider.draft_models.ngrams.table import ARRAYS, TABLE_FILE, TrigramTable
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
 from tests.full_disk import largest_file

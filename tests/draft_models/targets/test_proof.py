@@ -12,7 +12,7 @@ import torch
 from outrider.base.errors import UserError
 from outrider.draft_models.targets import attention, proof
 from outrider.draft_models.targets import open_target as opening
-from outrider.draft_models.targets.empty_models import decoder_layers, layer_stack, spec_of
+from outrider.draft_models.targets.model_files import decoder_layers, layer_stack, spec_of
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.proof import ROUNDED, prove_layers
 from outrider.draft_models.targets.stack import LayerStack, call_layer

@@ -9,8 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.early_exit.model import NoLayer
-from outrider.draft_models.targets.empty_models import layer_stack
-from outrider.draft_models.targets.model_files import load_layers
+from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.stack import LayerStack

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.planted_faults import FAULTS, REACHED, planted, rope_scaled
 from outrider.base.streams import Streams
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
-from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.model_spec import LogitRule
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack

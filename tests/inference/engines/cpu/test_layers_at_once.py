@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.base.streams import Streams
-from outrider.draft_models.targets.empty_models import layer_stack
 from outrider.draft_models.targets.int8 import quantise
+from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.cache import KVCache

@@ -19,7 +19,7 @@ from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.early_exit.model import EarlyExit
-from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack

@@ -18,7 +18,7 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.draft_vocabulary import narrow
 from outrider.draft_models.targets.attention import KERNELS
-from outrider.draft_models.targets.empty_models import layer_stack
+from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
