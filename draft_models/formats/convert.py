@@ -28,9 +28,16 @@ from torch import Tensor
 from transformers.utils import cached_file, has_file
 
 from outrider.base.errors import UserError, reason, warn
-from outrider.base.files import is_local, read_mapping, require_writable, user_cache, write_atomically, write_json
+from outrider.base.files import (
+    is_local,
+    read_mapping,
+    require_writable,
+    user_cache,
+    write_atomically,
+    write_json,
+)
+from outrider.base.locks import system_lock
 from outrider.base.progress import Stage, counted
-from outrider.base.run_dirs import system_lock
 from outrider.draft_models.formats.gguf_file import find_gguf, open_gguf
 from outrider.draft_models.formats.torch_files import (
     AS_WRITTEN,

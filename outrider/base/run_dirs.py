@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_json
+from outrider.base.locks import system_lock
 from outrider.base.settings import ABSENT, Settings, default_at, differences
 from outrider.base.words import listed, shown
 
@@ -62,17 +63,6 @@ def made_for_something(folder: Path) -> Iterator[None]:
             if new and {path.name for path in folder.iterdir()} <= {LOCK_FILE}:
                 shutil.rmtree(folder)
         raise
-
-
-def system_lock(path: Path) -> FileLock:
-    """The operating system's lock on `path`, which is released when its process ends.
-
-    Newer versions of filelock fall back to a plain file if there is no flock. That file would outlive a killed run.
-    """
-    try:
-        return FileLock(path, fallback_to_soft=False)
-    except TypeError:  # older versions lack the option: they have no fallback, and raise on acquire
-        return FileLock(path)
 
 
 def clear(folder: Path) -> None:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.run_dirs import system_lock
+from outrider.base.locks import system_lock
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.convert import (
     RECORD_FILE,
