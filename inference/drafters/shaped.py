@@ -99,8 +99,12 @@ class ModelDrafterPlugin(DrafterPlugin[Model]):
     ) -> Drafter:
         head = model.head if isinstance(model, Calibrated) else None
         structure = make_structure(method, streams, drawn, head, tuning)
-        allowance = None if tuning is None else Allowance(tuning.costs)  # without costs it drafts in every round
-        return ModelDrafter(self.draft_model(bare(model), method), structure, allowance)
+        return ModelDrafter(self.draft_model(bare(model), method), structure, allowance_of(tuning))
+
+
+def allowance_of(tuning: Tuning | None) -> Allowance | None:
+    """The `Allowance` of a method with measured costs; None for others, which draft in every round."""
+    return None if tuning is None else Allowance(tuning.costs)
 
 
 class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):

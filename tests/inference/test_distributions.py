@@ -29,9 +29,9 @@ from outrider.inference.measure.results import AUTOREGRESSIVE, Arm
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes import factory, shapes
-from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
 from tests.inference.ngram_cases import make_documents
+from tests.inference.priced import costs
 from tests.table_target import TableHead, TableModel, TableRuntime
 from tests.tiers import as_many, quick_where, typical_where
 
@@ -63,7 +63,7 @@ class OfSome(TableModel):
 
 # Drafts of one token, right half of the time: the text is what coins that are shared make of it, and little else.
 CERTAIN = Tables(TableModel([[0.5, 0.5]] * 2), TableModel([[0.95, 0.05]] * 2))
-DEAR = Tuning(Costs((0.01,) * 65, tuple(1 + 0.1 * width for width in range(65)), 0.1, 1.0))  # few nodes pay
+DEAR = Tuning(costs(0.01, node=0.1, rest=0.1))  # few nodes pay
 MARKOV = Tables(
     TableModel([[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.5, 0.0], [0.6, 0.05, 0.05, 0.3]]),
     TableModel([[0.3, 0.3, 0.2, 0.2], [0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.3, 0.2], [0.5, 0.2, 0.0, 0.3]]),

@@ -31,8 +31,8 @@ from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.method import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
-from outrider.inference.sizing.costs import WIDEST, Costs
 from outrider.inference.sizing.policy import Tuning
+from tests.inference.priced import costs
 from tests.known_targets import COUNT, PROMPT, SELDOM_RIGHT, SOURCES, Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import quick_where, typical_where
@@ -134,7 +134,7 @@ def test_drafters_of_tokens_equal_generate(make: Callable[..., Target], architec
     expected = target.text_after(prompt, 50)
     table = TrigramTable.from_documents([expected[:30], random_prompt(60)], [2, 3, 4], 256, "t")
     # a pass over so many rows, by which few nodes pay, and more of them where drafts come true
-    dear = Tuning(Costs((0.01,) * 65, tuple(1 + 0.05 * width for width in range(65)), 0.1, 1.0))
+    dear = Tuning(costs(0.01, node=0.05, rest=0.1))
     for name, config in OF_TOKENS.items():
         found = PromptLookup(config) if isinstance(config, int) else make_ngram_drafter(table, config, 0, dear)
         rounds = decode(target, found, prompt, 50)
@@ -188,7 +188,7 @@ def test_rounds_without_a_draft_change_no_token(target: Target, source: str, cos
     What a structure learns from is what it drafted, however many rounds the allowance leaves out.
     """
     step_seconds, fewest, most = cost
-    tuning = Tuning(Costs((step_seconds,) * (WIDEST + 1), (1.0,) * (WIDEST + 1), 0.0, 1.0))
+    tuning = Tuning(costs(step_seconds, node=0.0, rest=0.0))
     structure, observed = make_structure(MethodConfig(stop=StopConfig(rule="survival")), Streams(0), tuning=tuning), []
     observe = structure.observe
     structure.observe = lambda tree, nodes: (observed.append(len(tree)), observe(tree, nodes))[1]  # type: ignore[method-assign]

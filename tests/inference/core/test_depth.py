@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,23 +11,16 @@ from hypothesis import strategies as st
 
 from outrider.base.streams import Streams
 from outrider.inference.core.decode import speculative
-from outrider.inference.core.rounds import Generation, Round, collect
-from outrider.inference.core.tree import ROOT, DraftTree
-from outrider.inference.drafters.ngram.lookup import PromptLookup
-from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
+from outrider.inference.core.rounds import collect
+from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.measure.replay import replay
 from outrider.inference.measure.statistics import acceptance_by_position
-from outrider.inference.report.report import plot_acceptance
-from outrider.inference.settings.method import NgramConfig, StructureConfig
+from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_structure
-from outrider.inference.shapes.shapes import EAGLE_25, static
-from tests.inference.ngram_cases import make_table
-from tests.known_source import KnownSource, paths_of, random_q, root
+from tests.known_source import paths_of
 from tests.known_targets import Target, targets
 from tests.tiny import (
     STRUCTURES,
-    VOCABULARY,
     method_of,
     random_prompt,
 )
@@ -68,32 +60,7 @@ def test_the_depth_of_any_tree(places: list[int]) -> None:
     assert tree.depth == max(map(len, paths_of(tree)), default=0)
 
 
-def test_a_tree_of_25_nodes_and_depth_5_by_hand() -> None:
-    tree = static(KnownSource(random_q(0)), root(), EAGLE_25, limit=9)
-    assert (len(tree), tree.depth) == (25, 5)
-    shallow = DraftTree(torch.arange(3), (ROOT, ROOT, 0), (-1,) * 3)
-    outcomes = [(tree, 0), (tree, 3), (tree, 5), (shallow, 2), (shallow, 0)]
-    rounds = tuple(Round(tuple(range(accepted + 1)), len(t), accepted, t.depth, 0.1) for t, accepted in outcomes)
-    table = acceptance_by_position([Generation((1,), 0.1, 0.5, rounds)])
-    assert [(row["position"], row["rounds"]) for row in table] == [(1, 5), (2, 5), (3, 3), (4, 3), (5, 3)]
-    assert [row["accepted"] for row in table] == pytest.approx([3 / 5, 3 / 5, 2 / 3, 1 / 3, 1 / 3])
-    axes = plot_acceptance([{"method": "m", "acceptance_by_position": table}]).axes[0]
-    assert axes.lines[0].get_xdata().tolist() == [1, 2, 3, 4, 5]  # type: ignore[union-attr]
-    assert "depth" in axes.get_xlabel()
-
-
 make = pytest.fixture(scope="module")(targets)
-
-
-def of_tokens() -> dict[str, Callable[[], Any]]:
-    """The drafters that see nothing but tokens."""
-    table = make_table(VOCABULARY)
-    return {
-        "prompt_lookup": lambda: PromptLookup(3, 6),
-        "best_first": lambda: make_ngram_drafter(table, NgramConfig(depth=3, nodes=20), 0),
-        "puct": lambda: make_ngram_drafter(table, NgramConfig(search="puct", iterations=40), 0),
-        "mixed": lambda: make_ngram_drafter(table, NgramConfig(evidence="mixed", depth=5, nodes=30), 0),
-    }
 
 
 @pytest.mark.parametrize("structure", DEEP)
@@ -107,16 +74,3 @@ def test_acceptance_by_depth_of_what_was_decoded(make: Callable[..., Target], st
     assert found == table_by_definition(seen)
     assert any(0 < row["accepted"] < 1 for row in found)
     assert structure == "chain" or len(found) < max(len(tree) for tree, _ in seen)
-
-
-@pytest.mark.parametrize("name", of_tokens())
-def test_acceptance_by_depth_of_what_was_decoded_and_replayed(make: Callable[..., Target], name: str) -> None:
-    target, prompt, tables = make("llama"), random_prompt(12) * 3, []
-    decode: Any = partial(speculative, target.stack)
-    for _ in range(2):
-        seen: Seen = []
-        generation = collect(decode(noting(of_tokens()[name](), seen), prompt, max_new_tokens=40))
-        tables += [acceptance_by_position([generation]), table_by_definition(seen)]
-        assert any(len(tree) for tree, _ in seen)
-        decode = lambda drafter, prompt, said=generation.tokens, **options: replay(drafter, prompt, said, **options)  # noqa: E731
-    assert all(table == tables[0] for table in tables)

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +9,6 @@ from torch import Tensor
 
 from outrider.inference.core import sampling
 from outrider.inference.core.sampling import invert
-from outrider.inference.core.tree import ROOT
-from outrider.inference.core.verify import RandomChance
-from outrider.inference.shapes.shapes import _draw, chain, k_config
-from tests.known_source import KnownSource, root
 
 LARGE = 151_936
 LAST = 1 - 2.0**-53  # the largest uniform number
@@ -109,24 +104,6 @@ def test_parallel_sums_keep_the_distribution(monkeypatch: pytest.MonkeyPatch) ->
     ends = exact[0, 1:] > exact[0, :-1]  # of tokens with a share above 0
     assert (after[0, 1:] > torch.arange(1, 499))[ends].all()
     assert (before[0, 1:] <= torch.arange(1, 499))[ends].all()
-
-
-def test_drafts_and_verification_draw_no_token_without_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that samples: a chain, a tree with and without replacement, and the emitted token."""
-    plant_errors(monkeypatch, 0.1)
-    row = [0.0, 0.3, 0.0, 0.0, 0.4, 0.3, 0.0]
-    generator, always = random.Random(0), SimpleNamespace(stop=lambda step: False)
-    for _ in range(200):
-        tree = chain(KnownSource(lambda path: row), root(), always, limit=3, generator=generator)  # type: ignore[arg-type]
-        assert set(tree.tokens.tolist()) <= {1, 4, 5}
-        assert RandomChance(generator).choose(torch.tensor(row)) in (1, 4, 5)
-        for mode in ("with_replacement", "without_replacement"):
-            source = KnownSource(lambda path: row)
-            tree = k_config(source, root(), limit=2, widths=(4, 2), mode=mode, generator=generator)
-            assert set(tree.tokens.tolist()) <= {1, 4, 5}
-            assert mode == "with_replacement" or tree.parents.count(ROOT) == 3
-    drawn = _draw(torch.tensor([row] * 50), 7, generator, replacement=False)
-    assert [sorted(line) for line in drawn.tolist()] == [[-1, -1, -1, -1, 1, 4, 5]] * 50
 
 
 @pytest.mark.gpu

@@ -19,7 +19,6 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.stack import LayerStack, WholeModel
 from outrider.inference.core.decode import autoregressive, speculative
-from outrider.inference.core.ops import likeliest
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.core.target_session import Runtime, TargetSession
@@ -205,17 +204,6 @@ def test_a_drafter_without_numbers_costs_acceptance_only(
 
 
 # --- logits ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_likeliest_token_is_that_of_argmax_or_none() -> None:
-    torch.manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        logits = torch.randn(9, 300).round(decimals=1).to(dtype)  # with ties
-        assert torch.equal(likeliest(logits), logits.argmax(-1))
-        logits[:, 7] = -torch.inf  # as of a processor: no token, and no fault
-        assert torch.equal(likeliest(logits), logits.argmax(-1))
-        logits[1, 3], logits[2, 299], logits[5] = NAN, INFINITY, -INFINITY
-        assert (likeliest(logits) == -1).tolist() == [row in (1, 2, 5) for row in range(9)]
 
 
 SAMPLERS = {

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,25 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
     EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 
-from outrider.base.errors import UserError
 from outrider.inference.core.sampling import Sampler, branches, top_tokens
 from outrider.inference.core.tree import ROOT
 from outrider.inference.loading.generation_config import generate_options
@@ -108,10 +101,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("config", "generate"),
     [
-        (SamplingConfig(), {"do_sample": False}),
         (SamplingConfig(repetition_penalty=1.8), {"do_sample": False, "repetition_penalty": 1.8}),
-        (SamplingConfig(temperature=1.0), {"temperature": 1.0}),
-        (SamplingConfig(temperature=0.9, min_p=0.2), {"temperature": 0.9, "min_p": 0.2}),
         (
             EVERYTHING,
             {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3},
@@ -159,38 +149,12 @@ def test_users_processors_see_exactly_their_branch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "own"),
-    [
-        (RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}, False),
-        (EncoderRepetitionPenaltyLogitsProcessor, {}, True),  # older ones see the first row alone
-    ],
-)
-def test_rows_are_given_at_once_to_what_treats_them_alike(
-    kind: type, asked: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To transformers' own: not to a user's in the place of one."""
-    rows: list[int] = []
-    monkeypatch.setattr(kind, "__call__", lambda _, ids, scores: [rows.append(len(ids)), scores][1])
-    made = [kind.__new__(kind)]
-    for users in ([], made):
-        rows.clear()
-        Sampler(SamplingConfig(**asked), users, own=made if own else ()).probabilities(logits_of(), contexts())
-        assert (sum(rows), max(rows) > 1) == (len(PATHS), not users and not own)
-
-
-@pytest.mark.parametrize(
     "processor",
     [
-        EpsilonLogitsWarper(1e-3),
         EtaLogitsWarper(1e-3),
-        InfNanRemoveLogitsProcessor(),
-        LogitNormalization(),
-        MinPLogitsWarper(0.05),
         NoBadWordsLogitsProcessor([[3, 3], [9]], eos_token_id=None),
         NoRepeatNGramLogitsProcessor(2),
         RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=len(TEXT)),
-        SuppressTokensLogitsProcessor([1, 2]),
-        TopKLogitsWarper(3),
         TypicalLogitsWarper(0.8),
     ],
     ids=lambda processor: type(processor).__name__,
@@ -245,22 +209,6 @@ def test_contexts_are_asked_for_where_they_matter() -> None:
     for missing in (None, contexts()[:-1]):
         with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor reads the context"):
             Sampler(EVERYTHING).probabilities(logits_of(), missing)
-
-
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("temperature", [-0.1, 1e-9, math.inf, math.nan]),
-        ("top_k", [-1]),
-        ("top_p", [0.0, -0.5, 1.01, math.nan]),
-        ("min_p", [-0.1, 1.5, math.nan]),
-        ("repetition_penalty", [0.0, -1.0, math.inf, math.nan]),
-    ],
-)
-def test_bad_values_name_their_key(key: str, values: list[float]) -> None:
-    for value in values:
-        with pytest.raises(UserError, match=rf"^{key}="):
-            SamplingConfig(**{key: value})
 
 
 @pytest.mark.parametrize("size", [5, 64 * 40, 49_999])

@@ -13,14 +13,13 @@ from torch import Tensor
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.rows import RoundRows, unpack
-from outrider.inference.core.session import Session
-from outrider.inference.core.target_session import TargetSession, WholeSession
-from outrider.inference.core.tree import DraftTree, chain_parents
+from outrider.inference.core.target_session import TargetSession
+from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.rules import FixedLength
-from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, open_stack, random_prompt, save_target
+from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 
 def assert_same_content(actual: KVCache, expected: KVCache) -> None:
@@ -117,44 +116,6 @@ def test_first_half_is_not_run_again(tmp_path: Path) -> None:
     rounds = list(speculative(stack, ModelDrafter(source, Chain(FixedLength(4))), random_prompt(10), max_new_tokens=20))
     rows = 10 + sum(r.drafted + 1 for r in rounds[1:])
     assert calls == dict.fromkeys(range(LAYERS), rows)
-
-
-def test_a_tree_need_not_have_all_fed_rows_nor_their_order(tmp_path: Path) -> None:
-    """A drafter that shares the first half feeds three tokens, submits two of them the other way round, and a leaf."""
-    stack = open_stack(save_target(tmp_path, kv_heads=2), torch.float64)[1]
-    prompt, (root, *fed) = random_prompt(7), torch.tensor(random_prompt(5, seed=1)).split(1)
-    tokens, parents = torch.cat([fed[2], fed[0], fed[3]]), (-1, -1, 0)
-    shared, whole = TargetSession(stack, 2, 32), TargetSession(stack, 0, 32)
-    for session in (shared, whole):
-        session.prefill(prompt)
-        session.commit(range(len(prompt)))
-    shared.feed(root, (-1,))
-    shared.feed(torch.cat(fed[:3]), (0, 0, 0))
-    found = shared.run_tree(root, DraftTree(tokens, parents, (3, 1, -1)))
-    expected = whole.run_tree(root, DraftTree(tokens, parents, (-1,) * 3))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    again = shared.finish([0, 1])  # may be called again, for other rows
-    torch.testing.assert_close(again, expected[[0, 2]], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_session_as_a_whole_says_what_one_by_layers_says(tmp_path: Path, architecture: str) -> None:
-    """A tree under a prompt, and another one after what was accepted of it: one target in sessions of both kinds."""
-    stack = open_stack(save_target(tmp_path, architecture, kv_heads=2), torch.float64)[1]
-    prompt, drafted = random_prompt(7), torch.tensor(random_prompt(4, seed=1))
-    tree = DraftTree(drafted, (-1, -1, 0, 1), (-1,) * 4)
-
-    def said(session: Session) -> list[Tensor]:
-        found = [session.prefill(prompt)]
-        session.commit(range(len(prompt)))
-        for nodes in ([1, 3], [0]):
-            found.append(session.run_tree(drafted[:1], tree))
-            session.commit(session.path(nodes))
-            found.append(torch.tensor([session.base, session.vocabulary]))
-        return found
-
-    for whole, layered in zip(said(WholeSession(stack, 32)), said(TargetSession(stack, 0, 32)), strict=True):
-        torch.testing.assert_close(whole, layered, rtol=1e-9, atol=1e-9)
 
 
 HEAVY = {"numba", "llvmlite", "triton", "gguf", "matplotlib", "wandb", "deepspeed"}

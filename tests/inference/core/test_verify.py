@@ -32,7 +32,6 @@ from outrider.inference.core.verify import (
 from tests.exact_distributions import (
     Branch,
     Distribution,
-    Drafter,
     distribution,
     distribution_of,
     emitted,
@@ -82,14 +81,6 @@ def node_distribution(
 def test_distribution_of_a_node(rule: NodeRule, k: int, case: str) -> None:
     p, q = map(distribution, CASES[case])
     assert node_distribution(rule, p, q, k) == plain(everywhere(p), 1)
-
-
-@given(p=weights, q=weights, k=st.integers(1, 3), rule=st.sampled_from([WITH, WITHOUT, NAIVE]))
-@settings(deadline=None, max_examples=as_many(60))
-@pytest.mark.slow
-def test_distribution_of_any_node(p: list[int], q: list[int], k: int, rule: NodeRule) -> None:
-    target = everywhere(distribution(p))
-    assert node_distribution(rule, distribution(p), distribution(q), k) == plain(target, 1)
 
 
 @given(p=weights, q=weights, rule=st.sampled_from([WITHOUT, NAIVE]))
@@ -215,20 +206,6 @@ def test_sample_and_match_is_exact_for_any_tree(seed: int, nodes: list[tuple[int
     assert distribution_of_tree == plain(p, length)
 
 
-def test_everything_is_accepted_when_draft_and_target_agree() -> None:
-    """p = q: every ratio is 1, and the residual's mass of 0 is never a divisor."""
-    p = random_model(5, 3)
-    for rule in (WITH, WITHOUT):
-        draft = sampled(p, (1, 1, 1), replace=rule.replace)
-
-        def run(chance: Chance, rule: NodeRule = rule, draft: Drafter = draft) -> int:
-            tokens, parents, q = draft(chance)
-            rows = np.stack([p(context) for context in paths(tokens, parents)])
-            return len(verify_sampled(tokens, parents, q, rows, rule, chance)[0])
-
-        assert distribution_of(run) == {3: 1}
-
-
 # -------------------------------------------------------------------------------------- the harness can tell the wrong
 
 
@@ -302,6 +279,7 @@ def acceptance(rule: NodeRule, p: Rows, q: Rows, k: int) -> Fraction:
 
 
 @given(p=weights, q=weights, k=st.integers(1, 3))
+@example(p=[3, 2, 0, 4], q=[3, 2, 0, 4], k=1)  # every ratio is 1, and the residual's mass of 0 is never a divisor
 @settings(deadline=None, max_examples=as_many(40))
 @pytest.mark.slow
 def test_acceptance_without_beats_with_beats_naive(p: list[int], q: list[int], k: int) -> None:
@@ -395,14 +373,6 @@ def test_a_draft_that_was_not_sampled_is_refused(rule: NodeRule) -> None:
         verify_sampled([1], [ROOT], {}, torch.full((2, 3), 1 / 3), rule, RandomChance(random.Random(0)))
 
 
-def test_chance_follows_its_generator() -> None:
-    def decisions(seed: int) -> list[int]:
-        chance = RandomChance(random.Random(seed))
-        return [x for _ in range(20) for x in (chance.accept(0.5), chance.choose(torch.ones(1000)))]
-
-    assert decisions(1) == decisions(1) != decisions(2)
-
-
 def test_acceptance_has_its_probability() -> None:
     """Within 4.5 σ. The distributions above are of exact coins, and whole texts show a false one only where it is far
     off."""
@@ -427,22 +397,6 @@ def test_impossible_and_certain_events() -> None:
     assert chance.choose(weights) == 7
     chance._random = SimpleNamespace(random=lambda: 1 - 2.0**-53)
     assert chance.choose(weights) == 30
-
-
-@pytest.mark.parametrize("rule", SAMPLED)
-@pytest.mark.slow
-def test_frequencies_in_production(rule: NodeRule) -> None:
-    """float32, torch, the real generator: first tokens of 3000 rounds, each frequency within 4.5 σ."""
-    p, q = (torch.tensor(row, dtype=torch.float32) for row in ([0.5, 0.0, 0.3, 0.2], [0.1, 0.4, 0.3, 0.2]))
-    generator = torch.Generator().manual_seed(0)
-    chance, rounds = RandomChance(random.Random(0)), 3000
-    candidates = torch.multinomial(q.expand(rounds, 4), 2, replacement=rule != WITHOUT, generator=generator).tolist()
-    rows, counts = torch.stack([p] * 3), Counter()
-    for pair in candidates:
-        accepted, token = verify_sampled(pair, [ROOT, ROOT], {ROOT: q}, rows, rule, chance)
-        counts[pair[accepted[0]] if accepted else token] += 1
-    for token, mass in enumerate(p.tolist()):
-        assert counts[token] == pytest.approx(rounds * mass, abs=4.5 * (rounds * mass * (1 - mass)) ** 0.5)
 
 
 # ------------------------------------------------------------------------------------------- greedily

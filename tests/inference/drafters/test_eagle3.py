@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,8 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.engines import packing
 from outrider.inference.engines.graphs import cuda_graphs
 from tests.eagle3_heads import DIALECTS, TARGET, VOCABULARY, Facts, Row, head_weights, reference, write_head
-from tests.eagle3_runs import require_same_texts
-from tests.graph_contract import keep_contracts
 from tests.tiny import open_stack, save_target
 
 LAST = TARGET.num_hidden_layers
@@ -158,14 +154,6 @@ def test_drafts_are_those_of_a_loop_without_a_cache(
 ) -> None:
     case = cases(dialect)
     assert compare(case, Eagle3Source(case.head), runtime(), length) == 15
-
-
-@pytest.mark.parametrize("structure", ["chain", "opt_tree"])
-def test_its_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, structure: str) -> None:
-    """As on a GPU (tests/test_gpu.py), with recorded passes."""
-    monkeypatch.setattr(packing, "can_pack", lambda *_: False)  # a recording has no place for packed weights
-    keep_contracts(monkeypatch)
-    require_same_texts(save_target(tmp_path, "mistral", kv_heads=2, peak=6.0), structure, torch.device("cpu"))
 
 
 class ReadsTheNextBoundary(Eagle3Source):

@@ -172,21 +172,6 @@ def test_a_head_is_known_by_its_tensors(tmp_path: Path, tiny_models: Path) -> No
     assert kind_in(str(tiny_models / TARGET)) == KINDS["small_lm"]
 
 
-def test_a_head_there_decodes(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = EvaluateConfig(
-        checkpoint=str(tiny_models / EAGLE3), target=str(tiny_models / TARGET), methods={"m": MethodConfig("eagle3")},
-        prompt_text=["once upon"], max_new_tokens=8, device="cpu", compare_transformers=False,
-        out_dir=str(tmp_path / "out"),
-    )  # fmt: skip
-    command(config)
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    assert (report["drafter"], report["draft_vocabularies"]["eagle3"]["tokens"]) == (config.checkpoint, 256)
-    assert report["doctor"] == {}  # it was written here
-    capsys.readouterr()
-    command(replace(config, plan=True))
-    assert "eagle3's weights: " in capsys.readouterr().out
-
-
 def test_what_is_no_drafter_is_refused(
     models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,22 +247,6 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     (taps,) = (buffer for (name, output), buffer in arena.buffers.items() if "aux_hidden" in name and output == 2)
     taken = own.first._buffer.nbytes + buffers + taps.nbytes
     assert taken <= caches < taken + cache_bytes(target.config, place)
-
-
-def test_a_rehearsal_has_a_head(tmp_path: Path) -> None:
-    command(
-        EvaluateConfig(
-            target="nowhere",
-            eagle3="nowhere",
-            methods={"m": CHAIN},
-            debug=True,
-            out_dir=str(tmp_path / "run"),
-            compare_transformers=False,
-        )
-    )
-    report = json.loads((tmp_path / "run-debug/run/report.json").read_text())
-    assert report["drafter"].endswith(EAGLE3)
-    assert report["drafted_tokens_per_round"] > 1
 
 
 def test_a_target_without_layers_is_reported_tuned_and_resumed(

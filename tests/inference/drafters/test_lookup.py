@@ -13,8 +13,9 @@ from outrider import preset
 from outrider.base.streams import Streams
 from outrider.inference.drafters.ngram.lookup import LookupPlugin, PromptLookup
 from outrider.inference.settings.method import MethodConfig, StopConfig
-from outrider.inference.sizing.costs import WIDEST, Costs
+from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
+from tests.inference.priced import costs
 
 
 class FakeSession:
@@ -70,9 +71,9 @@ def next_of(kind: str, share: float, seed: int) -> Callable[[list[int]], int]:
     return unlike if kind == "never" else again
 
 
-def costs(row: float) -> Costs:
+def seconds_of(row: float) -> Costs:
     """Where each further row takes so much longer, of a pass over one."""
-    return Costs((0.002,) * (WIDEST + 1), tuple(1 + row * (width - 1) for width in range(WIDEST + 1)), 0.01, 1.0)
+    return costs(step=0.002, verify=1 - row, node=row, rest=0.01)
 
 
 def decoded(following: Callable[[list[int]], int], tuning: Tuning) -> tuple[float, float, float]:
@@ -112,7 +113,7 @@ ALL_RIGHT, ALL_WRONG = ((20.0,) * 14, (20.0,) * 14), ((20.0,) * 14, (0.0,) * 14)
 def test_what_is_never_right_is_seldom_submitted(row: float, known: Any) -> None:
     """Whatever the text before it promised."""
     for seed in range(2):
-        rate, share, of_found = decoded(next_of("never", 0.0, seed), Tuning(costs(row), *known))
+        rate, share, of_found = decoded(next_of("never", 0.0, seed), Tuning(seconds_of(row), *known))
         assert rate > 0.97
         assert 0 < share < 0.25
         assert of_found < 0.25
@@ -122,24 +123,24 @@ def test_what_is_never_right_is_seldom_submitted(row: float, known: Any) -> None
 @pytest.mark.parametrize("share", [0.5, 0.7])
 def test_what_hardly_pays_costs_hardly_anything(row: float, share: float) -> None:
     for seed in range(4):
-        rate, _, _ = decoded(next_of("again", share, seed), Tuning(costs(row)))
+        rate, _, _ = decoded(next_of("again", share, seed), Tuning(seconds_of(row)))
         assert rate > 0.97
 
 
 @pytest.mark.parametrize("row", [0.03, 0.12, 0.3])
 def test_what_pays_is_submitted_nearly_always(row: float) -> None:
-    rate, _, of_found = decoded(next_of("again", 1.0, 1), Tuning(costs(row)))
+    rate, _, of_found = decoded(next_of("again", 1.0, 1), Tuning(seconds_of(row)))
     assert of_found > 0.85
     assert rate > 2
-    rate, _, of_found = decoded(next_of("again", 0.95, 2), Tuning(costs(row)))
+    rate, _, of_found = decoded(next_of("again", 0.95, 2), Tuning(seconds_of(row)))
     assert of_found > 0.85
     assert rate > 1.4
-    rate, _, _ = decoded(next_of("again", 1.0, 3), Tuning(costs(row), *ALL_WRONG))
+    rate, _, _ = decoded(next_of("again", 1.0, 3), Tuning(seconds_of(row), *ALL_WRONG))
     assert rate > 1.2  # a text before it in which nothing was right is overcome
 
 
 def test_given_lengths_are_drafted_as_they_were_told() -> None:
     method = MethodConfig("prompt_lookup", stop=StopConfig(max_draft=4))
-    for tuning in (None, Tuning(costs(0.3))):
+    for tuning in (None, Tuning(seconds_of(0.3))):
         drafter = LookupPlugin().make(None, method, Streams(0), drawn=False, tuning=tuning)
         assert (drafter.max_rows, drafter.sizes) == (4, None)

@@ -13,17 +13,14 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-import outrider
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
-from outrider.draft_models.targets.settings import TARGET
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.skip_layers import SkipLayersSource, skipped_layers
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
-from outrider.inference.loading.rehearsal import small
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.shapes.factory import make_structure
@@ -112,12 +109,3 @@ def test_which_layers_are_skipped() -> None:
         skipped_layers(None, 2)
     with pytest.raises(UserError, match=r"skip=\(1,\): expected None, its default: source=small_lm does not read it"):
         MethodConfig("small_lm", skip=(1,))
-
-
-def test_python_and_a_rehearsal_know_it(tiny_models: Path) -> None:
-    model = outrider.load(str(tiny_models / TARGET), device="cpu", method="skip_layers/beta")
-    alone = outrider.load(str(tiny_models / TARGET), device="cpu")
-    assert model.generate("to be or ", max_new_tokens=12) == alone.generate("to be or ", max_new_tokens=12)
-    method = MethodConfig("skip_layers", skip=(20, 21))  # which a tiny model lacks
-    rehearsed = small(EvaluateConfig(target="t", methods={"m": method}), tiny_models.parent, tiny_models)
-    assert rehearsed.methods == {"m": MethodConfig("skip_layers")}

@@ -8,7 +8,6 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from outrider.draft_models.draft_vocabulary import narrow
-from outrider.draft_models.early_exit.model import NoLayer
 from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.narrowed import DraftVocabulary
 from outrider.draft_models.targets.open_target import load_config
@@ -17,7 +16,6 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
-from outrider.inference.engines import packing
 from outrider.inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
 from outrider.inference.engines.packing import PackedLinear, can_pack
 from outrider.inference.loading.targets import prepare
@@ -99,22 +97,6 @@ def test_the_head_of_some_tokens_has_no_row_for_the_others(tmp_path: Path, archi
     torch.testing.assert_close(stack.logits(hidden), whole)
 
 
-def test_fusing_twice_and_fusing_nothing(tmp_path: Path) -> None:
-    path = save_target(tmp_path)
-    _, stack = open_stack(path)
-    drafter = make_drafter(path, 1)
-    for model in (stack, drafter):
-        fuse_layers(model)
-    before = [*stack.layers, stack.norm, drafter.layer, drafter.norm]
-    assert drafter.layer.layer_idx == 1
-    for model in (stack, drafter):
-        fuse_layers(model)
-    assert all(a is b for a, b in zip(before, [*stack.layers, stack.norm, drafter.layer, drafter.norm], strict=True))
-    drafter.layer = NoLayer()
-    fuse_layers(drafter)
-    assert isinstance(drafter.layer, NoLayer)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
     norm = LlamaRMSNorm(96).to(dtype)
@@ -124,21 +106,6 @@ def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected)
     if dtype != torch.float32:
         assert (found == expected).float().mean() > 0.99  # rounding in other places changes a quarter of them
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_decoding_without_packing_equals_generate(
-    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, where the stack is made from the very model that transformers runs."""
-    monkeypatch.setattr(packing, "can_pack", lambda *_: False)
-    path = save_target(tmp_path, architecture, kv_heads=2)
-    model = load_layers(open_tensors(str(path)), load_config(str(path)), range(LAYERS), dtype=torch.float32)
-    stack, prompt = layer_stack(model), random_prompt(20)
-    expected = reference_generate(model, prompt, 40)
-    check_decoding(stack, path, prompt, expected)
-    assert not any(isinstance(m, PackedLinear) for m in stack.modules())
-    assert reference_generate(model, prompt, 40) == expected
 
 
 def check_decoding(stack: LayerStack, path: Path, prompt: list[int], expected: list[int], **how: bool) -> None:

@@ -120,17 +120,6 @@ def test_opt_tree_over_a_wide_vocabulary(seed: int, vocabulary: int, nodes: int)
     assert set(paths) == algorithm_1(q, vocabulary, nodes, 0.0, 3)[2]
 
 
-@settings(deadline=None)
-@given(seed=st.integers(0, 10**6), nodes=st.integers(1, 8))
-def test_opt_tree_is_closed_under_certain_tokens(seed: int, nodes: int) -> None:
-    """q ∈ {0, 1}: every p̂ is a tie; the tree is the chain."""
-    source = KnownSource(lambda path: [float(token == (seed + len(path)) % 3) for token in range(3)])
-    tree = opt_tree(source, root(), limit=12, nodes=nodes, delta=0.0)
-    check(tree, source, 12)
-    assert tree.parents == tuple(range(-1, nodes - 1))
-    assert tree.expected == nodes + 1
-
-
 def figure_4(path: Path_) -> Sequence[float]:
     """The q of OPT-Tree's Figure 4 over 40 tokens (Appendix B gives the numbers); the rest is spread evenly."""
     known = {

@@ -38,10 +38,10 @@ from outrider.inference.shapes.shapes import (
     static,
 )
 from outrider.inference.shapes.token_graph import token_graph
-from outrider.inference.sizing.costs import WIDEST, Costs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
 from outrider.inference.stopping.rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, make_rule
+from tests.inference.priced import costs
 from tests.known_source import KnownSource, Path_, Q, check, random_q, root, sources
 
 
@@ -216,25 +216,6 @@ def test_draws_without_replacement_follow_the_sequential_distribution(k: int) ->
     assert (exhausted[:, -1] == -1).all()
 
 
-def test_draws_see_tiny_and_huge_vocabularies() -> None:
-    generator = random.Random(0)
-    spike = torch.zeros(3, 100_000)
-    spike[:, 77_777] = 1.0
-    for replacement in (True, False):
-        drawn = _draw(spike, 2, generator, replacement)
-        assert drawn.tolist() == [[77_777, 77_777 if replacement else -1]] * 3
-    flat = torch.full((50, 50_257), 1 / 50_257)
-    drawn = _draw(flat, 8, generator, replacement=False)
-    assert all(len(set(line)) == 8 for line in drawn.tolist())
-
-
-def test_k_config_refuses_an_unknown_mode() -> None:
-    with pytest.raises(UserError, match="mode='topk'"):
-        k_config(KnownSource(random_q(0)), root(), limit=3, mode="topk")
-    with pytest.raises(ValueError, match="needs a generator"):
-        k_config(KnownSource(random_q(0)), root(), limit=3)
-
-
 # --- fixed shapes ------------------------------------------------------------------------------------------------
 
 shapes = st.builds(
@@ -305,10 +286,6 @@ def test_shape_files(tmp_path: Path) -> None:
         read_shape(tmp_path / "missing.json")
 
 
-def test_plain_probs_are_float32() -> None:
-    assert plain_probs(torch.zeros(2, 4, dtype=torch.bfloat16), (0, 1)).dtype == torch.float32
-
-
 # No value is the default one, and none the same as another's.
 GRAPH = {"out_degree": 5, "theta_prob": 0.04, "theta_sibling": 0.11, "tau": 1}
 BUILDERS: dict[str, tuple[StructureConfig, int, Callable[..., DraftTree]]] = {
@@ -373,23 +350,6 @@ def test_a_tree_is_drafted_by_its_settings(name: str) -> None:
     assert bool(processed) == (settings.rank == "sampler")
 
 
-@pytest.mark.parametrize("kind", ["opt_tree", "token_graph"])
-def test_whose_q_ranks_a_tree_matters_when_sampling_only(kind: str) -> None:
-    """The distribution of what is sampled is the target's by either: `test_distributions.py`."""
-
-    def draft(rank: str, to_probs: Any) -> tuple:
-        settings = StructureConfig(kind, nodes=14, rank=rank, **({"delta": 0.0} if kind == "opt_tree" else {}))  # type: ignore[arg-type]
-        source = KnownSource(random_q(1, order=2))
-        source.to_probs = to_probs
-        return as_drafted(make_tree(settings).draft(source, root(), 9))
-
-    def sharper(logits: Tensor, rows: Any) -> Tensor:
-        return plain_probs(logits / 0.3, rows)
-
-    assert draft("sampler", None) == draft("drafter", None) == draft("drafter", sharper)
-    assert draft("sampler", sharper) != draft("drafter", sharper)
-
-
 @pytest.mark.parametrize("draw", ["with_replacement", "without_replacement", "top_k"])
 def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
     settings = StructureConfig(kind="k_config", widths=(3, 2), draw=draw)
@@ -425,10 +385,9 @@ def test_a_rule_is_made_of_its_settings() -> None:
 @pytest.mark.parametrize("verify", ["exact", "naive"])
 def test_how_likely_a_drawn_token_was_hardly_matters(score: str, verify: str) -> None:
     """It is accepted with min(1, p/q). The likeliest token is accepted as often as the target says it."""
-    costs = Costs((0.1,) * (WIDEST + 1), tuple(1 + 0.1 * width for width in range(WIDEST + 1)), 0.1, 1.0)
     method = MethodConfig(stop=StopConfig(rule="survival", score=score), verify=verify)
     for drawn in (False, True):
-        made: Any = make_structure(method, Streams(0), drawn, CalibrationHead(2, 2), Tuning(costs))
+        made: Any = make_structure(method, Streams(0), drawn, CalibrationHead(2, 2), Tuning(costs(node=0.1, rest=0.1)))
         unlikely, likely = (made.rule.trust.probability(odds) for odds in (-3.0, 3.0))
         assert (0 < likely - unlikely < 0.2) == (drawn and verify == "exact")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.core.tree import ROOT
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_tree
 from outrider.inference.shapes.token_graph import draft_graph, token_graph
@@ -188,28 +188,3 @@ def test_copies_may_be_deeper_than_drafting() -> None:
         tree = make_tree(settings).draft(source, root(), limit)
         assert (3, 1, 2, 4, 5, 6)[:longest] in check(tree, source, longest)
         assert tree.depth == longest
-
-
-def test_a_shared_continuation_is_drafted_once() -> None:
-    """Two first tokens, then a certain text: the second branch is copied, its tokens are not drafted."""
-    text = [4, 5, 6, 7, 8, 9]
-
-    def q(path: Path_) -> Sequence[float]:
-        out = [0.0] * 10
-        if not path:
-            out[2], out[3] = 0.6, 0.4
-        else:
-            out[text[len(path) - 1]] = 1.0
-        return out
-
-    def draft(tau: int) -> tuple[DraftTree, KnownSource]:
-        source = KnownSource(q)
-        return graph_of(source, limit=6, nodes=40, tau=tau), source
-
-    merged, source = draft(2)
-    alone, other = draft(0)
-    assert set(paths_of(merged)) == set(paths_of(alone))
-    assert merged.drafted == 2 + 2 + 2 + 3  # merged where (4, 5) occurs the second time
-    assert list(merged.merged.values()) == [4]
-    assert sum(source.calls) == 1 + 2 + 2 + 3 - 0
-    assert sum(other.calls) == 1 + 2 * 5

@@ -24,7 +24,7 @@ from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
-from outrider.inference.loading.targets import Drafters, new_drafter
+from outrider.inference.loading.targets import Drafters
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.probe import SIZES, probes, tune
 from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult
@@ -235,19 +235,6 @@ def test_drafters_of_tokens_draft_as_much_as_pays(
         assert drafted[0] > 2 * drafted[1]
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.slow
-def test_sampling_with_chosen_sizes(models: tuple, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Runs, measures with sampled drafts, and a seed reproduces where the costs are the same."""
-    stack, drafters, _ = models
-    sampling = SamplingConfig(temperature=1.0)
-    clock = WorkClock(monkeypatch)
-    method = replace(METHODS[name], source="small_lm")
-    methods, tunings = tune({"m": method}, stack, drafters, PROMPT, sampling=sampling, clock=clock)
-    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), sampling=sampling, tunings=tunings)
-    assert arms["m"](PROMPT, Streams(0)).tokens == arms["m"](PROMPT, Streams(0)).tokens
-
-
 @pytest.mark.slow
 def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, drafters, _ = models
@@ -270,9 +257,3 @@ def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.Monk
     assert 0 < tree["nodes"]["share"] <= 1
     assert widths["widths"]["mode"] in markdown([*reports.values()])
     assert build_report("chain", results, facts, 0)["auto"] is None
-
-
-def test_a_structure_that_needs_costs_asks_for_them(models: tuple) -> None:
-    for method in METHODS.values():
-        with pytest.raises(ValueError, match=r"measured costs|costs needs measured|delta"):
-            new_drafter(method, models[1], Streams(0))

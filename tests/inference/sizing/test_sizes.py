@@ -51,23 +51,14 @@ from tests.exact_distributions import (
     distribution,
     distribution_of,
     paths,
+    plain,
     random_model,
     sampled,
 )
+from tests.inference.priced import costs
 from tests.known_source import KnownSource, Path_, check, random_q, root, weight
 from tests.tiers import as_many
 from tests.tiny import make_drafter, open_stack, save_target
-
-
-def costs(step: float = 0.1, row: float = 0.0, verify: float = 1.0, node: float = 0.02, rest: float = 0.05) -> Costs:
-    """Lines: a draft step over w rows takes step + row·w seconds, a target pass over w rows verify + node·w."""
-    return Costs(
-        tuple(step + row * w for w in range(WIDEST + 1)),
-        tuple(verify + node * w for w in range(WIDEST + 1)),
-        rest,
-        plain=verify,
-    )
-
 
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=15)
 some_costs = st.builds(
@@ -230,12 +221,6 @@ def test_how_much_of_a_level_is_fed(gains: list[float], worths: list[float], spa
     assert rates[feed - 1] == pytest.approx(rate)
 
 
-def grow(seconds: Costs, nodes: int | None = None, depth: int | None = None) -> tuple[OptimalTree, KnownSource]:
-    source = KnownSource(random_q(3, vocabulary=40, sharp=4.0))
-    sizes = TreeSizes(Tuning(seconds, (50.0,), (50.0,)), nodes, depth)
-    return opt_tree(source, root(), limit=99, nodes=sizes.max_nodes, delta=0.0, growth=sizes.begin()), source
-
-
 def test_a_round_looks_at_more_nodes_than_the_last_ones_submitted() -> None:
     """And at all of them where all are submitted, a few rounds later; a given number is looked at as it is."""
 
@@ -256,20 +241,6 @@ def test_a_round_looks_at_more_nodes_than_the_last_ones_submitted() -> None:
     assert after(20, dear, given) == 5
 
 
-def test_trees_follow_the_costs() -> None:
-    cheap, dear = costs(step=0.001, node=0.0001), costs(step=5.0, node=0.0001)
-    assert len(grow(cheap)[1].calls) > 2
-    assert len(grow(dear)[1].calls) == 1
-    assert len(grow(dear, depth=3)[1].calls) == 3  # the depth is given
-    assert len(grow(cheap)[0]) > 20
-    assert len(grow(costs(step=0.001, node=1.0))[0]) <= 2
-    tree, source = grow(cheap, nodes=5)
-    assert len(tree) == 5  # the number is given
-    assert len(source.calls) < DEEPEST
-    wide, narrow = (grow(costs(step=0.001, row=row, node=0.0001))[1].calls for row in (0.0, 0.2))
-    assert max(wide) > max(narrow)
-
-
 def test_the_next_level_is_expected_to_be_worth_as_much_less() -> None:
     """One node, worth 0.5, and so its child 0.25: fed if 1.75 tokens in 1 + 2 s seconds beat 1.5 in 1 + s."""
     for step, fed in ((0.19, 1), (0.21, 0)):
@@ -278,13 +249,6 @@ def test_the_next_level_is_expected_to_be_worth_as_much_less() -> None:
     # What four rows cost is spent: 1.75 tokens in 1 + 0.51 + 0.21 seconds beat 1.5 in 1 + 0.51.
     grown = TreeSizes(Tuning(costs(step=0.11, row=0.1, node=0.0, rest=0.0)), None, None).begin()
     assert grown.after_level(4, [0.5], [0], [(-0.5, 0)]) == (1, 1)
-
-
-def test_the_root_is_a_row_of_the_targets_pass() -> None:
-    """Passes of up to four rows are cheap: three tokens are drafted."""
-    steep = Costs((0.01,) * (WIDEST + 1), tuple(1.0 if w <= 4 else 9.0 for w in range(WIDEST + 1)), 0.0, 1.0)
-    assert best_length([0.9] * 15, steep)[0] == 3
-    assert best_count([0.9] * 15, 0.1, steep)[0] == 3
 
 
 def test_trees_follow_acceptance() -> None:
@@ -371,15 +335,6 @@ def text_under_auto(p: Callable, q: Callable, length: int, tuning: Tuning, chose
     return distribution_of(run)
 
 
-def plain_distribution(p: Callable, length: int) -> Distribution:
-    found: Distribution = {}
-    for text in itertools.product(range(len(p(()))), repeat=length):
-        mass = math.prod(p(text[:i])[token] for i, token in enumerate(text))
-        if mass:
-            found[text] = mass
-    return found
-
-
 @pytest.mark.slow
 def test_the_distribution_is_exact_under_chosen_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every branch of three tokens' rounds, with rational weights; sizes that peek at this round's draws fail."""
@@ -388,18 +343,13 @@ def test_the_distribution_is_exact_under_chosen_widths(monkeypatch: pytest.Monke
     for seed in range(3):
         p, q = random_model(seed, 3), random_model(seed + 100, 3)
         chosen: set = set()
-        assert text_under_auto(p, q, 3, tuning, chosen, peek=False) == plain_distribution(p, 3)
+        assert text_under_auto(p, q, 3, tuning, chosen, peek=False) == plain(p, 3)
         assert len(chosen) > 1
     everywhere = [functools.partial(lambda row, _: row, distribution(row)) for row in ([1, 5, 2], [4, 1, 1])]
-    assert text_under_auto(*everywhere, 2, tuning, set(), peek=True) != plain_distribution(everywhere[0], 2)
+    assert text_under_auto(*everywhere, 2, tuning, set(), peek=True) != plain(everywhere[0], 2)
 
 
-FLAT = Costs((0.1,) * 65, (1.0,) * 65, 0.2, 0.9)
-
-
-def rows_cost(row: float) -> Costs:
-    """A row of the target's pass takes so many seconds, beside one for the pass."""
-    return Costs((0.1,) * 65, tuple(1 + row * width for width in range(65)), 0.2, 0.9)
+FLAT = costs(node=0.0, rest=0.2)
 
 
 @st.composite
@@ -421,7 +371,9 @@ def test_it_is_the_count_that_opt_tree_chooses(draft: tuple, row: float, seed: i
     """But for 0 nodes, which it may choose where none pays."""
     parents, probs, steps = draft
     numbers = np.random.default_rng(seed)
-    tuning = Tuning(rows_cost(row), tuple(numbers.uniform(0, 20, BANDS)), tuple(numbers.uniform(0, 20, BANDS)))
+    tuning = Tuning(
+        costs(node=row, rest=0.2), tuple(numbers.uniform(0, 20, BANDS)), tuple(numbers.uniform(0, 20, BANDS))
+    )
     sizes = BestNodes(tuning)
     trust = sizes._evidence.shares()
     worths: list[float] = []
@@ -465,7 +417,7 @@ def test_counts_follow_costs_and_what_comes_true() -> None:
     parents, probs = np.arange(-1, 40, dtype=np.int64), 0.8 ** np.arange(1.0, 42)
     prior = ((20.0,) * BANDS, (20.0,) * BANDS)
     assert BestNodes(Tuning(FLAT, *prior)).count(parents, probs) == 41
-    sizes = BestNodes(Tuning(rows_cost(0.5), *prior))
+    sizes = BestNodes(Tuning(costs(node=0.5, rest=0.2), *prior))
     first = sizes.count(parents, probs)
     assert 0 < first < 10
     for _ in range(60):
@@ -490,8 +442,8 @@ def test_the_search_is_for_more_than_was_chosen() -> None:
 CHEAP, DEAR = 0.05, 0.6  # of a pass over one row
 
 
-def steps_cost(step: float, row: float = 0.05) -> Costs:
-    return Costs((step,) * (WIDEST + 1), tuple(1 + row * (width - 1) for width in range(WIDEST + 1)), 0.01, 1.0)
+def steps_cost(step: float) -> Costs:
+    return costs(step=step, verify=0.95, node=0.05, rest=0.01)
 
 
 def decode(allowance: Allowance, right: Callable[[int], bool], step: float, rounds: int = 2000) -> tuple[float, float]:
@@ -535,21 +487,9 @@ def test_a_few_wrong_drafts_on_end_are_no_reason_to_give_up() -> None:
     assert sum(shares) / len(shares) > 0.9
 
 
-def test_an_easy_stretch_is_found_and_used() -> None:
-    """Hard text, then easy text, where the share of rounds with drafts rises from little to all."""
-    allowance = Allowance(steps_cost(DEAR))
-    _, hard = decode(allowance, lambda _: False, DEAR, 300)
-    decode(allowance, lambda _: True, DEAR, 100)
-    _, easy = decode(allowance, lambda _: True, DEAR, 50)
-    assert hard < 0.1
-    assert easy == 1.0
-
-
 def test_seconds_are_those_of_the_passes() -> None:
     """Against the sum written out; a pass wider than any measured counts as the widest."""
-    prices = Costs(
-        tuple(0.1 * width for width in range(WIDEST + 1)), tuple(1.0 + width for width in range(WIDEST + 1)), 0.5, 2.0
-    )
+    prices = costs(step=0.0, row=0.1, verify=1.0, node=1.0, rest=0.5, plain=2.0)
     allowance = Allowance(prices)
     allowance.observe([1, 3, WIDEST + 9], 4, 2)
     seconds = 0.99 * MEMORY * 2.0 + (0.1 + 0.3 + 0.1 * WIDEST) + 6.0 + 0.5

@@ -14,11 +14,11 @@ from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.core.verify import Chance, Rejection
 from outrider.inference.settings.method import THRESHOLDS, StopConfig
 from outrider.inference.shapes.shapes import chain, k_config
-from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
 from outrider.inference.stopping.rules import make_rule
 from tests.exact_distributions import Draft, Drafter, Model, emitted, plain, random_model, ships
+from tests.inference.priced import costs
 from tests.known_source import KnownSource, paths_of, root
 
 
@@ -49,11 +49,10 @@ DECISIONS: dict[str, Callable[[Chance, Step], bool]] = {
 
 def shipped(rule: str) -> Callable[[Chance, Step], bool]:
     """The decision of the shipped rule; rules other than "chance" depend on the draft only."""
-    curve = tuple(1.0 + 0.1 * width for width in range(66))
     head = CalibrationHead(1, 1).requires_grad_(False)
     head.draft += 0.7  # the hidden state of a row is its number
     stop = StopConfig(rule=rule, threshold=0.5 if rule in THRESHOLDS else None)  # type: ignore[arg-type]
-    made = make_rule(stop, Streams(0), head, Tuning(Costs((0.4,) * 66, curve, 0.1, 1.1)))
+    made = make_rule(stop, Streams(0), head, Tuning(costs(0.4, node=0.1, rest=0.1, plain=1.1)))
     return lambda _, step: made.stop(step)
 
 

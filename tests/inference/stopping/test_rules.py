@@ -18,7 +18,6 @@ from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, log_odds
 from outrider.inference.settings.limits import LONGEST_CHAIN
 from outrider.inference.settings.method import Rule, StopConfig
-from outrider.inference.sizing.costs import WIDEST, Costs
 from outrider.inference.sizing.policy import KEEP, Tuning, best_length
 from outrider.inference.stopping.interface import Step, StopRule
 from outrider.inference.stopping.rules import (
@@ -33,6 +32,7 @@ from outrider.inference.stopping.rules import (
     make_rule,
 )
 from outrider.inference.stopping.survival import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
+from tests.inference.priced import costs
 from tests.inference.test_tree_stops import Transfers
 from tests.tiers import as_many
 
@@ -128,11 +128,6 @@ def test_the_bandit_is_ucb1() -> None:
 # --- survival × cost -------------------------------------------------------------------------------------------------
 
 
-def costs(step_seconds: float = 0.2, row: float = 0.02) -> Costs:
-    curve = tuple(1.0 + row * width for width in range(WIDEST + 1))
-    return Costs((step_seconds,) * (WIDEST + 1), curve, 0.1, 1.1)
-
-
 @settings(deadline=None, max_examples=as_many(60))
 @given(
     scores=st.lists(st.floats(-3, 5), min_size=4, max_size=4),
@@ -141,7 +136,7 @@ def costs(step_seconds: float = 0.2, row: float = 0.02) -> Costs:
 )
 def test_survival_times_cost(scores: list[float], history: list[tuple[int, int]], price: float) -> None:
     """Against explicit sums: drafting goes on if for some m the expected tokens exceed rate × seconds."""
-    seconds = costs(price)
+    seconds = costs(price, rest=0.1, plain=1.1)
     rule = Survival(Tuning(seconds), lambda s: ([*scores, 9.0] * 4)[s.drafted - 1], Trust(AT_ITS_WORD))
     length, rate = best_length([0.5] * LONGEST_CHAIN, seconds)
     spent = PRIOR_ROUNDS * (length * price + seconds.verify[length + 1] + 0.1)

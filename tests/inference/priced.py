@@ -1,0 +1,11 @@
+"""Costs of passes that are lines: what a machine of the tests takes for them."""
+
+from outrider.inference.sizing.costs import WIDEST, Costs
+
+
+def costs(
+    step: float = 0.1, row: float = 0.0, verify: float = 1.0, node: float = 0.02, rest: float = 0.05, plain: float = 1.0
+) -> Costs:
+    """A draft step over w rows takes step + row·w seconds, a target pass over w rows verify + node·w."""
+    widths = range(WIDEST + 1)
+    return Costs(tuple(step + row * w for w in widths), tuple(verify + node * w for w in widths), rest, plain)
