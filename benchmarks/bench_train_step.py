@@ -21,9 +21,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.base.machine import describe_machine
-from outrider.draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.targets.open_target import open_target
-from outrider.train.recipes.early_exit import default_exit_layer
+from outrider.train.recipes.early_exit import EarlyExitStudent
+from outrider.train.students.early_exit import default_exit_layer
 
 RESULTS = Path(__file__).parent / "results" / "train_step_cpu.json"
 DEEP = {

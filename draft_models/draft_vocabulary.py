@@ -47,8 +47,10 @@ def coverage(counts: Tensor, tokens: Tensor) -> float:
     return float(counts[tokens].sum() / counts.sum()) if counts.sum() else 1.0
 
 
-def places(labels: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """Each label's index in `tokens`; IGNORE for labels outside."""
+def places(labels: Tensor, tokens: Tensor | None, vocabulary: int) -> Tensor:
+    """Each label's index in `tokens`; IGNORE for labels outside. tokens None: the whole vocabulary."""
+    if tokens is None:
+        return labels
     place = torch.full((vocabulary,), IGNORE, dtype=labels.dtype, device=labels.device)
     place[tokens] = torch.arange(len(tokens), dtype=labels.dtype, device=labels.device)
     return torch.where(labels == IGNORE, IGNORE, place[labels.clamp(min=0)])

@@ -2,29 +2,16 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError
-from outrider.draft_models.acceptance import AcceptanceOf, acceptance_by_target, acceptance_by_top_k, judge, placed
-from outrider.draft_models.draft_vocabulary import places
-from outrider.draft_models.losses import (
-    IGNORE,
-    head_product,
-    linear_cross_entropy,
-    linear_divergence,
-    linear_topk_divergence,
-)
 from outrider.draft_models.targets.model_files import (
     decoder_layers,
     empty_layers,
     final_norm,
-    layer_stack,
     number_layer,
     spec_of,
 )
@@ -204,129 +191,6 @@ def _rows_of(head: nn.Linear, tokens: Tensor | None) -> nn.Linear:
     if bias is not None:
         rows.bias = nn.Parameter(bias.detach()[tokens], requires_grad=False)
     return rows
-
-
-class EarlyExitStudent(nn.Module):
-    """EESD's training module: the target's frozen first N layers, and the exit layer on them.
-
-    The exit layer, its norm and, with `train_head`, its head become float32 master weights. Everything else is frozen,
-    keeps its dtype and runs without gradient.
-
-    objective: cross_entropy on the labels, as in the paper, or one of `draft_models.losses.DIVERGENCES` from the target
-    at every supervised position. For a divergence `model` is the whole target, and layers N..L−1 run too, on the hidden
-    states of layer N. With `cached` the rows contain the target's top-k instead. Then, and for cross-entropy, `model`
-    has only the layers of `exit_layers` (see `load_layers`).
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        exit_layer: int,
-        *,
-        train_head: bool,
-        train_layer: bool = True,
-        depth: int = 1,
-        objective: str = "cross_entropy",
-        cached: bool = False,
-        draft_tokens: Tensor | None = None,
-    ):
-        """draft_tokens: the draft vocabulary. Cross-entropy uses only labels in it; for divergences see
-        `draft_models.losses`. Without `train_head` the drafter's head is the target's rows for these tokens, and the
-        target's other rows are dropped unless the target is an online teacher.
-        """
-        super().__init__()
-        self.objective = objective
-        self.online = objective != "cross_entropy" and not cached  # the whole target is part of this module
-        self.drafter = EarlyExit.from_model(
-            model, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
-        ).float()
-        if not train_head:
-            head = model.get_output_embeddings()
-            assert isinstance(head, nn.Linear)
-            self.drafter.use_head(head)
-        self.head_rows = self.drafter.output_head if not train_head and draft_tokens is not None else None
-        self.stack = layer_stack(model, rotary_dtype=torch.float32)
-        if not self.online:
-            self.stack.layers = self.stack.layers[:exit_layer]
-            del self.stack.norm
-            if train_head or self.head_rows is not None:
-                del self.stack.head
-        self.stack.requires_grad_(False)
-        self.drafter.requires_grad_(True)
-
-    def train(self, mode: bool = True) -> "EarlyExitStudent":
-        """Dropout and router jitter apply to the exit layer only; the frozen target stays in eval mode."""
-        super().train(mode)
-        self.stack.eval()
-        return self
-
-    def gradient_checkpointing_enable(self) -> None:
-        """Recompute the exit layer in the backward pass instead of keeping its activations."""
-        layers: Any = self.drafter.layers  # NoLayer has nothing to recompute
-        for layer in layers:
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-
-    def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The outputs of the exit layer and, if the whole target is loaded, of the target, after norms: [B, T, d]."""
-        masks = self.stack.packed_masks(positions, documents)
-        self.stack.reserve(positions.shape[1])
-        rotary = self.stack.rotary(positions)
-        exit_layer = self.drafter.exit_layer
-        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
-            frozen = rotary.to(self.stack.dtype)
-            trunk = self.stack.run(self.stack.embed(input_ids, positions), 0, exit_layer, frozen, masks)
-            target = None
-            if self.online:
-                target = self.stack.run(trunk, exit_layer, len(self.stack.layers), frozen, masks)
-                target = self.stack.norm(target)
-        hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
-        return self.drafter.norm(hidden), target
-
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, positions: Tensor, documents: Tensor, **top_k: Tensor
-    ) -> dict[str, Tensor]:
-        """{"loss_sum"} over supervised positions. All arguments are [B, T] (see `data_prep.text.rows`); labels are
-        already shifted, and `IGNORE` if unsupervised; top_k: top_ids, top_logprobs [B, T, k] and tail [B, T]."""
-        hidden, target = self.hidden(input_ids, positions, documents)
-        mine = head_product(self.drafter.output_head, hidden)
-        rule, tokens = self.drafter.rule, self.drafter.draft_tokens
-        if self.objective == "cross_entropy":
-            labels = labels if tokens is None else places(labels, tokens, self.drafter.vocabulary)
-            return {"loss_sum": linear_cross_entropy(*mine, labels, rule=rule)}
-        if target is None:
-            ids = top_k["top_ids"]
-            ids = ids if tokens is None else places(ids, tokens, self.drafter.vocabulary)
-            known = (ids, top_k["top_logprobs"], top_k["tail"])
-            return {"loss_sum": linear_topk_divergence(*mine, *known, labels, self.objective, rule=rule)}
-        sides = (*mine, *head_product(self.stack.head, target))
-        total = linear_divergence(*sides, labels, self.objective, rule=rule, target_rule=rule, tokens=tokens)
-        return {"loss_sum": total}
-
-    @torch.no_grad()
-    def judged(
-        self,
-        input_ids: Tensor,
-        labels: Tensor,
-        positions: Tensor,
-        documents: Tensor,
-        accept: AcceptanceOf | None = None,
-        **top_k: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The drafter's argmax [B, T] at supervised positions, IGNORE elsewhere, and its acceptance [B, T] there, NaN
-        elsewhere; None instead of acceptance if no distribution of the target is known.
-
-        accept: the target's distribution at the supervised positions; None: that of the target in this module, or of
-        its top-k. Other arguments as in `forward`.
-        """
-        keep, head, rule = labels != IGNORE, self.drafter.output_head, self.drafter.rule
-        hidden, target = self.hidden(input_ids, positions, documents)
-        if accept is None and target is not None:
-            accept = acceptance_by_target(lambda states: rule(self.stack.head(states)), target[keep])
-        elif accept is None and top_k:
-            accept = acceptance_by_top_k(*(top_k[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
-        choices, accepted = judge(self.drafter.logits_after_norm, hidden[keep].to(head.weight.dtype), accept)
-        return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
 
 
 USE = """An EESD early-exit drafter: a layer on the first layers of the target, with which it shares their

@@ -33,7 +33,6 @@ from outrider.train.auto_run import run_auto
 from outrider.train.exporting import export_drafter
 from outrider.train.pipeline_run import fitted
 from outrider.train.pipeline_settings import PipelineConfig, StepConfig
-from outrider.train.recipes import calibration
 from outrider.train.recipes.calibration import calibrate
 from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.recipes.early_exit import train_early_exit
@@ -41,6 +40,7 @@ from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.auto import AutoConfig
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.settings.export import ExportConfig
+from outrider.train.students.calibration import kind_to_calibrate, with_its_heldout
 from tests.inference.batch.responding import skipped
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiny import byte_tokenizer, save_target
@@ -307,7 +307,9 @@ def test_fewer_prompts_than_asked_for_are_said(tmp_path: Path, capsys: pytest.Ca
 def test_calibrate_finds_no_heldout_record_before_it_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.save_for_calibration(tmp_path)
     config = jobs.calibrating(tmp_path, tmp_path / "out")
-    monkeypatch.setattr(calibration, "load_decoder", lambda *_: pytest.fail("it was about to decode"))
+    monkeypatch.setattr(
+        "outrider.train.recipes.calibration.load_decoder", lambda *_: pytest.fail("it was about to decode")
+    )
     with pytest.raises(UserError, match="no usable heldout record"):
         calibrate(replace(config, data=replace(config.data, heldout_fraction=1e-6)))
 
@@ -321,7 +323,7 @@ def test_calibrate_holds_out_what_its_drafter_has_not_learned_from(
     config = jobs.calibrating(tmp_path, tmp_path / "out", target=str(target))
     for given, used in ((DataConfig.heldout_fraction, 0.4), (0.2, 0.2)):
         asked = replace(config, data=replace(corpus, heldout_fraction=given))
-        found = calibration.with_its_heldout(asked, calibration.kind_to_calibrate(asked))
+        found = with_its_heldout(asked, kind_to_calibrate(asked))
         assert found.data.heldout_fraction == used
     said = capsys.readouterr()
     assert "data.heldout_fraction=0.4" in said.out

@@ -36,8 +36,8 @@ from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors
 from outrider.inference.batch.generate import load_target
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.loading.targets import load_plain, load_stack
-from outrider.train.recipes.small_lm import start_lm
 from outrider.train.settings.drafters import DrafterConfig
+from outrider.train.students.small_lm import start_lm
 from tests.eagle3_heads import DIALECTS, TARGET, head_weights, write_head
 from tests.tiers import quick_where
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target

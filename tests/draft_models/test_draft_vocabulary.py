@@ -22,7 +22,7 @@ from outrider.draft_models.early_exit.checkpoint import (
     read_meta,
     save_pretrained,
 )
-from outrider.draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import spread
 from outrider.draft_models.targets.open_target import open_target
@@ -33,7 +33,7 @@ from outrider.inference.loading.targets import prepare
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from outrider.train.recipes.early_exit import train_early_exit
+from outrider.train.recipes.early_exit import EarlyExitStudent, train_early_exit
 from tests.inference.evaluate.evaluating import QUESTIONS, evaluate
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, open_stack, random_prompt, save_target

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.base.errors import UserError
 from outrider.draft_models.early_exit import checkpoint as exports
 from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, save_pretrained
-from outrider.draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import additive
 from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
@@ -24,6 +24,7 @@ from outrider.draft_models.targets.model_files import layer_stack, load_layers, 
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.train.exporting import export_drafter
+from outrider.train.recipes.early_exit import EarlyExitStudent
 from outrider.train.settings.export import ExportConfig
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.full_disk import largest_file
@@ -176,7 +177,7 @@ def test_choices_are_the_argmax_where_supervised(tmp_path: Path) -> None:
             student.hidden(batch["input_ids"], batch["positions"], batch["documents"])[0]
         ).argmax(-1)
     assert (batch["labels"] == IGNORE).any()
-    assert torch.equal(student.judged(**batch)[0], best.masked_fill(batch["labels"] == IGNORE, IGNORE))
+    assert torch.equal(student.judged(batch)[0], best.masked_fill(batch["labels"] == IGNORE, IGNORE))
 
 
 def fingerprint(path: Path) -> Fingerprint:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
-from outrider.draft_models.early_exit.model import EarlyExit, EarlyExitStudent, exit_layers
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.targets import attention
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.draft_models.targets.proof import prove_layers
@@ -24,6 +24,7 @@ from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_structure
+from outrider.train.recipes.early_exit import EarlyExitStudent
 from tests.families import FAMILIES, LAYERS, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import method_of, random_prompt, reference_generate

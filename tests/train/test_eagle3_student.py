@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import outrider.train.recipes.eagle3 as module
+import outrider.train.students.eagle3 as module
 from outrider.draft_models.acceptance import tau_of_rounds
 from outrider.draft_models.eagle3 import model
 from outrider.draft_models.eagle3.checkpoint import new_head
 from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
-from outrider.train.recipes.eagle3 import Eagle3Student, drafts_of, memory_of
+from outrider.train.recipes.eagle3 import Eagle3Student
 from outrider.train.settings.fit import FitConfig
+from outrider.train.students.eagle3 import drafts_of, head_memory
 from tests.eagle3_heads import Facts, Row, reference
 from tests.fitted_heads import hidden_of
 from tests.tiny import VOCABULARY, open_stack
@@ -202,7 +203,7 @@ def _across_documents(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None
 
 def _old_mask(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
     """Labels and masks belong to the input token of step 0, not to the one that it predicts."""
-    patch.setattr(module, "_supervised", lambda labels: (labels.roll(1, 1) != IGNORE).flatten().nonzero()[:, 0])
+    patch.setattr(module, "supervised", lambda labels: (labels.roll(1, 1) != IGNORE).flatten().nonzero()[:, 0])
 
 
 def _last_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
@@ -282,7 +283,7 @@ def test_a_plan_says_about_what_the_steps_keep(target: Path, recomputed: bool) -
         _loss = case.student(**rows)["loss_sum"]
     taken = sum(storage.nbytes() for storage in kept.values()) / ids.numel()
     config: Any = SimpleNamespace(fit=FitConfig(steps=1, batch_rows=2, gradient_checkpointing=recomputed), seq_len=64)
-    (planned,) = (one.size for one in memory_of(config, case.student) if one.what.startswith("activations"))
+    (planned,) = (one.size for one in head_memory(config, case.student) if one.what.startswith("activations"))
     assert taken < planned / ids.numel() < 2 * taken
 
 

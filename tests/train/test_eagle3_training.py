@@ -1,6 +1,7 @@
 """EAGLE-3 training end to end on a tiny target: from a config to a head that decodes."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,10 +193,8 @@ def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig)
             train_eagle3(replace(on, **changes))
 
 
-def test_what_cannot_be_is_refused_before_a_weight_is_read(
-    sure: Path, corpus: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("outrider.train.recipes.eagle3.make_student", None)
+def test_what_cannot_be_is_refused_before_a_weight_is_read(sure: Path, corpus: DataConfig, tmp_path: Path) -> None:
+    bare = shutil.copytree(sure, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     for changes, message in (
         ({"taps": (3, 2, 1)}, r"taps=\(3, 2, 1\): expected boundaries in ascending order"),
         ({"taps": (1, 2, 9)}, r"taps=\[1, 2, 9\]: expected 0 to 4, the target's layers"),
@@ -208,7 +207,7 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(
         ({"data": replace(corpus, heldout_fraction=0.0)}, r"data\.heldout_fraction=0"),
     ):
         with pytest.raises(UserError, match=message):
-            train_eagle3(replace(heading(sure, corpus, tmp_path / "out"), **changes))
+            train_eagle3(replace(heading(bare, corpus, tmp_path / "out"), **changes))
 
 
 def test_a_plan_reads_no_weight(sure: Path, corpus: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -15,7 +15,6 @@ from outrider.base.run_dirs import LOCK_FILE
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_meta
-from outrider.draft_models.early_exit.model import EarlyExitStudent
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.open_target import OpenTarget, load_config, load_tokenizer, open_target
@@ -28,8 +27,9 @@ from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.rules import FixedLength
 from outrider.train.core.fit import fit
 from outrider.train.parts.heldout import heldout_prompt, heldout_prompts
-from outrider.train.recipes.early_exit import default_exit_layer, evaluation_of, make_student, train_early_exit
+from outrider.train.recipes.early_exit import EarlyExitStudent, evaluation_of, train_early_exit
 from outrider.train.settings.drafters import EesdConfig
+from outrider.train.students.early_exit import default_exit_layer, empty_exit
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
@@ -127,8 +127,7 @@ def test_the_fast_frozen_dtype(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
     path = save_target(tmp_path / "target")
     config = distilling(path, corpus, tmp_path / "eesd", frozen_dtype="fast")
-    student = make_student(config, open_target(str(path)), 2, torch.device("cpu"), tokens=None)
-    assert student.stack.dtype == expected
+    assert empty_exit(config, load_config(str(path)))[0].stack.dtype == expected
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus: DataConfig) -> None:
@@ -207,26 +206,15 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
             right["top1"] += int((guess == labels)[keep].sum())
             right["top1_target"] += int((guess == choice)[keep].sum())
             supervised += int(keep.sum())
-    evaluate = evaluation_of(run, opened, heldout, student, active=True)
-    assert evaluate is not None
-    metrics = evaluate(student, 1)
+    metrics = evaluation_of(run, opened, heldout, student)(student, 1)
     assert {name: metrics[name] for name in right} == pytest.approx({k: v / supervised for k, v in right.items()})
 
     _, stack = open_stack(path)
-    rounds = [
-        r
-        for i in range(3)
-        for r in list(
-            speculative(
-                stack,
-                ModelDrafter(EarlyExitSource(student.drafter.requires_grad_(False)), Chain(FixedLength(4))),
-                heldout_prompt(heldout[i]),
-                max_new_tokens=12,
-            )
-        )[1:]
-    ]
+    rounds = []
+    for i in range(3):
+        drafter = ModelDrafter(EarlyExitSource(student.drafter.requires_grad_(False)), Chain(FixedLength(4)))
+        rounds += list(speculative(stack, drafter, heldout_prompt(heldout[i]), max_new_tokens=12))[1:]
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
-    assert evaluation_of(run, opened, heldout, student, active=False) is None
 
 
 def test_the_target_to_watch_with_is_there_before_training(

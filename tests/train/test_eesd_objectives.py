@@ -15,11 +15,11 @@ from outrider.base.errors import UserError
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE
-from outrider.draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_divergence, linear_topk_divergence
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.train.parts.top_k_rows import load_top_k_rows
-from outrider.train.recipes.early_exit import evaluation_of, train_early_exit
+from outrider.train.recipes.early_exit import EarlyExitStudent, evaluation_of, train_early_exit
 from outrider.train.settings.drafters import EesdConfig
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
@@ -149,8 +149,7 @@ def test_the_analytic_tau_uses_the_best_distribution_available(
             decode_prompts=prompts, decode_tokens=8, eval_batch_rows=3,
         )  # fmt: skip
         student = make_student(opened, objective, cached)
-        evaluate = evaluation_of(run, opened, known if cached else text, student, active=True)
-        assert evaluate is not None
+        evaluate = evaluation_of(run, opened, known if cached else text, student)
         metrics = evaluate(student, 1)
         assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
 

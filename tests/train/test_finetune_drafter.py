@@ -30,8 +30,9 @@ from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.rules import FixedLength
 from outrider.train.core.driver import BEST_FOLDER, Best
 from outrider.train.parts.heldout import Decoding
-from outrider.train.recipes.small_lm import drafter_config, finetune_drafter, start_lm
+from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
+from outrider.train.students.small_lm import drafter_config, start_lm
 from tests.families import save_family
 from tests.tiers import quick_where, typical_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
@@ -240,7 +241,7 @@ def test_bad_input_names_what_is_wrong_before_anything_is_written(
     for message, changes in bad.items():
         with pytest.raises(UserError, match=message):
             finetune_drafter(replace(finetuning(target, corpus, out_dir), **changes))
-        assert {path.name for path in out_dir.iterdir()} <= {LOCK_FILE}
+        assert {path.name for path in out_dir.glob("*")} <= {LOCK_FILE}
     impossible = {
         "objective='kl': expected 'cross_entropy', 'forward_kl'": {"objective": "kl"},
         r"on_policy=0.5: expected 0 without a target": {"on_policy": 0.5, "objective": "cross_entropy"},

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from outrider.draft_models.early_exit.model import EarlyExitStudent, exit_layers
+from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.train.parts.heldout import supervised_hidden, target_choices
 from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, row_generator
+from outrider.train.recipes.early_exit import EarlyExitStudent
 from outrider.train.recipes.small_lm import SmallLMStudent
 from tests.families import LAYERS, save_family
 from tests.tiers import quick_where
@@ -81,7 +82,7 @@ def test_what_is_watched_are_the_models_choices(target: OpenTarget) -> None:
     student = EarlyExitStudent(few, 2, train_head=True)
     stack = target.stack(dtype=torch.float32)
     choices = target_choices(stack, rows["labels"], supervised_hidden(stack, rows))
-    for found, model in ((student.judged(**rows)[0], few), (choices, whole(target))):
+    for found, model in ((student.judged(rows)[0], few), (choices, whole(target))):
         expected = own_logits(model).argmax(-1)[None].masked_fill(rows["labels"] == IGNORE, IGNORE)
         assert torch.equal(found, expected)
 

@@ -32,7 +32,7 @@ from outrider.inference.shapes.factory import make_structure
 from outrider.inference.sizing.policy import Tuning
 from outrider.train.core.driver import run_training
 from outrider.train.core.training import Metrics, Trained, Training
-from outrider.train.parts.heldout import Decoding, evaluation
+from outrider.train.parts.heldout import Decoding
 from outrider.train.settings.fit import FitConfig
 from tests.train.jobs import FIT, interrupted_at, log, same
 
@@ -85,14 +85,13 @@ def prepare(config: BigramConfig, state: PartialState) -> Training[Bigram]:
     decoding = Decoding.of(target, heldout, config.decode_prompts, config.decode_tokens)
     identity = config.deciding() | {"target": target.fingerprint.weights, "data_key": rows.key}
 
-    def decode(student: Bigram) -> Metrics:
+    def evaluate(student: Bigram, step: int) -> Metrics:
         return decoding(stack, BigramSource(student))
 
     def save(trained: Trained) -> None:
         save_file(student.state_dict(), Path(config.out_dir) / WEIGHTS_FILE, {"step": str(trained.step)})
         print(f"saved drafter={config.out_dir}", flush=True)
 
-    evaluate = evaluation(student, torch.float32, decode)
     return Training(student, rows, config.fit, identity, evaluate, save, finished=WEIGHTS_FILE, keeps_best=True)
 
 

@@ -213,9 +213,9 @@ def test_accumulation_equals_one_batch(
 
 
 CHECKPOINTED = [  # where it is called, and how often: for each trained layer or step of a draft
-    ("early_exit", "outrider.draft_models.early_exit.model.checkpoint", 1),
+    ("early_exit", "outrider.train.students.early_exit.checkpoint", 1),
     ("small_lm", "transformers.modeling_utils.checkpoint", 2),
-    ("eagle3", "outrider.train.recipes.eagle3.checkpoint", 3),
+    ("eagle3", "outrider.train.students.eagle3.checkpoint", 3),
 ]
 
 

@@ -119,9 +119,9 @@ def test_own_samples_are_tokens_the_teacher_knows(target: Path) -> None:
 
 def test_the_teacher_does_not_follow_the_loops_precision(target: Path) -> None:
     one, rows = student(target), batch()
-    taught = one._teach(rows["input_ids"], rows["positions"], rows["documents"])
+    taught = one.teach(rows["input_ids"], rows["positions"], rows["documents"])
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(one._teach(rows["input_ids"], rows["positions"], rows["documents"]), taught)
+        assert torch.equal(one.teach(rows["input_ids"], rows["positions"], rows["documents"]), taught)
 
 
 def test_adapters_are_merged_before_rounding(target: Path) -> None:

@@ -22,19 +22,10 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.losses import IGNORE
 from outrider.train import toy_target
 from outrider.train.parts.drafter import export
-from outrider.train.recipes.toy import (
-    ToyTarget,
-    bits_per_byte,
-    build_lm,
-    can_compile,
-    compile_layers,
-    prepare,
-    token_bytes,
-    train_tokenizer,
-    train_toy_target,
-)
+from outrider.train.recipes.toy import ToyTarget, bits_per_byte, prepare, train_toy_target
 from outrider.train.settings.fit import FitConfig
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
+from outrider.train.students.toy import build_lm, can_compile, compile_layers, token_bytes, train_tokenizer
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

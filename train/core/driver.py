@@ -5,8 +5,9 @@ Everything specific to one kind of model is in its recipe (train/recipes/), whic
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import parse_json, require_writable, write_atomically
 from outrider.base.processes import join_processes, only_run_of
 from outrider.base.settings import RunConfig, construct
+from outrider.inference.loading.memory_plan import Held, describe, explained, planned_device
 from outrider.train.core import run_dir, sharding
 from outrider.train.core.fit import Evaluate, fit
 from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
@@ -64,12 +66,33 @@ class Best:
                             f"{self.file.parent.parent} and train again") from None  # fmt: skip
 
 
-def run_training(config: RunConfig, prepare: Callable[[PartialState], Training[Student]], *also: str) -> None:
-    """Run the training that `prepare` returns, in `config.out_dir`. Every process calls it and `prepare`.
+@dataclass(frozen=True)
+class Plan:
+    """What each device holds in a training, known without weights. facts: further ones, said before."""
 
-    Locks that directory and those of `also` against other runs. Raises `UserError` if one of them is in use or not
-    writable, if out_dir holds a run and resume is off, and whenever `prepare` and `fit` do.
+    held: Sequence[Held]
+    facts: Mapping[str, object]
+
+
+def train(
+    config: RunConfig, plan: Callable[[], Plan], prepare: Callable[[PartialState], Training[Student]], *also: str
+) -> None:
+    """Run the training that `prepare` returns, in `config.out_dir`; with plan=true only print its `plan`.
+
+    Every process calls it and `prepare`. Locks out_dir and those of `also` against other runs. Raises `UserError` if
+    one of them is in use or not writable, if out_dir holds a run and resume is off, if memory does not suffice (it then
+    says the plan), and whenever `prepare` and `fit` do.
     """
+    if getattr(config, "plan", False):
+        planned = plan()
+        print(describe(planned.held, planned_device(), **planned.facts), flush=True)
+        return
+    with explained(lambda: plan().held):
+        run_training(config, prepare, *also)
+
+
+def run_training(config: RunConfig, prepare: Callable[[PartialState], Training[Student]], *also: str) -> None:
+    """`train` without a plan."""
     state = join_processes()
     with ExitStack() as held:
         for folder in {Path(path).resolve(): path for path in (config.out_dir, *also)}.values():

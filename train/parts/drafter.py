@@ -19,13 +19,12 @@ from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
 from outrider.draft_models.targets.open_target import OpenTarget, fast_dtype
-from outrider.inference.loading.memory_plan import Held, training_memory
+from outrider.inference.loading.memory_plan import Held, planned_device, training_memory
 from outrider.inference.loading.targets import end_tokens
 from outrider.train.core import run_dir
 from outrider.train.core.optimizers import layer_matrices
 from outrider.train.core.training import Trained, TrainRows
 from outrider.train.settings.drafters import DrafterTraining
-from outrider.train.settings.fit import FitConfig
 
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
 
@@ -71,45 +70,51 @@ def parameters_of(student: nn.Module) -> tuple[int, int]:
     return trained, frozen
 
 
-def fit_memory(
-    student: nn.Module, fit: FitConfig, width: int, read: int, vocabulary: int, device: torch.device
-) -> list[Held]:
-    """Of each device in a training of `student` on rows of `width` tokens (see `training_memory`)."""
+def fit_memory(config: DrafterTraining, student: nn.Module, read: int, vocabulary: int) -> list[Held]:
+    """Of a training of `student` (see `training_memory`)."""
+    fit = config.fit
     return training_memory(
         student,
         layer_matrices(student),
         rows=fit.micro_batch_rows or fit.batch_rows,
-        width=width,
+        width=config.seq_len,
         read=read,
         vocabulary=vocabulary,
         muon=fit.optimizer == "muon",
         recomputed=fit.gradient_checkpointing,
-        device=device,
+        device=planned_device(),
     )
 
 
+def write_drafters_card(
+    config: DrafterTraining, use: str, facts: Mapping[str, object], trained: Trained, shown: Collection[str]
+) -> None:
+    """Write the card of a finished drafter. use: of it; facts: about it; shown: the metrics that it says."""
+    said: dict[str, object] = {"data": config.data.source, "steps": trained.result.steps}
+    said |= {"chosen step": trained.step} if "tau" in shown else {}
+    said |= {name: round(trained.metrics[name], 3) for name in shown}
+    write_card(Path(config.out_dir), use, config.target, {**facts, **said})
+
+
 def write_records(
-    file: Path,
+    file: str,
     config: DrafterTraining,
     identity: Mapping[str, object],
     trained: Trained,
     use: str,
     facts: Mapping[str, object],
-    shown: Collection[str] = (),
+    shown: Collection[str],
 ) -> None:
-    """Write a finished drafter's card and, last, `file`, the record of its training; say that it is saved.
-
-    use: of it, for the card. facts: about it, for the card. shown: the metrics that both say; none: all.
-    """
-    result, metrics = trained.result, {name: trained.metrics[name] for name in shown or trained.metrics}
-    steps = {"steps": result.steps, "chosen step": trained.step}
-    rounded = {name: round(value, 3) for name, value in metrics.items()}
-    write_card(file.parent, use, config.target, {**facts, "data": config.data.source, **steps, **rounded})
+    """Write a finished drafter's card (see `write_drafters_card`) and, last, `file`, the record of its training; say
+    that it is saved."""
+    write_drafters_card(config, use, facts, trained, shown)
+    result = trained.result
     report = {"target": config.target, "step": trained.step, "metrics": trained.metrics, "steps": result.steps}
     report |= {"training_seconds": result.seconds, "last_metrics": result.metrics}
-    write_json(file, {**report, "settings": identity, "fit": asdict(config.fit), "made_with": provenance()})
-    said = " ".join(f"{name}={value:.4f}" for name, value in metrics.items())
-    say(f"saved drafter={file.parent} step={trained.step} {said}")
+    out_dir = Path(config.out_dir)
+    write_json(out_dir / file, {**report, "settings": identity, "fit": asdict(config.fit), "made_with": provenance()})
+    said = " ".join(f"{name}={trained.metrics[name]:.4f}" for name in shown)
+    say(f"saved drafter={out_dir} step={trained.step} {said}")
 
 
 _REMEDY = "free space, then resume=true"

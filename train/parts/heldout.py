@@ -24,24 +24,9 @@ from outrider.inference.measure.statistics import acceptance_by_position, decode
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.rules import FixedLength
 from outrider.train.core.sharding import trained_parameters
-from outrider.train.core.training import Batch, Metrics, Student, TrainRows
+from outrider.train.core.training import Batch, Metrics, TrainRows
 
 WATCHED_DRAFT = 4  # draft length for an evaluation's τ: fixed, so that τ depends on the weights alone
-
-
-def evaluation(
-    student: Student, saved_dtype: torch.dtype, *parts: Callable[[Student], Metrics]
-) -> Callable[[Student, int], Metrics]:
-    """An evaluation that merges the metrics of all `parts`, in order, and `norms_moved` (see `MovedNorms`)."""
-    norms = MovedNorms(student, saved_dtype)
-
-    def evaluate(student: Student, step: int) -> Metrics:
-        found = Metrics()
-        for part in parts:
-            found |= part(student)
-        return found | norms(student, step)
-
-    return evaluate
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,24 @@ class OnPolicy:
         """Whether optimizer step `step` is one of them: a pure function of seed and step."""
         return Streams(self.seed).of("on_policy", step).random() < self.share
 
+    def continued(
+        self, lm: PreTrainedModel, step: int, input_ids: Tensor, labels: Tensor, positions: Tensor, vocabulary: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows that `lm` samples from its first `vocabulary` tokens, one for each row [B, T]: its ids, labels on the
+        sampled tokens, positions and documents, [B, longest] each."""
+        generators = [row_generator(self.seed, step, row) for row in input_ids]
+        rows = zip(input_ids, labels, positions, generators, strict=True)
+        prefixes = [choose_prefix(*row[:3], self.tokens, row[3]) for row in rows]
+        numbers = torch.stack([torch.from_numpy(g.random(self.tokens)) for g in generators])
+        was_training = lm.training
+        lm.eval()
+        ids, sampled = continue_prefixes(lm, prefixes, numbers.to(input_ids.device), vocabulary)
+        lm.train(was_training)
+        lengths = [len(prefix) for prefix in prefixes]
+        where = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        documents = (where < torch.tensor(lengths, device=ids.device)[:, None] + self.tokens).long() - 1
+        return ids, own_labels(ids, lengths, sampled, self.eos), where, documents
+
 
 def choose_prefix(
     input_ids: Tensor, labels: Tensor, positions: Tensor, room: int, generator: np.random.Generator

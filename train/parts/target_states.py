@@ -83,23 +83,25 @@ def with_states(
     rows: PackedRows,
     load: Callable[[], Callable[[Batch], Tensor]],
     item: tuple[int, int, int],
-    folder: Path,
-    dtype: torch.dtype,
+    where: str,
+    kept_as: str,
     made_from: Mapping[str, object],
     state: PartialState,
 ) -> RowsWithStates:
-    """`rows` with the target's states, read from `folder` after computing the missing ones.
+    """`rows` with the target's states, read from the folder `where` after computing the missing ones.
+
+    kept_as: the name of their dtype there.
 
     load: loads that target, and gives what computes the states of a batch of rows. item: (T, k + 1, H_t). made_from:
     JSON-able, what determines the states.
     Prints the required space before computing. All processes call this. Raises `UserError` if the folder holds other
-    states, is not writable or has too little space, and if `dtype` cannot represent the states.
+    states, is not writable or has too little space, and if that dtype cannot represent the states.
     """
-    require_writable(folder)
+    folder, dtype = require_writable(where), getattr(torch, kept_as)
     blocks = -(-len(rows) // ROWS_AT_ONCE)
     width = item[-1]
     shape = (len(rows), *item[:-1], packed_width(width) if dtype == torch.int8 else width)
-    identity = {**made_from, "dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
+    identity = {**made_from, "dtype": kept_as, "shape": list(shape)}
     size = math.prod(shape) * dtype.itemsize
     with only_run_of(state, folder, "states of a target"):
         there = from_main(state, lambda: _open(folder, identity, size, blocks))

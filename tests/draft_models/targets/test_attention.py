@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from outrider.data_prep.text.rows import _positions
-from outrider.draft_models.early_exit.model import EarlyExitStudent
 from outrider.draft_models.targets.attention import KERNELS, grouped_attention, packed_mask, stock_attention, use_kernel
 from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.open_target import load_config, open_target
@@ -18,6 +17,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.target_session import TargetSession, WholeSession
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
+from outrider.train.recipes.early_exit import EarlyExitStudent
 from tests.families import save_family
 from tests.forked import Fork
 from tests.memory import Largest

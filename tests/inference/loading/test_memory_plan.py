@@ -31,9 +31,10 @@ from outrider.inference.settings.method import MethodConfig
 from outrider.train.core.optimizers import build_optimizer
 from outrider.train.recipes.calibration import calibrate
 from outrider.train.recipes.eagle3 import train_eagle3
-from outrider.train.recipes.early_exit import empty_student, memory_of, plan_of, student_on, train_early_exit
+from outrider.train.recipes.early_exit import EarlyExitStudent, train_early_exit
 from outrider.train.settings.drafters import Eagle3Config, EesdConfig
 from outrider.train.settings.fit import FitConfig
+from outrider.train.students.early_exit import empty_exit, exit_options, exit_plan
 from tests.conf.test_experiments import composed
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
@@ -55,12 +56,12 @@ def llama_2(size: int = 70, **changes: Any) -> LlamaConfig:
 
 def held(config: EesdConfig, target: LlamaConfig, exit_layer: int) -> dict[str, int]:
     """The bytes of a training, by purpose."""
-    parts = memory_of(config, target, empty_student(config, target, exit_layer)[0])
+    parts = exit_plan(replace(config, exit_layer=exit_layer), target).held
     return {one.what: one.size for one in parts}
 
 
 def trained(config: EesdConfig, target: LlamaConfig, exit_layer: int) -> int:
-    return sum(p.numel() for p in empty_student(config, target, exit_layer)[0].parameters() if p.requires_grad)
+    return exit_plan(replace(config, exit_layer=exit_layer), target).facts["trained_parameters"]  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,7 @@ def test_an_early_exit_beside_it(tmp_path: Path) -> None:
 def test_the_papers_own_arithmetic() -> None:
     """EESD Table 6: LLaMA-2-70B with N = 5 loads 5.6 B parameters and trains 1.12 B, 13B with N = 3 1.6 B and 481 M."""
     for size, exit_layer, read, learned in ((70, 5, 5.6, 1.12), (13, 3, 1.6, 0.481)):
-        said = plan_of(CONFIG, llama_2(size), exit_layer)
-        counts = dict(word.split("=") for word in said.splitlines()[0].split()[1:])
+        counts: Any = exit_plan(replace(CONFIG, exit_layer=exit_layer), llama_2(size)).facts
         assert float(counts["read_parameters"]) / 1e9 == pytest.approx(read, abs=0.1)
         assert float(counts["read_gb"]) == pytest.approx(2e-9 * int(counts["read_parameters"]), abs=0.01)
         assert float(counts["trained_parameters"]) / 1e9 == pytest.approx(learned, abs=0.005)
@@ -252,12 +252,13 @@ BATCH = {
 def require_allocated(path: Path, config: EesdConfig) -> None:
     """The plan of `config` for the target in `path` is what is read, trained and held after a step of training."""
     target, files = load_config(str(path)), open_tensors(str(path))
-    planned, read = empty_student(config, target, 2)
+    config = replace(config, exit_layer=2)
+    planned, read = empty_exit(config, target)
     layers = range(target.num_hidden_layers) if config.online else exit_layers(target, 2)
     model = load_layers(files, target, layers, dtype=getattr(torch, config.frozen_dtype))
     assert files.bytes_read == 4 * read
     tokens = None if config.draft_vocabulary is None else torch.arange(config.draft_vocabulary)
-    student = student_on(model, config, 2, tokens)
+    student = EarlyExitStudent(model, 2, draft_tokens=tokens, **exit_options(config))
     optimizer = build_optimizer(student, config.fit)
     student(**BATCH)["loss_sum"].backward()
     optimizer.step()
@@ -265,7 +266,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     gradients = [p.grad for p in learned if p.grad is not None]
     moments = [m for state in optimizer.state.values() for m in state.values() if torch.is_tensor(m) and m.ndim]
     assert [p.shape for p in planned.parameters()] == [p.shape for p in student.parameters()]
-    frozen, state, *_ = (one.size for one in memory_of(config, target, planned))
+    frozen, state, *_ = (one.size for one in exit_plan(config, target).held)
     assert frozen == sum(p.nbytes for p in student.parameters() if not p.requires_grad)
     unused = sum(p.numel() for p in learned if p.grad is None)  # biases of routers, which choose but do not weigh
     assert unused < 1e-3 * sum(p.numel() for p in learned)
@@ -332,7 +333,7 @@ def test_a_training_that_does_not_fit_says_what_it_holds(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr("outrider.train.recipes.early_exit.run_training", full)
+    monkeypatch.setattr("outrider.train.core.driver.run_training", full)
     path = save_target(tmp_path / "target")
     with pytest.raises(UserError, match=r"activations of \d+ rows .* fit\.micro_batch_rows=1"):
         train_early_exit(replace(CONFIG, target=str(path), out_dir=str(tmp_path / "out")))

@@ -1,0 +1,148 @@
+"""What a calibration head learns from: whose drafts they are, and which texts are continued by what."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from outrider.base.errors import UserError, warn
+from outrider.base.processes import say
+from outrider.data_prep.text.settings import DataConfig
+from outrider.data_prep.text.sources import Split
+from outrider.draft_models.early_exit.checkpoint import open_target_of, read_meta
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.rounds import Round
+from outrider.inference.engines.packing import lay_out
+from outrider.inference.loading.memory_plan import Place, drafter_memory, dtype_of, planned_device, target_memory
+from outrider.inference.loading.targets import load_stack
+from outrider.inference.loading.targets import prepare as prepare_drafters
+from outrider.inference.loading.templates import templates_of
+from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, kind_in
+from outrider.train.core.driver import Plan
+from outrider.train.parts.capture import Text, recorded_text
+from outrider.train.parts.heldout import heldout_prompt
+from outrider.train.parts.top_k_rows import load_taught_rows
+from outrider.train.settings.drafters import CalibrateConfig
+
+
+def kind_to_calibrate(config: CalibrateConfig) -> Kind:
+    """The kind of drafter in `config.checkpoint`. Raises `UserError` if a calibration head cannot read that kind."""
+    kind = kind_in(config.checkpoint)
+    if kind is None or kind.calibration is None:
+        known = ", ".join(f"{one.name} ({one.file})" for one in KINDS.values() if one.calibration is not None)
+        found = "no drafter there" if kind is None else f"{kind.name} has no hidden states that a head could read"
+        raise UserError(
+            f"checkpoint={config.checkpoint}: {found}; expected the directory of one of {known}. Fetch one that is on "
+            "the Hub: hf download NAME --local-dir FOLDER"
+        )
+    if kind != EAGLE3 and config.reading.stated():
+        raise UserError(f"{config.reading}: expected nothing where checkpoint={config.checkpoint} is no EAGLE-3 head")
+    if kind == EAGLE3 and config.answers == "recorded":
+        raise UserError("answers=recorded: expected target, as an EAGLE-3 head reads nearly all layers of the target")
+    if kind != EARLY_EXIT and config.target is None:
+        raise UserError(
+            f"target=null: expected the model that the {kind.name} in checkpoint={config.checkpoint} is for"
+        )
+    return kind
+
+
+def with_its_heldout(config: CalibrateConfig, kind: Kind) -> CalibrateConfig:
+    """`config` with the held-out share that is recorded of the drafter's training: what it learned from tells nothing.
+
+    Another share than the default was given on purpose; it is kept, with a warning.
+    """
+    data = kind.load_plugin().reading(config.reading).trained(config.checkpoint).data or {}
+    recorded, given = data.get("heldout_fraction"), config.data.heldout_fraction
+    if not isinstance(recorded, float) or not 0 < recorded < 1 or recorded == given:
+        return config
+    kept = given != DataConfig.heldout_fraction
+    said = f"data.heldout_fraction={recorded:g} in the training of {config.checkpoint}"
+    (warn if kept else say)(f"{said}, {given:g} here" if kept else f"{said}, taken over")
+    return config if kept else replace(config, data=replace(config.data, heldout_fraction=recorded))
+
+
+def layers_read(config: CalibrateConfig, kind: Kind) -> int | None:
+    """How many of the target's first layers are read; None: the whole target."""
+    if config.answers == "target":
+        return None
+    return read_meta(config.checkpoint).exit_layer if kind == EARLY_EXIT else 0
+
+
+def find_target(config: CalibrateConfig, kind: Kind) -> OpenTarget:
+    """The target of `config`; the checkpoint of an early exit names its target. Raises `UserError`."""
+    if kind == EARLY_EXIT:
+        return open_target_of(config.checkpoint, config.target, config.revision)
+    assert config.target is not None
+    return open_target(config.target, config.revision, by_layers=kind.layers)
+
+
+def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] | None, target: OpenTarget) -> None:
+    """Warn if conversations are rendered by another template here than in the training of the drafter."""
+    learned = templates_of(trained_on, target.tokenizer)
+    if learned and (other := templates_of(config.data.deciding(), target.tokenizer) - learned):
+        told = " and ".join(sorted(learned))
+        warn(f"data.template={' and '.join(sorted(other))}: the drafter in {config.checkpoint} learned by {told}")
+
+
+def longest_prompt(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]) -> int:
+    """The longest prompt that can be continued, in tokens; limits: of the drafter. Raises `UserError` below one."""
+    context = min([context_limit(target.config), *limits])
+    longest = min(config.seq_len, context - config.new_tokens)
+    if longest < 1:
+        raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
+    return longest
+
+
+def texts_of(config: CalibrateConfig, target: OpenTarget, longest: int) -> dict[Split, list[Text]]:
+    """The texts of each split to continue, of prompts of up to `longest` tokens. Raises `UserError` if one has none."""
+    counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
+    found, recorded = dict[Split, list[Text]](), config.answers == "recorded"
+    for split, count in counts.items():
+        given = config.data, target.tokenizer, config.seq_len
+        rows = load_taught_rows(*given, split, cached=recorded, max_rows=count)
+        if recorded:
+            texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
+            say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")
+            texts = [text for text in texts if len(text.prompt) <= longest]
+        else:
+            texts = [Text(heldout_prompt(rows[index])[-longest:]) for index in range(len(rows))]
+        if not texts:
+            raise UserError(f"data={config.data.source}: expected a text of the {split} split that can be continued")
+        if len(texts) < count:
+            say(f"calibrate split={split}: {len(texts)} texts, not {count}: there are no more")
+        found[split] = texts
+    return found
+
+
+def load_decoder(
+    config: CalibrateConfig, kind: Kind, target: OpenTarget, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Iterator[Round]]:
+    """See `Drafting.decode`; the drafter `model` is made ready too."""
+    layers = layers_read(config, kind)
+    if layers == 0:
+        lay_out(model, device)
+        sizes = {"vocabulary": target.config.vocab_size, "width": target.config.hidden_size}
+        return partial(replay, session=partial(RecordedSession, **sizes, device=device))
+    if layers is None:
+        whole = load_stack(target, None, dtype, device, by_layers=kind.layers)
+        prepare_drafters(whole, {kind.name: model})
+        return partial(speculative, whole)
+    first = target.stack(range(layers), dtype=dtype, device=device)
+    prepare_drafters(first, {kind.name: model})
+    return partial(replay, session=partial(FirstLayersSession, first))
+
+
+def capture_plan(config: CalibrateConfig, kind: Kind) -> Plan:
+    """Of each device while the head's training data is captured."""
+    target, device = find_target(config, kind).config, planned_device()
+    positions = min(config.seq_len + config.new_tokens, context_limit(target))  # of the longest text
+    place = Place.of(config.dtype, target, positions, device)
+    plugin = kind.load_plugin().reading(config.reading)
+    held = target_memory(target, place, layers_read(config, kind))
+    held += drafter_memory(kind, plugin, config.checkpoint, target, place)
+    return Plan(held, {"positions": positions, "dtype": dtype_of(config.dtype, target, device)})

@@ -1,0 +1,244 @@
+"""The EAGLE-3 head in training: its reading, the module that its recipe trains, what is watched, and its memory."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+from outrider.base.errors import UserError
+from outrider.base.progress import counted
+from outrider.base.streams import Streams
+from outrider.draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
+from outrider.draft_models.eagle3.checkpoint import StoredHead, make_head, new_head, shapes_of
+from outrider.draft_models.eagle3.dialects import require_said
+from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
+from outrider.draft_models.eagle3.reading import Reading, new_reading, require_target
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.attention import packed_mask
+from outrider.draft_models.targets.model_files import empty_model, layer_stack
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.target import Band
+from outrider.inference.loading.memory_plan import Held, planned_device
+from outrider.train.core.driver import Plan
+from outrider.train.core.training import Batch, Metrics
+from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of, require_context
+from outrider.train.parts.heldout import WATCHED_DRAFT
+from outrider.train.settings.drafters import Eagle3Config
+
+
+def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrainedConfig) -> Reading:
+    """The reading of the head to train. Raises `UserError` if it cannot be trained with it, or not be written."""
+    if stored is not None:
+        reading = stored.reading
+    else:
+        shape = {name: getattr(config, name) for name in ("taps", "version", "draft_vocabulary", "intermediate")}
+        reading = new_reading(target, **shape)
+        if reading.taps[-1] > target.num_hidden_layers:
+            raise UserError(f"taps={list(reading.taps)}: expected 0 to {target.num_hidden_layers}, the target's layers")
+    if set(reading.windows) != {None}:
+        raise UserError(f"start={config.start}: its layers see {list(reading.windows)} positions; only heads that see "
+                        "all of them are trained here")  # fmt: skip
+    empty = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
+    require_said(reading, shapes_of(empty), config.dialect, target)
+    require_context(target, config.seq_len, config.decode_tokens)
+    return reading
+
+
+class HeadOnTarget(nn.Module):
+    """A trainable float32 head on the frozen layers of a whole target: training-time test but for its loss.
+
+    Step t of `steps` predicts token j at position j − 2 − t of its document: step 0 from the target's feature there and
+    the token after it, later steps from the previous step's output there and the next token of the text. So every token
+    is predicted `steps` times, by drafts that began 0, 1, … tokens earlier. The weight of a step is `decay` times that
+    of the previous step, and all weights sum to 1.
+
+    objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from the target.
+    """
+
+    counts: Tensor
+
+    def __init__(
+        self, stack: LayerStack, head: Eagle3, *, objective: str, steps: int, decay: float, train_head: bool
+    ) -> None:
+        super().__init__()
+        self.stack, self.head = stack.requires_grad_(False), head.float().requires_grad_(True)
+        self.objective, self.steps = objective, steps
+        counts = torch.tensor([decay**step for step in range(steps)], device=stack.device)
+        self.register_buffer("counts", counts / counts.sum(), persistent=False)
+        head.lm_head.requires_grad_(train_head)
+        if head.embed_tokens is not None:
+            head.embed_tokens.requires_grad_(False)
+        self.recomputed = False
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the head's mode; the frozen target stays in eval mode, as in decoding."""
+        super().train(mode)
+        self.stack.eval()
+        return self
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Store the output of each step and recompute its activations in the backward pass."""
+        self.recomputed = True
+
+    @torch.no_grad()
+    def states(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        """The target's k aux hidden states and, last, its states after the final norm: [B, T, k + 1, H_t]."""
+        stack = self.stack
+        with torch.autocast(input_ids.device.type, enabled=False):
+            stack.reserve(positions.shape[1])
+            given = (stack.rotary(positions), stack.packed_masks(positions, documents), self.head.reading.taps)
+            hidden, aux = stack.run_with_aux(stack.embed(input_ids, positions), 0, len(stack.layers), *given)
+            return torch.stack([*aux, stack.norm(hidden)], 2)
+
+    def states_of(self, batch: Batch) -> Tensor:
+        """`states` of a batch on any device."""
+        given = {name: batch[name].to(self.stack.device) for name in ("input_ids", "positions", "documents")}
+        return self.states(**given)
+
+    def guesses(
+        self, input_ids: Tensor, positions: Tensor, documents: Tensor, aux: Tensor, kept: Tensor, steps: int
+    ) -> Tensor:
+        """The head's output where step t of `steps` predicts the label of position kept[i], [n, steps, H].
+
+        aux [B, T, k · H_t]: the target's aux hidden states. kept [n]: flat indices into [B, T]. If a document has no
+        such position the values are meaningless (see `valid`).
+        """
+        head, length = self.head, positions.shape[1]
+        head.reserve(length + steps)
+        mask: Mask = Band.packed(documents) if length > Band.BLOCK else packed_mask(documents)
+        cache, found = Steps(), []
+        features = head.features(aux.float()).float()
+        for step in range(steps):
+            tokens = F.pad(input_ids[:, step + 1 :], (0, min(step + 1, length)))
+            run = partial(self._step, cache, step, mask, positions)
+            if self.recomputed and torch.is_grad_enabled():
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            features = run(self._embedded(tokens), features)
+            found.append(features.flatten(0, 1)[(kept - 1 - step).clamp(min=0)])
+        return torch.stack(found, 1)
+
+    def _step(
+        self, cache: Steps, step: int, mask: Mask, positions: Tensor, embedding: Tensor, features: Tensor
+    ) -> Tensor:
+        cache.now = step
+        masks = dict.fromkeys(self.head.windows, mask)
+        return self.head.run_embedded(embedding, features, masks, self.head.rotary(positions + step), cache)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """Like `Eagle3.embed`, but reads weights from their own module, as launchers that shard weights expect."""
+        own = self.head.embed_tokens
+        return F.embedding(tokens, self.stack.embed_tokens.weight if own is None else own.weight)
+
+    def valid(self, positions: Tensor, kept: Tensor, steps: int) -> Tensor:
+        """bool [n, steps]: whether a step's prediction for kept[i] lies in its document, whose positions begin at 0."""
+        return positions.flatten()[kept][:, None] > torch.arange(steps, device=positions.device)
+
+    def loss(self, guesses: Tensor, target: Tensor, labels: Tensor, shares: Tensor) -> Tensor:
+        """The loss of predictions (see `recipes.eagle3`)."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def judged(self, batch: Batch, steps: int) -> tuple[Tensor, Tensor]:
+        """The head's results on a batch of rows in each of `steps` steps.
+
+        Returns float64 [steps, 3]: the number of predictions, the loss summed over them, and how many have the target's
+        most likely token as theirs; and the acceptance probability, by the position of the label, [B, T, steps], NaN
+        where there is no prediction.
+        """
+        input_ids, labels, positions, documents = (batch[name].to(self.stack.device) for name in BATCH)
+        kept, known = supervised(labels), self.states(input_ids, positions, documents)
+        guesses = self.guesses(input_ids, positions, documents, known[:, :, :-1].flatten(2), kept, steps)
+        target, wanted = known[:, :, -1].flatten(0, 1)[kept], labels.flatten()[kept]
+        valid = self.valid(positions, kept, steps)
+        accept = acceptance_by_target(self.stack.logits_after_norm, target)
+        choices, _ = judge(self.stack.logits_after_norm, target, None)
+        sums, by_place = list[Tensor](), torch.full((labels.numel(), steps), torch.nan, device=labels.device)
+        for step, there in enumerate(valid.unbind(1)):
+            said, accepted = judge(self.head.logits, guesses[:, step], accept)
+            assert accepted is not None
+            by_place[kept, step] = accepted.masked_fill(~there, torch.nan).to(by_place.dtype)
+            loss = self.loss(guesses[:, step, None], target, wanted, there[:, None].float())
+            sums.append(torch.stack([there.sum(), loss.double(), ((said == choices) & there).sum()]))
+        return torch.stack(sums).cpu(), by_place.unflatten(0, labels.shape)
+
+
+BATCH = ("input_ids", "labels", "positions", "documents")
+
+
+def judge_steps(student: HeadOnTarget, batches: Sequence[Batch], steps: int) -> Metrics:
+    """The metrics of `student` on `batches` of rows, for a recipe's evaluation.
+
+    loss_<i>, agree_<i>: for the i-th token of a draft, the loss and the share of positions where the head's most likely
+    token is the target's. tau_analytic: the expected τ of sampling (see `expected_tau`).
+    """
+    found = [student.judged(batch, steps) for batch in counted(batches, "judging held-out text", "batches")]
+    metrics = Metrics()
+    for i, (count, loss, right) in enumerate(torch.stack([sums for sums, _ in found]).sum(0).tolist(), 1):
+        if count:
+            metrics |= {f"loss_{i}": loss / count, f"agree_{i}": right / count}
+    rounds = torch.cat([tau_of_rounds(drafts_of(accepted)) for _, accepted in found])
+    return metrics | ({"tau_analytic": rounds.double().mean().item()} if len(rounds) else {})
+
+
+def drafts_of(accepted: Tensor) -> Tensor:
+    """α of every draft of `WATCHED_DRAFT` tokens on the text, [B, positions, WATCHED_DRAFT], NaN where there is none.
+
+    accepted [B, T, S]: α by the label's position and step. Step i of the draft that begins after position t has the
+    label of position t + 1 + i.
+    """
+    count = max(0, accepted.shape[1] - WATCHED_DRAFT)
+    by_step = [accepted[:, step + 1 : step + 1 + count, step] for step in range(WATCHED_DRAFT)]
+    return torch.stack(by_step, -1)
+
+
+def supervised(labels: Tensor) -> Tensor:
+    """Flat indices [n] of the supervised positions of labels [B, T]."""
+    return (labels != IGNORE).flatten().nonzero()[:, 0]
+
+
+def make_first_head(
+    config: Eagle3Config,
+    target: PreTrainedConfig,
+    stored: StoredHead | None,
+    reading: Reading,
+    tokens: Tensor | None,
+    stack: LayerStack,
+) -> Eagle3:
+    """The head to begin with: the `stored` one, or a new one with draft vocabulary `tokens`."""
+    if stored is None:
+        tokens = None if tokens is None else tokens.to(stack.device)
+        return new_head(reading, stack, tokens, Streams(config.fit.seed).number("weights", bits=63))
+    require_target(reading, target, stored.source)
+    return make_head(reading, stored.weights(torch.float32, stack.device), stored.source)
+
+
+def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Plan:
+    """Of a training of a head of this reading with the whole target."""
+    stack = layer_stack(nn.Module.to(empty_model(target), frozen_dtype(config.frozen_dtype, planned_device())))
+    head = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
+    student = HeadOnTarget(stack, head, **head_options(config))
+    trained, frozen = parameters_of(student)
+    facts = {"taps": ",".join(map(str, reading.taps)), "draft_steps": config.draft_steps}
+    facts |= {"trained_parameters": trained, "frozen_parameters": frozen}
+    return Plan(head_memory(config, student), facts)
+
+
+def head_memory(config: Eagle3Config, student: HeadOnTarget) -> list[Held]:
+    """Of each device in a training of `student`, which may have no weights."""
+    reading = student.head.reading
+    return fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary)
+
+
+def head_options(config: Eagle3Config) -> Mapping[str, Any]:
+    """The options of `HeadOnTarget` that settings decide."""
+    return {
+        "objective": config.objective,
+        "steps": config.draft_steps,
+        "decay": config.step_decay,
+        "train_head": config.train_head,
+    }

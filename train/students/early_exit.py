@@ -1,0 +1,186 @@
+"""The early exit in training: its shape, the module that its recipe trains, and what that holds."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from outrider.draft_models.acceptance import AcceptanceOf, acceptance_by_target, acceptance_by_top_k, judge, placed
+from outrider.draft_models.early_exit.checkpoint import read_meta
+from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
+from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.model_files import empty_layers, layer_stack
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.open_target import stored_dtype
+from outrider.inference.loading.memory_plan import GB, Held, Place, cache_bytes, planned_device, weight_bytes
+from outrider.train.core.driver import Plan
+from outrider.train.core.training import Batch
+from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of
+from outrider.train.settings.drafters import EesdConfig
+
+
+def with_shape(config: EesdConfig, target: PreTrainedConfig) -> EesdConfig:
+    """`config` with the exit layer, and with the shape of the early exit stored in `start` instead of it."""
+    if config.start is None:
+        return replace(config, exit_layer=config.exit_layer or default_exit_layer(target))
+    meta = read_meta(config.start)
+    return replace(
+        config,
+        start=None,
+        exit_layer=meta.exit_layer,
+        exit_depth=meta.exit_depth,
+        train_head=meta.own_head,
+        train_layer=meta.own_layer,
+        draft_vocabulary=meta.draft_vocabulary,
+    )
+
+
+def default_exit_layer(target: PreTrainedConfig) -> int:
+    """The default exit layer N: 8 % of the layers, the middle of the paper's 5–10 %, and at least one."""
+    return max(1, round(0.08 * target.num_hidden_layers))
+
+
+class ExitOnFrozenLayers(nn.Module):
+    """The target's frozen first N layers, and a trainable exit layer on them: EESD's training module but for its loss.
+
+    The exit layer, its norm and, with `train_head`, its head become float32 master weights. Everything else is frozen,
+    keeps its dtype and runs without gradient.
+
+    objective: cross_entropy on the labels, as in the paper, or one of `draft_models.losses.DIVERGENCES` from the target
+    at every supervised position. For a divergence `model` is the whole target, and layers N..L−1 run too, on the hidden
+    states of layer N. With `cached` the rows contain the target's top-k instead. Then, and for cross-entropy, `model`
+    has only the layers of `exit_layers` (see `load_layers`).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        exit_layer: int,
+        *,
+        train_head: bool,
+        train_layer: bool = True,
+        depth: int = 1,
+        objective: str = "cross_entropy",
+        cached: bool = False,
+        draft_tokens: Tensor | None = None,
+    ):
+        """draft_tokens: the draft vocabulary. Cross-entropy uses only labels in it; for divergences see
+        `draft_models.losses`. Without `train_head` the drafter's head is the target's rows for these tokens, and the
+        target's other rows are dropped unless the target is an online teacher.
+        """
+        super().__init__()
+        self.objective = objective
+        self.online = objective != "cross_entropy" and not cached  # the whole target is part of this module
+        self.drafter = EarlyExit.from_model(
+            model, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
+        ).float()
+        if not train_head:
+            head = model.get_output_embeddings()
+            assert isinstance(head, nn.Linear)
+            self.drafter.use_head(head)
+        self.head_rows = self.drafter.output_head if not train_head and draft_tokens is not None else None
+        self.stack = layer_stack(model, rotary_dtype=torch.float32)
+        if not self.online:
+            self.stack.layers = self.stack.layers[:exit_layer]
+            del self.stack.norm
+            if train_head or self.head_rows is not None:
+                del self.stack.head
+        self.stack.requires_grad_(False)
+        self.drafter.requires_grad_(True)
+
+    def train(self, mode: bool = True) -> Self:
+        """Dropout and router jitter apply to the exit layer only; the frozen target stays in eval mode."""
+        super().train(mode)
+        self.stack.eval()
+        return self
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Recompute the exit layer in the backward pass instead of keeping its activations."""
+        layers: Any = self.drafter.layers  # NoLayer has nothing to recompute
+        for layer in layers:
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The outputs of the exit layer and, if the whole target is loaded, of the target, after norms: [B, T, d]."""
+        masks = self.stack.packed_masks(positions, documents)
+        self.stack.reserve(positions.shape[1])
+        rotary = self.stack.rotary(positions)
+        exit_layer = self.drafter.exit_layer
+        with torch.no_grad(), torch.autocast(input_ids.device.type, enabled=False):
+            frozen = rotary.to(self.stack.dtype)
+            trunk = self.stack.run(self.stack.embed(input_ids, positions), 0, exit_layer, frozen, masks)
+            target = None
+            if self.online:
+                target = self.stack.run(trunk, exit_layer, len(self.stack.layers), frozen, masks)
+                target = self.stack.norm(target)
+        hidden = self.drafter.run(trunk.float(), masks[self.drafter.window], rotary)
+        return self.drafter.norm(hidden), target
+
+    @torch.no_grad()
+    def judged(self, batch: Batch, accept: AcceptanceOf | None = None) -> tuple[Tensor, Tensor | None]:
+        """The drafter's argmax [B, T] at supervised positions of a batch of rows, IGNORE elsewhere, and its acceptance
+        [B, T] there, NaN elsewhere; None instead of acceptance if no distribution of the target is known.
+
+        accept: the target's distribution at the supervised positions; None: that of the target in this module, or of
+        its top-k.
+        """
+        given = {name: value.to(self.stack.device) for name, value in batch.items()}
+        hidden, target = self.hidden(given["input_ids"], given["positions"], given["documents"])
+        keep, head, rule = given["labels"] != IGNORE, self.drafter.output_head, self.drafter.rule
+        if accept is None and target is not None:
+            accept = acceptance_by_target(lambda states: rule(self.stack.head(states)), target[keep])
+        elif accept is None and "tail" in given:
+            accept = acceptance_by_top_k(*(given[name][keep] for name in ("top_ids", "top_logprobs", "tail")))
+        choices, accepted = judge(self.drafter.logits_after_norm, hidden[keep].to(head.weight.dtype), accept)
+        return placed(choices, keep, IGNORE), None if accepted is None else placed(accepted, keep, torch.nan)
+
+
+def exit_plan(config: EesdConfig, target: PreTrainedConfig) -> Plan:
+    """Of an early exit of the shape that `config` has."""
+    student, read = empty_exit(config, target)
+    held = fit_memory(config, student, target.hidden_size, target.vocab_size)
+    if config.decode_prompts:  # in addition to the student, in the dtype for serving
+        place = Place.of("auto", target, context_limit(target), planned_device())
+        whole = weight_bytes(target, place) + cache_bytes(target, place)
+        held.append(Held("the whole target, to decode with", whole, "decode_prompts=0"))
+    facts = {"exit_layer": f"{config.exit_layer}/{target.num_hidden_layers}", "read_parameters": read}
+    facts |= {"read_gb": f"{read * stored_dtype(target).itemsize / GB:.2f}"}
+    return Plan(held, facts | {"trained_parameters": parameters_of(student)[0]})
+
+
+def empty_exit(config: EesdConfig, target: PreTrainedConfig) -> tuple[ExitOnFrozenLayers, int]:
+    """The student without weights, in the dtypes that it has here, and the number of values that are read for it."""
+    layers = layers_read(config, target) or range(target.num_hidden_layers)
+    model = nn.Module.to(empty_layers(target, layers), frozen_dtype(config.frozen_dtype, planned_device()))
+    if target.tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    stored = {id(one): one.numel() for one in model.state_dict(keep_vars=True).values()}  # tied ones once
+    size = config.draft_vocabulary
+    tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
+    assert config.exit_layer is not None
+    student = ExitOnFrozenLayers(model, config.exit_layer, draft_tokens=tokens, **exit_options(config))
+    return student, sum(stored.values())
+
+
+def layers_read(config: EesdConfig, target: PreTrainedConfig) -> list[int] | None:
+    """The target's layers that the training reads; None: all. Raises `UserError` if there is no such exit layer."""
+    assert config.exit_layer is not None
+    layers = exit_layers(target, config.exit_layer)
+    return None if config.online else layers
+
+
+def exit_options(config: EesdConfig) -> Mapping[str, Any]:
+    """The options of `ExitOnFrozenLayers` that settings decide."""
+    return {
+        "train_head": config.train_head,
+        "train_layer": config.train_layer,
+        "depth": config.exit_depth,
+        "objective": config.loss,
+        "cached": config.teacher == "cached",
+    }

@@ -1,0 +1,195 @@
+"""The small LM in training: what it begins with, the module that its recipe trains, and what that holds."""
+
+import copy
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from outrider.base.errors import UserError
+from outrider.base.streams import Streams
+from outrider.draft_models.draft_vocabulary import fit_rows, narrow, narrow_config, read_draft_vocabulary
+from outrider.draft_models.losses import head_product
+from outrider.draft_models.small_lm.model import require_same_vocabulary
+from outrider.draft_models.targets.attention import ATTENTION
+from outrider.draft_models.targets.model_files import empty_model, layer_stack
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.narrowed import DraftVocabulary, is_narrowed
+from outrider.draft_models.targets.open_target import load_config, load_proven, load_tokenizer, special_tokens
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.tensor_files import open_tensors
+from outrider.inference.loading.memory_plan import Place, planned_device, target_memory
+from outrider.train.core.driver import Plan
+from outrider.train.core.sharding import is_shared_out
+from outrider.train.parts.drafter import fit_memory
+from outrider.train.parts.heldout import packed_hidden
+from outrider.train.parts.on_policy import OnPolicy
+from outrider.train.settings.drafters import DrafterConfig, FinetuneConfig
+
+
+def drafter_config(
+    drafter: DrafterConfig, target: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedConfig:
+    """The config of the drafter to start from; reads no weights. A new one gets the target's vocabulary and context.
+
+    Raises `UserError` if the vocabulary of a finished drafter is not the target's.
+    """
+    if drafter.path is not None:
+        config = load_config(drafter.path, drafter.revision, role="drafter.path")
+        require_same_vocabulary(load_tokenizer(drafter.path, drafter.revision, role="drafter.path"), tokenizer)
+        return config
+    shape = {
+        "vocab_size": target.vocab_size,
+        "hidden_size": drafter.hidden,
+        "intermediate_size": drafter.intermediate,
+        "num_hidden_layers": drafter.layers,
+        "num_attention_heads": drafter.heads,
+        "num_key_value_heads": drafter.kv_heads or drafter.heads,
+        "max_position_embeddings": context_limit(target),
+        "tie_word_embeddings": drafter.tied,
+    }
+    return LlamaConfig.from_dict({**shape, **special_tokens(tokenizer)})
+
+
+def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> DraftVocabulary | None:
+    """The draft vocabulary of the finished drafter to continue from; None if it has all tokens.
+
+    Raises `UserError` if it belongs to another target, or if another one is requested.
+    """
+    path, revision = config.drafter.path, config.drafter.revision
+    assert path is not None
+    own = read_draft_vocabulary(path, revision, load_config(path, revision, role="drafter.path"), role="drafter.path")
+    if own is None:
+        return None
+    if config.draft_vocabulary is not None:
+        raise UserError(f"draft_vocabulary={config.draft_vocabulary}: expected null, as drafter.path={path} has its "
+                        f"own {len(own.tokens)} tokens")  # fmt: skip
+    if int(own.tokens.max()) >= target.vocab_size:
+        raise UserError(f"drafter.path={path}: its tokens are some of {own.vocabulary}, the target has "
+                        f"{target.vocab_size}; give the drafter of this target")  # fmt: skip
+    return DraftVocabulary(own.tokens, target.vocab_size)  # which may be padded to another size
+
+
+def start_lm(
+    config: FinetuneConfig,
+    shape: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    own: DraftVocabulary | None = None,
+    rows: int | None = None,
+) -> PreTrainedModel:
+    """The drafter before training, float32: a fixed function of config, files and draft vocabulary `own` (None: all).
+
+    rows: of the target's embedding, which its own gets as well (see `fit_rows`); None: as it is.
+    Exactly the parameters to train require a gradient.
+    """
+    drafter = config.drafter
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
+        if drafter.path is None:
+            made = copy.deepcopy(shape)
+            if own is not None:
+                narrow_config(made, own)
+            lm = AutoModelForCausalLM.from_config(
+                made, attn_implementation=ATTENTION, dtype=torch.float32, trust_remote_code=False
+            )
+            special = {} if own is not None else special_tokens(tokenizer)
+            lm.generation_config = GenerationConfig(do_sample=False, **special)
+            lm.draft_vocabulary = own
+        else:
+            files = open_tensors(drafter.path, drafter.revision)
+            layers = range(shape.num_hidden_layers)
+            lm = load_proven(files, shape, layers, dtype=torch.float32, role="drafter.path")
+            if own is not None and is_narrowed(shape):
+                narrow_config(lm.config, own)
+                lm.draft_vocabulary = own
+            else:
+                fit_rows(lm, rows or shape.vocab_size, special_tokens(tokenizer))
+                if own is not None:
+                    narrow(lm, own)
+            lm.requires_grad_(True)
+        if config.lora_rank:
+            alpha = 2 * config.lora_rank if config.lora_alpha is None else config.lora_alpha
+            lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules="all-linear")  # type: ignore[arg-type]
+            lm = get_peft_model(lm, lora)
+    return lm.to(device)
+
+
+class SmallLMAndTeacher(nn.Module):
+    """A float32 small LM, trained whole or through adapters as given: the training module but for its loss.
+
+    objective: cross_entropy on the labels, or one of `draft_models.losses.DIVERGENCES` from `teacher`, the whole
+    target. Without a teacher a divergence needs the target's cached top-k in the rows. The teacher is not a submodule:
+    it is not trained, saved or wrapped.
+    """
+
+    def __init__(
+        self, lm: PreTrainedModel, objective: str, teacher: LayerStack | None = None, on_policy: OnPolicy | None = None
+    ):
+        super().__init__()
+        self.lm = lm
+        self.objective = objective
+        self.on_policy = on_policy
+        self.step = 0
+        self._unregistered = (layer_stack(plain(lm), rotary_dtype=torch.float32), teacher)
+
+    @property
+    def stack(self) -> LayerStack:
+        """The layers of the small LM, adapters included."""
+        return self._unregistered[0]
+
+    @property
+    def teacher(self) -> LayerStack | None:
+        return self._unregistered[1]
+
+    def begin_step(self, step: int) -> None:
+        """Called by `fit` before each step, since the samples depend on the step.
+
+        Raises `UserError` if parameters are sharded: every forward gathers them from all processes, but sampling needs
+        a different number of forwards on each process.
+        """
+        if self.on_policy is not None and any(map(is_shared_out, self.parameters())):
+            raise UserError("on_policy: needs whole parameters; use ddp or zero2, or on_policy=0")
+        self.step = step
+
+    def gradient_checkpointing_enable(self) -> None:
+        plain(self.lm).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def merged(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The model to serve: a frozen copy in `dtype`, adapters merged in float32."""
+        lm = copy.deepcopy(self.lm)
+        if plain(lm) is not lm:
+            lm = lm.merge_and_unload()  # type: ignore[operator]
+        return lm.to(dtype).requires_grad_(False).eval()  # type: ignore[arg-type]
+
+    def product(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Like `head_product`, without the row for tokens outside the draft vocabulary, which is never proposed."""
+        states, weight = head_product(self.stack.head, hidden)
+        own = self.stack.draft_vocabulary
+        return states, weight if own is None else weight[: len(own.tokens)]
+
+    @torch.no_grad()
+    def teach(self, input_ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        assert self.teacher is not None
+        with torch.autocast(input_ids.device.type, enabled=False):
+            return packed_hidden(self.teacher, input_ids, positions, documents)
+
+
+def plain(lm: PreTrainedModel) -> PreTrainedModel:
+    """The LM itself, without peft's wrapper."""
+    return lm.get_base_model() if hasattr(lm, "peft_config") else lm  # type: ignore[operator]
+
+
+def small_lm_plan(config: FinetuneConfig, target: PreTrainedConfig, drafter: PreTrainedConfig) -> Plan:
+    """Of a small LM that the config `drafter` describes, beside the target."""
+    place = Place.of(config.frozen_dtype, target, config.seq_len, planned_device())
+    fitted = fit_memory(config, empty_model(drafter), 0, target.vocab_size)
+    return Plan(target_memory(target, place) + fitted, {})
