@@ -5,9 +5,8 @@ Everything specific to one kind of model is in its recipe (train/recipes/), whic
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,11 +19,11 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import parse_json, require_writable, write_atomically
 from outrider.base.processes import join_processes, only_run_of
 from outrider.base.settings import RunConfig, construct
-from outrider.inference.loading.memory_plan import Held, describe, explained, planned_device
+from outrider.inference.loading.memory_plan import describe, explained, planned_device
 from outrider.train.core import run_dir, sharding
 from outrider.train.core.fit import Evaluate, fit
 from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
-from outrider.train.core.training import Metrics, Student, Trained, Training
+from outrider.train.core.training import Metrics, Plan, Student, Trained, Training
 
 BEST_FOLDER = "best"
 
@@ -64,14 +63,6 @@ class Best:
         except (OSError, SafetensorError, KeyError, ValueError, UserError) as error:
             raise UserError(f"{self.file}: the best weights are missing or damaged ({reason(error)}); remove "
                             f"{self.file.parent.parent} and train again") from None  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What each device holds in a training, known without weights. facts: further ones, said before."""
-
-    held: Sequence[Held]
-    facts: Mapping[str, object]
 
 
 def train(

@@ -1,11 +1,12 @@
 """`Training`: the data and functions that a recipe makes from its settings for `train.core.driver`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from outrider.inference.loading.memory_plan import Held
 from outrider.train.settings.fit import FitConfig
 
 Student = TypeVar("Student", bound=nn.Module)
@@ -73,3 +74,11 @@ class Training(Generic[Student]):
     saved_whole: nn.Module | None = None
     on_step: Callable[[int], None] | None = None
     minutes: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each device holds in a training, known without weights. facts: further ones, said before."""
+
+    held: Sequence[Held]
+    facts: Mapping[str, object]

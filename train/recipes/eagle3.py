@@ -34,7 +34,7 @@ from outrider.train.parts.target_states import RowsWithStates, with_states
 from outrider.train.settings.drafters import Eagle3Config
 from outrider.train.students.eagle3 import (
     HeadOnTarget,
-    head_options,
+    head_on,
     head_plan,
     judge_steps,
     make_first_head,
@@ -79,7 +79,7 @@ def prepare(
     def build() -> Eagle3Student:
         stack = target.stack(dtype=dtype, device=state.device)
         head = make_first_head(config, target.config, stored, reading, tokens, stack)
-        return Eagle3Student(stack, head, **head_options(config))
+        return head_on(Eagle3Student, stack, head, config)
 
     taught: PackedRows | RowsWithStates = rows
     if config.features is not None:

@@ -39,7 +39,7 @@ from outrider.train.parts.drafter import (
 from outrider.train.parts.heldout import Decoding, HeldOutText, MovedNorms
 from outrider.train.parts.top_k_rows import load_taught_rows
 from outrider.train.settings.drafters import EesdConfig
-from outrider.train.students.early_exit import ExitOnFrozenLayers, exit_options, exit_plan, layers_read, with_shape
+from outrider.train.students.early_exit import ExitOnFrozenLayers, exit_on, exit_plan, layers_read, with_shape
 
 
 @rehearsable
@@ -75,8 +75,7 @@ def prepare(
     else:
         tokens = begun.draft_tokens
     model = target.layers(layers, dtype=frozen_dtype(config.frozen_dtype, state.device), device=state.device)
-    tokens = None if tokens is None else tokens.to(state.device)
-    student = EarlyExitStudent(model, exit_layer, draft_tokens=tokens, **exit_options(config))
+    student = exit_on(EarlyExitStudent, model, config, None if tokens is None else tokens.to(state.device))
     if begun is not None:
         student.drafter.load_state_dict(begun.state_dict())
     trained, frozen = parameters_of(student)

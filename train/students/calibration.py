@@ -23,7 +23,7 @@ from outrider.inference.loading.targets import prepare as prepare_drafters
 from outrider.inference.loading.templates import templates_of
 from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, kind_in
-from outrider.train.core.driver import Plan
+from outrider.train.core.training import Plan
 from outrider.train.parts.capture import Text, recorded_text
 from outrider.train.parts.heldout import heldout_prompt
 from outrider.train.parts.top_k_rows import load_taught_rows

@@ -1,8 +1,8 @@
 """The EAGLE-3 head in training: its reading, the module that its recipe trains, what is watched, and its memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,7 @@ from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Band
 from outrider.inference.loading.memory_plan import Held, planned_device
-from outrider.train.core.driver import Plan
-from outrider.train.core.training import Batch, Metrics
+from outrider.train.core.training import Batch, Metrics, Plan
 from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of, require_context
 from outrider.train.parts.heldout import WATCHED_DRAFT
 from outrider.train.settings.drafters import Eagle3Config
@@ -47,6 +46,9 @@ def reading_of(config: Eagle3Config, stored: StoredHead | None, target: PreTrain
     require_said(reading, shapes_of(empty), config.dialect, target)
     require_context(target, config.seq_len, config.decode_tokens)
     return reading
+
+
+Student = TypeVar("Student", bound="HeadOnTarget")
 
 
 class HeadOnTarget(nn.Module):
@@ -221,7 +223,7 @@ def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) 
     """Of a training of a head of this reading with the whole target."""
     stack = layer_stack(nn.Module.to(empty_model(target), frozen_dtype(config.frozen_dtype, planned_device())))
     head = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
-    student = HeadOnTarget(stack, head, **head_options(config))
+    student = head_on(HeadOnTarget, stack, head, config)
     trained, frozen = parameters_of(student)
     facts = {"taps": ",".join(map(str, reading.taps)), "draft_steps": config.draft_steps}
     facts |= {"trained_parameters": trained, "frozen_parameters": frozen}
@@ -234,11 +236,13 @@ def head_memory(config: Eagle3Config, student: HeadOnTarget) -> list[Held]:
     return fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary)
 
 
-def head_options(config: Eagle3Config) -> Mapping[str, Any]:
-    """The options of `HeadOnTarget` that settings decide."""
-    return {
-        "objective": config.objective,
-        "steps": config.draft_steps,
-        "decay": config.step_decay,
-        "train_head": config.train_head,
-    }
+def head_on(kind: type[Student], stack: LayerStack, head: Eagle3, config: Eagle3Config) -> Student:
+    """The student of this `kind` that `config` asks for."""
+    return kind(
+        stack,
+        head,
+        objective=config.objective,
+        steps=config.draft_steps,
+        decay=config.step_decay,
+        train_head=config.train_head,
+    )

@@ -1,9 +1,8 @@
 """The early exit in training: its shape, the module that its recipe trains, and what that holds."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from outrider.draft_models.targets.model_files import empty_layers, layer_stack
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import stored_dtype
 from outrider.inference.loading.memory_plan import GB, Held, Place, cache_bytes, planned_device, weight_bytes
-from outrider.train.core.driver import Plan
-from outrider.train.core.training import Batch
+from outrider.train.core.training import Batch, Plan
 from outrider.train.parts.drafter import fit_memory, frozen_dtype, parameters_of
 from outrider.train.settings.drafters import EesdConfig
 
@@ -43,6 +41,9 @@ def with_shape(config: EesdConfig, target: PreTrainedConfig) -> EesdConfig:
 def default_exit_layer(target: PreTrainedConfig) -> int:
     """The default exit layer N: 8 % of the layers, the middle of the paper's 5–10 %, and at least one."""
     return max(1, round(0.08 * target.num_hidden_layers))
+
+
+Student = TypeVar("Student", bound="ExitOnFrozenLayers")
 
 
 class ExitOnFrozenLayers(nn.Module):
@@ -163,9 +164,7 @@ def empty_exit(config: EesdConfig, target: PreTrainedConfig) -> tuple[ExitOnFroz
     stored = {id(one): one.numel() for one in model.state_dict(keep_vars=True).values()}  # tied ones once
     size = config.draft_vocabulary
     tokens = None if size is None else torch.empty(size, dtype=torch.long, device="meta")
-    assert config.exit_layer is not None
-    student = ExitOnFrozenLayers(model, config.exit_layer, draft_tokens=tokens, **exit_options(config))
-    return student, sum(stored.values())
+    return exit_on(ExitOnFrozenLayers, model, config, tokens), sum(stored.values())
 
 
 def layers_read(config: EesdConfig, target: PreTrainedConfig) -> list[int] | None:
@@ -175,12 +174,16 @@ def layers_read(config: EesdConfig, target: PreTrainedConfig) -> list[int] | Non
     return None if config.online else layers
 
 
-def exit_options(config: EesdConfig) -> Mapping[str, Any]:
-    """The options of `ExitOnFrozenLayers` that settings decide."""
-    return {
-        "train_head": config.train_head,
-        "train_layer": config.train_layer,
-        "depth": config.exit_depth,
-        "objective": config.loss,
-        "cached": config.teacher == "cached",
-    }
+def exit_on(kind: type[Student], model: PreTrainedModel, config: EesdConfig, tokens: Tensor | None) -> Student:
+    """The student of this `kind` that `config` asks for, on target layers `model`, with draft vocabulary `tokens`."""
+    assert config.exit_layer is not None
+    return kind(
+        model,
+        config.exit_layer,
+        train_head=config.train_head,
+        train_layer=config.train_layer,
+        depth=config.exit_depth,
+        objective=config.loss,
+        cached=config.teacher == "cached",
+        draft_tokens=tokens,
+    )

@@ -27,8 +27,8 @@ from outrider.draft_models.targets.open_target import load_config, load_proven, 
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.loading.memory_plan import Place, planned_device, target_memory
-from outrider.train.core.driver import Plan
 from outrider.train.core.sharding import is_shared_out
+from outrider.train.core.training import Plan
 from outrider.train.parts.drafter import fit_memory
 from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.on_policy import OnPolicy

@@ -34,7 +34,7 @@ from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.recipes.early_exit import EarlyExitStudent, train_early_exit
 from outrider.train.settings.drafters import Eagle3Config, EesdConfig
 from outrider.train.settings.fit import FitConfig
-from outrider.train.students.early_exit import empty_exit, exit_options, exit_plan
+from outrider.train.students.early_exit import empty_exit, exit_on, exit_plan
 from tests.conf.test_experiments import composed
 from tests.families import FAMILIES, TYPICAL, save_family
 from tests.tiers import quick_where, typical_where
@@ -258,7 +258,7 @@ def require_allocated(path: Path, config: EesdConfig) -> None:
     model = load_layers(files, target, layers, dtype=getattr(torch, config.frozen_dtype))
     assert files.bytes_read == 4 * read
     tokens = None if config.draft_vocabulary is None else torch.arange(config.draft_vocabulary)
-    student = EarlyExitStudent(model, 2, draft_tokens=tokens, **exit_options(config))
+    student = exit_on(EarlyExitStudent, model, config, tokens)
     optimizer = build_optimizer(student, config.fit)
     student(**BATCH)["loss_sum"].backward()
     optimizer.step()
