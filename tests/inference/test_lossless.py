@@ -304,15 +304,6 @@ def test_totals_that_the_papers_report(target: Target) -> None:
             assert shape.totals == {"drafted_by_source": fed, "graph_success": copies}
 
 
-def test_a_sharper_q_drafts_deeper(target: Target) -> None:
-    def mean_depth(temperature: float) -> float:
-        shape = make_tree(StructureConfig("opt_tree", nodes=12, delta=0.0, temperature=temperature))
-        rounds = decode(target, ModelDrafter(target.source("small_lm"), shape))[1:]
-        return sum(r.depth for r in rounds) / len(rounds)
-
-    assert mean_depth(0.3) > mean_depth(1.0) > mean_depth(4.0)
-
-
 def test_impossible_lengths_are_refused(target: Target) -> None:
     for prompt, count, message in (
         ([], 5, "empty prompt"),

@@ -130,19 +130,6 @@ def test_a_rule_sees_the_node_that_stands_for_the_level(name: str, q: Q, seed: i
 
 
 @pytest.mark.parametrize("structure", TREES)
-def test_drafts_get_deeper_with_the_prior(structure: str) -> None:
-    means = []
-    for alpha in (0.2, 2.0, 50.0):
-        method = MethodConfig(structure=TREES[structure], stop=StopConfig(rule="beta", alpha=alpha, beta=2.0))
-        drafting, depths = make_structure(method, Streams(0)), []
-        for seed in range(60):
-            depths.append(drafting.draft(KnownSource(random_q(seed)), root(), 99).depth)
-        means.append(sum(depths) / len(depths))
-    assert means == sorted(means)
-    assert means[0] < 1.6 < 3 < means[2]
-
-
-@pytest.mark.parametrize("structure", TREES)
 @pytest.mark.parametrize("limit", [1, 2])
 def test_max_draft_bounds_the_levels(structure: str, limit: int) -> None:
     own = make_structure(MethodConfig(structure=TREES[structure]), Streams(0))

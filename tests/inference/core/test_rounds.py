@@ -242,35 +242,6 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
         assert tokens_of(rounds) == target.text_after(random_prompt(length), count)
 
 
-LEFT = all_pairs(
-    [("early_exit", "token_graph"), ("small_lm", "k_config")],
-    ["break", "keep"],
-    RUNTIMES,
-)
-
-
-@pytest.mark.parametrize(
-    ("shaped", "end", "runtime"), typical_where(each_value(LEFT).__contains__, LEFT), indirect=["runtime"]
-)
-@pytest.mark.slow
-def test_after_a_consumer_breaks_off_the_next_generation_is_right(
-    target: Target, runtime: Runtime, shaped: tuple[str, str], end: str
-) -> None:
-    """The abandoned generation is collected, or still stands while the next one runs."""
-    source, structure = shaped
-    drafter = ModelDrafter(target.source(source), make_structure(method_of(STRUCTURES[structure]), Streams(0)))
-    for taken in (1, 3):
-        options: Any = {"max_new_tokens": 20, "runtime": runtime}
-        abandoned = speculative(target.stack, drafter, random_prompt(30), **options)
-        for _ in zip(range(taken), abandoned, strict=False):
-            pass
-        assert not torch.is_inference_mode_enabled()
-        if end == "break":
-            del abandoned
-        rounds = list(checked(target, runtime, drafter, random_prompt(11), 12))
-        assert tokens_of(rounds) == target.text_after(random_prompt(11), 12)
-
-
 @pytest.mark.parametrize(
     ("source", "lengths"), [("early_exit", (40, 5)), ("small_lm", (40, 5)), ("early_exit", (5, 40))]
 )

@@ -217,31 +217,7 @@ class NoResidual(Rejection):
         return p[family[0] + 1]
 
 
-def per_path(
-    tokens: Sequence[int], parents: Sequence[int], q: Mapping[int, Rows], p: Rows, chance: Chance
-) -> tuple[list[int], int]:
-    """Wrong: verifies every path from the root as a separate chain, and keeps the longest accepted one."""
-    results = []
-    for leaf in set(range(len(tokens))) - set(parents):
-        path = [leaf]
-        while parents[path[0]] != ROOT:
-            path.insert(0, parents[path[0]])
-        above = [ROOT, *path]
-        rows = {i - 1: q[node] for i, node in enumerate(above[:-1])}
-        accepted, token = verify_sampled(
-            [tokens[node] for node in path],
-            range(ROOT, len(path) - 1),
-            rows,
-            p[[node + 1 for node in above]],
-            WITH,
-            chance,
-        )
-        results.append((path[: len(accepted)], token))
-    return max(results, key=lambda result: len(result[0]))
-
-
 WRONG = {
-    "per-path resampling": (per_path, sampled),
     "no residual": (ships(NoResidual(replace=True)), sampled),
     "no residual, without replacement": (ships(NoResidual(replace=False)), functools.partial(sampled, replace=False)),
     "chosen candidates under the with-replacement rule": (ships(WITH), likeliest),

@@ -101,11 +101,7 @@ def test_mixed_draft_is_the_best_of_the_mixture(text: list[int], nodes: int, ord
     for budget in (400, nodes):
         drafter = MixedDrafter(table, NgramConfig(evidence="mixed", nodes=budget, depth=2, longest=4))
         tree = draft(drafter, text)
-        probabilities = {}
-        for token, p in slow_mixture(drafter, text).items():
-            probabilities[token,] = p
-            for after, q in slow_mixture_after(drafter, text, token).items():
-                probabilities[token, after] = p * q
+        probabilities = paths_expected(drafter, text)
         expected = [probabilities[path] for path in paths_of(tree)]
         if budget == 400:
             assert tree.path_probs.tolist() == pytest.approx(expected, rel=1e-2, abs=1e-5)
@@ -138,6 +134,23 @@ def slow_mixture_after(drafter: MixedDrafter, text: list[int], token: int, rows:
     return mixed
 
 
+def paths_expected(drafter: MixedDrafter, text: list[int], rows: Rows = NO_ROWS) -> dict[tuple[int, ...], float]:
+    """The probabilities of all paths of one token and of two."""
+    found: dict[tuple[int, ...], float] = {}
+    for token, p in slow_mixture(drafter, text, rows).items():
+        found[token,] = p
+        for after, q in slow_mixture_after(drafter, text, token, rows).items():
+            found[token, after] = p * q
+    return found
+
+
+def require_close(tree: DraftTree, expected: dict[tuple[int, ...], float]) -> None:
+    """The tree has nearly all of the expected paths, and their probabilities."""
+    found = dict(zip(paths_of(tree), tree.path_probs.tolist(), strict=True))
+    assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-2, abs=1e-5)
+    assert sum(found.values()) == pytest.approx(sum(expected.values()), abs=1e-2)
+
+
 LAWS = np.random.default_rng(5).dirichlet(np.full(VOCABULARY, 0.4), VOCABULARY).tolist()
 WIDEST = 4
 
@@ -162,15 +175,9 @@ def test_recycled_rows_are_evidence_of_the_mixture() -> None:
         note(rows, text + path, LAWS[row])
     text += [7, 7]
     tree = drafter.draft(torch.tensor([7]), 2)
-    expected = {}
-    for token, p in slow_mixture(drafter, text, rows).items():
-        expected[token,] = p
-        for after, q in slow_mixture_after(drafter, text, token, rows).items():
-            expected[token, after] = p * q
+    expected = paths_expected(drafter, text, rows)
     assert {path for path in expected if path[0] == 3} > {(3,)}
-    found = dict(zip(paths_of(tree), tree.path_probs.tolist(), strict=True))
-    assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-2, abs=1e-5)
-    assert sum(found.values()) == pytest.approx(sum(expected.values()), abs=1e-2)
+    require_close(tree, expected)
 
 
 def test_the_corpus_by_longest_suffix_is_evidence_of_the_mixture() -> None:
@@ -180,14 +187,7 @@ def test_the_corpus_by_longest_suffix_is_evidence_of_the_mixture() -> None:
     text = make_documents()[4][20:33]
     tree = draft(drafter, text)
     assert {source for source, *_ in slow_sources(drafter, text)} >= {5, 6, 7}
-    expected = {}
-    for token, p in slow_mixture(drafter, text).items():
-        expected[token,] = p
-        for after, q in slow_mixture_after(drafter, text, token).items():
-            expected[token, after] = p * q
-    found = dict(zip(paths_of(tree), tree.path_probs.tolist(), strict=True))
-    assert found == pytest.approx({path: expected[path] for path in found}, rel=1e-2, abs=1e-5)
-    assert sum(found.values()) == pytest.approx(sum(expected.values()), abs=1e-2)
+    require_close(tree, paths_expected(drafter, text))
 
 
 @pytest.mark.parametrize(("recycle", "suffixes"), [(0, False), (WIDEST, False), (0, True)])

@@ -116,18 +116,6 @@ def test_panels_are_no_choice_for_layers_that_do_not_fit_or_run_another_way(monk
 
 
 @needs_onednn
-def test_one_layer_is_timed_as_in_a_round_not_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which one that has just run is in a cache, where blocks are quicker."""
-    ran: list[nn.Module] = []
-
-    def cost(layout: str, rows: int) -> float:
-        near = any(one is ran[-1] for one in ran[-4:-1])
-        return 1 if near and layout == "blocked" else {"plain": 2, "blocked": 4, "panels": 3}[layout]
-
-    assert fastest_layout(layers_of(1), machine(cost, monkeypatch, ran), small=0) == "plain"
-
-
-@needs_onednn
 def test_each_shape_is_chosen_for_itself() -> None:
     """What is not packed stays as it is, and shared ones stay shared."""
     wide, narrow = nn.Linear(4, 8), nn.Linear(4, 2)

@@ -1,6 +1,5 @@
 """Draft structures against references that follow the definitions, on a source with a known q; and their settings."""
 
-import itertools
 import json
 import math
 import random
@@ -42,7 +41,7 @@ from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
 from outrider.inference.stopping.rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, make_rule
 from tests.inference.priced import costs
-from tests.known_source import KnownSource, Path_, Q, check, random_q, root, sources
+from tests.known_source import KnownSource, Path_, Q, check, paths_of, random_q, root, sources
 
 
 class Until:
@@ -58,6 +57,14 @@ class Until:
 
     def observe(self, drafted: int, accepted: int) -> None:
         pass
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=40))
+def test_the_depth_of_any_tree(places: list[int]) -> None:
+    parents = tuple(place % (node + 1) - 1 for node, place in enumerate(places))
+    tree = DraftTree(torch.arange(len(parents)), parents, (-1,) * len(parents))
+    assert tree.depth == max(map(len, paths_of(tree)), default=0)
 
 
 every_structure = pytest.mark.parametrize(
@@ -201,11 +208,7 @@ def test_draws_without_replacement_follow_the_sequential_distribution(k: int) ->
     right = Counter(map(tuple, _draw(probs, k, generator, replacement=False).tolist()))
     assert torch.equal(probs, before)
     assert chi_square(right, sequential_distribution(k), total) < 5
-    if k > 1:  # power: the same pairs in index order, and draws that forget the renormalisation, must fail
-        unordered = Counter(
-            {o: sum(right[p] for p in itertools.permutations(o)) for o in right if list(o) == sorted(o)}
-        )
-        assert chi_square(unordered, sequential_distribution(k), total) > 50
+    if k > 1:  # power: draws that forget the renormalisation must fail
         scores = (
             torch.rand(total, 5, generator=torch.Generator().manual_seed(k)) * probs
         )  # "top-k of u · q" is not sampling
@@ -268,10 +271,8 @@ def test_shape_files(tmp_path: Path) -> None:
         ([[0], [1, 0]], r"\[1, 0\] has no parent; add \[1\]"),
         ([[0], [1], [0]], r"\[0\] is listed twice"),
         ([[0], [-1]], "rank -1"),
-        ([[0], [0.5]], "rank 0.5"),
         ([[True]], "rank True"),
         ([[0], []], "not a rank path"),
-        ([0, 1], "not a rank path"),
         ([], "non-empty list"),
         ({"0": 1}, "non-empty list"),
     ]:

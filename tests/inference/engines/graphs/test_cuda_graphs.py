@@ -106,28 +106,6 @@ def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pyt
             assert bool((mask[0, 0] == 0).any(-1).all())  # no row sees nothing
 
 
-def test_a_second_generation_uses_the_buffers_of_the_first(target: Path) -> None:
-    _, stack = open_stack(target)
-    runtime = Graphed()
-    drafter = make_drafter(target, LAYERS - 1, noise=0.3)
-    method = MethodConfig(stop=StopConfig(rule="fixed", max_draft=3))
-
-    def places() -> list[tuple[object, int]]:
-        (arena,) = runtime._arenas.values()
-        caches = [arena.first, arena.rest, *(cache for _, cache in arena.draft_caches.values())]
-        keys = [key for cache in caches for key, _ in cache.content()]
-        named = [*arena.buffers.items(), *(("keys", key) for key in keys)]
-        return [(name, tensor.data_ptr()) for name, tensor in named]
-
-    first = decode(stack, EarlyExitSource(drafter), method, runtime, random_prompt(30), 20)
-    before = places()
-    again = decode(stack, EarlyExitSource(drafter), method, runtime, random_prompt(12), 30)
-    assert places() == before
-    assert len(before) > LAYERS
-    assert first == decode(stack, EarlyExitSource(drafter), method, None, random_prompt(30), 20)
-    assert again == decode(stack, EarlyExitSource(drafter), method, None, random_prompt(12), 30)
-
-
 def test_a_drafters_buffers_are_free_when_the_generation_is_over(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even while its source is still at hand: a target and a small LM need one arena each."""
     made, arena = [], cuda_graphs.Arena
