@@ -31,11 +31,16 @@ _CONFIG = NgramConfig(evidence="mixed")  # as method=ngrams learns
 
 
 class ServedText:
-    """One request's text and what was learnt of it. Its last token is what a draft follows."""
+    """One request's text and what was learnt of it. Its last token is what a draft follows.
+
+    learning: the class of what learns.
+    """
+
+    learning = Mixture
 
     def __init__(self, table: TrigramTable, room: int, prompt: np.ndarray):
         """room: the most ids that text and draft come to together. prompt: int [P]."""
-        self.mixture = Mixture(table, _CONFIG)
+        self.mixture = self.learning(table, _CONFIG)
         self.mixture.reset()
         self._ids, self.length = np.zeros(room, np.int64), len(prompt)
         self._ids[: self.length] = prompt
@@ -79,8 +84,10 @@ def chain_rounds(
 class NgramProposer:
     """Drafts at most vLLM's `num_speculative_tokens`. Ranks of one engine are told the same, and draft the same.
 
-    vllm_config: vLLM's `VllmConfig`. Raises `UserError` where no table is named.
+    vllm_config: vLLM's `VllmConfig`. Raises `UserError` where no table is named. text: the class of a request's text.
     """
+
+    text = ServedText
 
     def __init__(self, vllm_config: object):
         try:
@@ -95,7 +102,7 @@ class NgramProposer:
 
     def load_model(self, *_: object, **__: object) -> None:
         """Open the table and compile look-up. Raises `UserError` for a table that is damaged or of a larger model."""
-        ServedText(self._table, 4, np.zeros(1, np.int64)).draft(np.zeros(2, np.int64), 1)
+        self.text(self._table, 4, np.zeros(1, np.int64)).draft(np.zeros(2, np.int64), 1)
 
     def propose(
         self,
@@ -131,7 +138,7 @@ class NgramProposer:
                 self._texts[slot] = before.pop(max(moved, key=lambda other: before[other].length))
             else:
                 prompt = fresh[slot][: max(0, len(fresh[slot]) - counts[slot])]
-                self._texts[slot] = ServedText(self._table, self._longest + self._most, prompt)
+                self._texts[slot] = self.text(self._table, self._longest + self._most, prompt)
         # What was given nothing in this step may go on in the next; texts beyond the batch have ended.
         self._texts |= {slot: before[slot] for slot in before if slot < len(counts) and slot not in self._texts}
 

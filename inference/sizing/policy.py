@@ -282,8 +282,9 @@ class BestWidths:
     tokens. Example: h = (0.5, 0.5) gives α_2 = 0.75, so the widths 2, 2 emit 1 + 0.75 + 0.5625 tokens.
     """
 
-    def __init__(self, tuning: Tuning):
-        self._shapes = all_widths()
+    def __init__(self, tuning: Tuning, shapes: Sequence[tuple[int, ...]] = ()):
+        """shapes: the widths to choose among; those of `all_widths` if there are none."""
+        self._shapes = tuple(shapes) or all_widths()
         self.max_depth = max(map(len, self._shapes))
         self._seconds = np.array([round_seconds(widths, tuning.costs) for widths in self._shapes])
         self._depths = np.array([len(widths) for widths in self._shapes])

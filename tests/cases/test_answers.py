@@ -345,9 +345,7 @@ def test_a_later_turn_is_asked_after_the_tokens_of_the_earlier_ones(loaded: Any)
             loaded._ids(talk_of("Seven", ids=odd))
 
 
-def test_an_end_token_that_is_no_special_one_is_not_shown(
-    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_token_that_is_no_special_one_is_not_shown(weights: Path, tmp_path: Path) -> None:
     """Nor does it stand twice in what is asked next, by the Python API and by the chat."""
     target = shutil.copytree(weights, tmp_path / "target")
     family = FAMILIES["qwen2"]
@@ -363,7 +361,7 @@ def test_an_end_token_that_is_no_special_one_is_not_shown(
     ids = [*saved("Seven")["input_ids"], end]
     rounds = [Round(tuple(ids[:1]), 0, 0, 0, 0.0), Round(tuple(ids[1:]), 0, 0, 0, 0.0)]
     asked = []
-    monkeypatch.setattr(model, "_decode", lambda prompt, *_: asked.append(prompt) or iter(rounds))
+    model._decode = lambda prompt, *_: asked.append(prompt) or iter(rounds)  # type: ignore[method-assign]
     text = model.generate(talk_of("")[:1])
     assert (text, list(model.last.ids), model.last.ended) == ("Seven", ids, True)
     model.generate(talk_of(text, ids=ids))

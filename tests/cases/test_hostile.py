@@ -45,6 +45,7 @@ from tests.inference.batch.responding import ENDS, letter_tokenizer, responses, 
 from tests.inference.batch.serving import MODELS, Engine, replying, serving
 from tests.test_shape import sources
 from tests.tiny import save_target
+from tests.typed import status_of
 
 KEY = "sk-abcdef0123456789"
 PROMPTS = 12
@@ -146,7 +147,7 @@ def test_another_server_does_not_get_the_key(asked: Callable[..., Any], monkeypa
      "http://host/v1?key=s3cret", "http://me:p@s3cret@host", "ftp://me:s3cret@host"],
 )  # fmt: skip
 def test_a_login_in_a_url_is_refused_and_not_shown(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     makes: list[Callable[[], object]] = [
         lambda: AuditConfig(target="t", server=url),
@@ -159,9 +160,7 @@ def test_a_login_in_a_url_is_refused_and_not_shown(
             make()
         assert "cret" not in str(raised.value)
     for words in (f'server="{url}"', f"server={url}", f"no_such={url}", f"server=[{url}"):
-        monkeypatch.setattr(sys, "argv", ["outrider audit", f"target={tmp_path}", words])
-        with pytest.raises(SystemExit, match="2"):
-            audit_command.main()
+        assert status_of(audit_command.main, "outrider audit", f"target={tmp_path}", words) == 2
         assert "cret" not in "".join(capsys.readouterr()).replace("s3 cret", "")  # of a space nothing is known
 
 
@@ -187,8 +186,8 @@ def test_what_is_written_and_printed_is_clean(
     with pytest.raises(UserError, match="engine_options") as raised:
         EvaluateConfig(target="t", engine_options={"hf_token": "tricky8"}, **vllm)
     assert "tricky" not in str(raised.value)
-    monkeypatch.setattr(sys, "argv", ["audit", "+x=https://me:tricky@host", "y=hf_ABCDEFGH"])
-    with only_run(tmp_path, "an audit"):
+    words = ["audit", "+x=https://me:tricky@host", "y=hf_ABCDEFGH"]
+    with patch.object(sys, "argv", words), only_run(tmp_path, "an audit"):
         held = (tmp_path / HOLDER_FILE).read_text()
     assert "tricky" not in held
     assert "ABCDEFGH" not in held
@@ -197,8 +196,8 @@ def test_what_is_written_and_printed_is_clean(
     def fails(_: object) -> None:
         raise RuntimeError(f"Illegal header {texts[1]}")
 
-    with patch.object(cli, "find", fails), pytest.raises(SystemExit):
-        cli.main()
+    with patch.object(cli, "find", fails):
+        assert status_of(cli.main, *words)
     printed = "".join(capsys.readouterr())
     assert "RuntimeError" in printed
     assert "ABCDEFGH" not in printed
@@ -462,34 +461,24 @@ def test_a_member_that_cannot_be_unpacked_is_refused(content: bytes, method: int
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["audit", "evaluate-checkpoint", "eesd"])
 def test_a_verdicts_status_is_no_crashs(
-    command: str, error: BaseException, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, error: BaseException, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     words = {"audit": ["answers=a.jsonl"], "evaluate-checkpoint": ["method=prompt_lookup"], "eesd": []}[command]
-    monkeypatch.setattr(sys, "argv", ["outrider", command, "target=owner/name", f"out_dir={tmp_path}", *words])
-
-    def fails(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(conf, "look_for_places", fails)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == status
+    with patch.object(conf, "look_for_places", side_effect=error):
+        said = ["outrider", command, "target=owner/name", f"out_dir={tmp_path}", *words]
+        assert status_of(cli.main, *said) == status
     said = capsys.readouterr().err
     assert ("Traceback" in said) == (status == 3)
     assert said or status == 1
 
 
 def test_what_is_typed_wrongly_and_what_cannot_be_imported_are_no_verdicts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words in (["audit", "no_such=1"], ["audit", "target"], ["audit"], ["audit", "--target", "x"], ["no-such"]):
-        monkeypatch.setattr(sys, "argv", ["outrider", *words])
-        with pytest.raises(SystemExit, match="2"):
-            cli.main()
-    monkeypatch.setattr(sys, "argv", ["outrider", "audit", "target=x"])
-    with patch.object(cli, "import_module", side_effect=ImportError("no torch")), pytest.raises(SystemExit, match="3"):
-        cli.main()
+        assert status_of(cli.main, "outrider", *words) == 2
+    with patch.object(cli, "import_module", side_effect=ImportError("no torch")):
+        assert status_of(cli.main, "outrider", "audit", "target=x") == 3
     assert "no torch" in capsys.readouterr().err
 
 

@@ -43,6 +43,7 @@ from outrider.train.settings.fit import FitConfig
 from tests.conf.test_configs import compose_and_build
 from tests.test_shape import sources
 from tests.tiny import byte_tokenizer
+from tests.typed import status_of
 
 CONFIG = AutoConfig(target="org/model", prompts="p.jsonl", minutes=15.0)
 # thirty prompts on two shared cores: the look has answered all that are not held out, and a step takes long to load
@@ -203,9 +204,7 @@ def test_what_is_relayed_stands_behind_the_own_stages() -> None:
 def test_no_library_shows_bars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
     monkeypatch.setattr(os, "environ", {key: value for key, value in os.environ.items() if key not in names})
-    monkeypatch.setattr(sys, "argv", ["auto", "targett=x"])
-    with pytest.raises(SystemExit):
-        auto.main()
+    assert status_of(auto.main, "auto", "targett=x") == 2
     assert [os.environ[name] for name in names] == ["1", "1"]
 
 
@@ -319,9 +318,7 @@ def test_long_steps_say_which_option_makes_them_shorter(capsys: pytest.CaptureFi
 # ---------------------------------------------------------------------------------------- messages and directories
 
 
-def test_what_failed_before_it_wrote_leaves_no_directory(
-    tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_failed_before_it_wrote_leaves_no_directory(tmp_path: Path, tiny_models: Path) -> None:
     """A refusal of any command; what was there before stays."""
     folder = tmp_path / "new"
     given = {
@@ -332,10 +329,8 @@ def test_what_failed_before_it_wrote_leaves_no_directory(
         for there in (False, True):
             if there:
                 folder.mkdir()
-            monkeypatch.setattr(sys, "argv", [name, *words, f"out_dir={folder}"])
-            with pytest.raises(SystemExit) as left:
-                import_module(f"outrider.{COMMANDS[name].module}").main()
-            assert (left.value.code, folder.exists()) == (2, there)
+            command = import_module(f"outrider.{COMMANDS[name].module}").main
+            assert (status_of(command, name, *words, f"out_dir={folder}"), folder.exists()) == (2, there)
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -160,7 +160,7 @@ WITHOUT = all_pairs(SOURCES, STRUCTURES, [None, Sampler(SamplingConfig(temperatu
 )
 @pytest.mark.slow
 def test_a_drafted_token_that_is_no_number_changes_no_other(
-    models: Models, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, structure: str, poison: float
+    models: Models, runtime: Runtime, source: str, structure: str, poison: float
 ) -> None:
     """Every model computes NaN of a token that some drafts have and the text has not: it must be as if they had not."""
     expected = plain(models, 20)
@@ -177,7 +177,7 @@ def test_a_drafted_token_that_is_no_number_changes_no_other(
             logits[..., bad] = 1e4
         return logits
 
-    monkeypatch.setattr(drafter, "extend", extended)
+    drafter.extend = extended
     rounds = list(draft(models, drafter, structure, 20, runtime))
     assert tokens_of(rounds) == expected
     assert plain(models, 20, runtime) == expected

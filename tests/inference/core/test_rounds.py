@@ -112,14 +112,13 @@ def checked(
     """The rounds of a generation, the caches compared after each."""
     sessions: list[TargetSession] = []
     text = list(prompt)
-    with pytest.MonkeyPatch.context() as patch:
-        begin = drafter.begin
-        patch.setattr(drafter, "begin", lambda session, *rest: (sessions.append(session), begin(session, *rest)))
-        options: Any = {"max_new_tokens": count, "selector": selector, "runtime": runtime}
-        for r in speculative(target.stack, drafter, prompt, **options):
-            text += r.tokens
-            assert_as_after_prefill(target, getattr(drafter, "model", drafter), sessions[0], text[:-1])
-            yield r
+    begin = drafter.begin
+    drafter.begin = lambda session, *rest: (sessions.append(session), begin(session, *rest))
+    options: Any = {"max_new_tokens": count, "selector": selector, "runtime": runtime}
+    for r in speculative(target.stack, drafter, prompt, **options):
+        text += r.tokens
+        assert_as_after_prefill(target, drafter.model, sessions[0], text[:-1])
+        yield r
 
 
 DRAWN = ("chain", "k_config", "k_config, with_replacement")  # the structures that draw their tokens when sampling
@@ -135,7 +134,7 @@ ROWS = all_pairs(SOURCES, SHAPES, RUNTIMES)
 )
 @pytest.mark.slow
 def test_after_every_round_every_cache_equals_a_fresh_prefill(
-    target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, source: str, shape: tuple[str, bool]
+    target: Target, runtime: Runtime, source: str, shape: tuple[str, bool]
 ) -> None:
     structure, drawn = shape
     streams = Streams(0)
@@ -148,9 +147,9 @@ def test_after_every_round_every_cache_equals_a_fresh_prefill(
         moved.append(nodes != list(range(len(nodes))))
         observe(tree, nodes)
 
-    monkeypatch.setattr(shaping, "observe", note)
+    shaping.observe = note  # type: ignore[method-assign]
     # The third and fourth round draft nothing, so that two tokens and more wait for the drafter.
-    monkeypatch.setattr(shaping, "draft", lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3))))
+    shaping.draft = lambda s, r, limit: draft(s, r, limit * (next(turns) not in (2, 3)))  # type: ignore[method-assign]
     guesses = source != "early_exit, first layer"  # that one is right next to never
     count = 28 if guesses else 9
     rounds = list(

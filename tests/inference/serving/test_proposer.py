@@ -18,7 +18,6 @@ from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.inference.drafters.ngram.mixture import Mixture
 from outrider.inference.drafters.ngram.ngram_search import Nodes
 from outrider.inference.drafters.ngram.ngrams import MixedDrafter
-from outrider.inference.serving import proposer as module
 from outrider.inference.serving.proposer import TABLE_VARIABLE, NgramProposer, ServedText, chain_rounds
 from outrider.inference.settings.method import NgramConfig
 from tests.inference.ngram_cases import FakeSession, make_table
@@ -150,20 +149,19 @@ class FirstUnlearnt(Mixture):
 
 
 @pytest.mark.parametrize("fault", [Mixture, LatestUnread, OldestUnread, FirstUnlearnt])
-def test_a_fault_in_what_it_reads_is_seen(
-    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, fault: type[Mixture]
-) -> None:
+def test_a_fault_in_what_it_reads_is_seen(places: dict[str, Path], fault: type[Mixture]) -> None:
     """OldestUnread differs only if the oldest token of the longest context decides: 1 follows 3, and 2 follows 0."""
     between = np.random.default_rng(5).integers(4, VOCABULARY, NgramConfig.longest - 1).tolist()
     told, room = [3, *between, 1, 0, *between, 2, 0, *between, 2], 400
     requests = [*some_requests(), Request(told, [*told, *told, *told])]
-    monkeypatch.setattr(module, "Mixture", fault)
-    Runner(opened(places["suffixes"], room), requests, 2, room).run()
+    proposer = opened(places["suffixes"], room)
+    proposer.text = type("Faulty", (ServedText,), {"learning": fault})
+    Runner(proposer, requests, 2, room).run()
     same = all(request.drafts == own_chains(TABLES["suffixes"], request, room) for request in requests)
     assert same == (fault is Mixture)
 
 
-def test_a_text_is_learnt_once_in_any_slot(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_learnt_once_in_any_slot(places: dict[str, Path]) -> None:
     """Also two texts with a common prefix. For a batch of two, at most two texts are kept."""
     begun: list[int] = []
 
@@ -173,7 +171,7 @@ def test_a_text_is_learnt_once_in_any_slot(places: dict[str, Path], monkeypatch:
             super().__init__(table, room, prompt)
 
     proposer = opened(places["grams"])
-    monkeypatch.setattr(module, "ServedText", Counted)
+    proposer.text = Counted
     requests = [*some_requests(), *some_requests()[:2], *some_requests()[:2]]
     runner = Runner(proposer, requests, 2, LONGEST)
     runner.run(lambda: _at_most(proposer, 2))
