@@ -108,7 +108,7 @@ def tokenise(
     Raises `UserError`.
     """
     dtype, digest = token_type(encoder.vocabulary), hashlib.sha256()
-    identity = f"{_FORMAT} {encoder.digest} {encoder.eos}"
+    identity = f"{_FORMAT} {encoder.digest} {encoder.eos}" + ("" if encoder.rows is None else f" {encoder.rows}")
     paths, continued, count = list[Path](), list[bool](), 0
 
     def missing() -> Iterator[_Job]:
@@ -213,13 +213,23 @@ def _write_shard(path: Path, batch: list[Passage], dtype: np.dtype, encoder: Enc
     parts = [np.empty(0, dtype)]
     for part in batches(batch, lambda passage: len(passage.text), PIECE):
         for ids, passage in zip(encoder.encode([passage.text for passage in part]), part, strict=True):
-            parts.append(np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype))
-            if passage.continues and lengths:
-                lengths[-1] += len(parts[-1])
-            else:
-                lengths.append(len(parts[-1]))
+            whole = np.array(passage.ids or ([*ids, *end] if passage.ends else ids), dtype)
+            for number, known in enumerate(_readable(whole, encoder)):
+                parts.append(known)
+                if number == 0 and passage.continues and lengths:
+                    lengths[-1] += len(known)
+                else:
+                    lengths.append(len(known))
     write_atomically(path, save({"ids": np.concatenate(parts), "lengths": np.array(lengths, np.uint32)}))
     return sum(lengths)
+
+
+def _readable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
+    """`ids` in parts between those that the model has no rows for: no draft may have them."""
+    if encoder.rows is None:
+        return [ids]
+    first, *others = np.split(ids, np.flatnonzero(ids >= encoder.rows))
+    return [first, *(other[1:] for other in others)]
 
 
 def _pieces(documents: Iterable[Passage], encoder: Encoder) -> Iterator[Passage]:

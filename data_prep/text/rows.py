@@ -6,19 +6,18 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, require
 from outrider.base.files import write_json
+from outrider.base.locks import system_lock
 from outrider.base.progress import Stage
 from outrider.base.settings import read_as
 from outrider.data_prep.text.chat import warn_of_template
@@ -321,7 +320,7 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
     if not _is_complete(folder, key, seq_len):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(folder.with_suffix(".lock")):
+            with system_lock(folder.with_suffix(".lock")):
                 if not _is_complete(folder, key, seq_len):
                     _build(folder, key, config, tokenizer, seq_len, split)
         except OSError as error:  # reading raises UserError itself, so this is a write error
@@ -335,21 +334,6 @@ def _prepare(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: in
         print(f"data source={config.source} split={split} {counts}", flush=True)
         warn_of_unused(found.counts, found.first)
     return folder
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock an entry: one process at a time builds it; the others wait."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print("data: another process is building these rows; waiting for it", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _cache_key(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seq_len: int, split: Split) -> str:

@@ -220,10 +220,24 @@ def _stamp(files: Mapping[str, Path]) -> str:
 
 def _find(folder: Path, stamp: str) -> Path | None:
     """The finished conversion of files with this stamp; None if there is none."""
-    with suppress(OSError):
+    with suppress(OSError, UserError):
         entry = folder / (folder / "known" / stamp).read_text("utf-8")
-        return entry if (entry / RECORD_FILE).exists() else None
+        return entry if _is_whole(entry) else None
     return None
+
+
+def _is_whole(entry: Path) -> bool:
+    """Whether a conversion is finished, and its files have as many bytes as were written. Raises `UserError`."""
+    record = entry / RECORD_FILE
+    if not record.exists():
+        return False
+    said = read_mapping(record, "record of a conversion", "remove it").get("bytes")
+    return said in (None, _size(entry))  # older conversions do not say
+
+
+def _size(entry: Path) -> int:
+    """Bytes of the files of a conversion."""
+    return sum(file.stat().st_size for file in entry.iterdir() if file.name != RECORD_FILE)
 
 
 def _make(folder: Path, stamp: str, original: Original) -> Path:
@@ -231,7 +245,7 @@ def _make(folder: Path, stamp: str, original: Original) -> Path:
     described, part = stamp.endswith(_DESCRIBED), folder / "part"
     key = stamp if described else content_key(original)
     entry = folder / key
-    if not (entry / RECORD_FILE).exists():
+    if not _is_whole(entry):
         if os.environ.get("OUTRIDER_CACHE_GB"):
             warn(f"OUTRIDER_CACHE_GB is gone: a conversion is kept until you remove its directory from {folder}")
         for leftover in (part, entry):  # of a killed process, and of an entry of which somebody removed something
@@ -244,13 +258,12 @@ def _make(folder: Path, stamp: str, original: Original) -> Path:
                 write_safetensors(original, part, remedy=_REMEDY)
             if _stamp(original.files) != stamp.removesuffix(_DESCRIBED):
                 raise UserError(f"{original.source}: changed while it was converted; start again when it is whole")
-            write_json(part / RECORD_FILE, {"made_of": original.source})
+            write_json(part / RECORD_FILE, {"made_of": original.source, "bytes": _size(part)})
             os.rename(part, entry)
         finally:
             shutil.rmtree(part, ignore_errors=True)
         if not described:
-            size = sum(file.stat().st_size for file in entry.iterdir()) / 1e9
-            said = f"converted {original.source} once: {size:.1f} GB in {entry} ({PLACE} says where)"
+            said = f"converted {original.source} once: {_size(entry) / 1e9:.1f} GB in {entry} ({PLACE} says where)"
             print(said, file=sys.stderr, flush=True)
     write_atomically(folder / "known" / stamp, key.encode(), _REMEDY)
     return entry

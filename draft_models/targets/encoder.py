@@ -14,13 +14,17 @@ _EXPECTED = "a SentencePiece .model file, a GGUF file, or the directory or Hub n
 
 class Encoder(NamedTuple):
     """A tokenizer: texts → ids without special tokens, its pieces and their ids, the EOS id if it has one, a digest of
-    everything that determines its output, and the BOS id if it has one."""
+    everything that determines its output, and the BOS id if it has one.
+
+    rows: of the embedding of the model beside it, if they are fewer than the tokenizer's ids.
+    """
 
     encode: Callable[[list[str]], Sequence[Sequence[int]]]
     pieces: dict[str, int]
     eos: int | None
     digest: str
     bos: int | None = None
+    rows: int | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -35,7 +39,7 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
     from outrider.draft_models.formats.convert import tokenizer_alone
     from outrider.draft_models.targets.fingerprint import tokenizer_digest  # imports torch, not needed for a file
-    from outrider.draft_models.targets.open_target import load_tokenizer
+    from outrider.draft_models.targets.open_target import load_tokenizer, rows_beside
 
     try:
         tokenizer = tokenizer_alone(source) or load_tokenizer(source, revision, role="tokenizer")
@@ -47,7 +51,9 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
         return tokenizer(texts, **options)["input_ids"]
 
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    return Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
+    made = Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
+    rows = None if os.path.isfile(source) else rows_beside(source, revision)
+    return made if rows is None or rows >= made.vocabulary else made._replace(rows=rows)
 
 
 def _of_sentencepiece(source: str) -> Encoder:

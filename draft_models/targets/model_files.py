@@ -4,6 +4,8 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -14,11 +16,11 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from outrider.base.errors import UserError, reason, warn_once
-from outrider.base.files import read_json
+from outrider.base.files import read_json, read_mapping, write_json
 from outrider.base.progress import Stage
 from outrider.base.words import listed
 from outrider.draft_models.formats.convert import as_described, located
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE
+from outrider.draft_models.formats.torch_files import CONFIG_FILE, GENERATION_FILE, SAFETENSORS
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.introspection import observe
 from outrider.draft_models.targets.model_spec import ModelSpec
@@ -135,16 +137,33 @@ def load_causal_lm(
     held = dict(files.stored(files.file_of))  # raises for what transformers would pass over: a tensor in two files
     where, revision = files.place
     renamed = {"key_mapping": {f"^{re.escape(files.wrapped)}": ""}} if files.wrapped else {}
-    with Stage(f"loading {source} by transformers"):
+    with Stage(f"loading {source} by transformers"), _with_metadata(where) as place:
         model = fitted(
-            AutoModelForCausalLM, where, f"{role}={source}", exact=None if "config" in options else bool(renamed),
+            AutoModelForCausalLM, place, f"{role}={source}", exact=None if "config" in options else bool(renamed),
             revision=revision, use_safetensors=True, **renamed, **options,
         )  # fmt: skip
+    model.name_or_path = model.config.name_or_path = where
     require_floats(f"{role}={source}", held, [name for name, _ in model.named_parameters()])
     if renamed:  # else the prefix would be put back where the model is saved
         conversions = vars(model)["_weight_conversions"]
         conversions[:] = [one for one in conversions if one.target_patterns != [""]]
     return model
+
+
+@contextmanager
+def _with_metadata(where: str) -> Iterator[str]:
+    """`where`, or if its index lacks the "metadata" that transformers wants: a directory of links to its files."""
+    index = Path(where, SAFETENSORS.index)
+    said = read_mapping(index, "index", "fetch the checkpoint again") if index.exists() else {"metadata": {}}
+    if "metadata" in said:
+        yield where
+        return
+    with TemporaryDirectory() as folder:
+        for file in index.absolute().parent.iterdir():
+            if file.name != index.name:
+                Path(folder, file.name).symlink_to(file)
+        write_json(Path(folder, index.name), {"metadata": {}, **said})
+        yield folder
 
 
 def load_generation_config(source: str, revision: str | None = None) -> GenerationConfig | None:

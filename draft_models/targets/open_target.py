@@ -179,6 +179,13 @@ def load_tokenizer(source: str, revision: str | None = None, *, role: str = "tar
     return tokenizer
 
 
+def rows_beside(source: str, revision: str | None) -> int | None:
+    """The rows of the embedding of the model beside a tokenizer; None: there is none, or it does not say."""
+    file = find_file(source, CONFIG_FILE, revision)
+    rows = read_mapping(file, "description of a model", "fetch the model again").get("vocab_size") if file else None
+    return rows if isinstance(rows, int) else None
+
+
 def pick_device(name: str) -> torch.device:
     """The device called `name`; "auto" is the current CUDA device if there is one, else the CPU."""
     if name == "auto":

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import outrider
 from outrider.base.errors import UserError
 from outrider.commands import config_for
+from outrider.data_prep.ngrams.building import build_table
+from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.prompts import read_prompts
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
@@ -148,6 +150,9 @@ def test_a_table_is_refused_for_its_ids_and_not_for_its_tokenizers(short: Path, 
     for name in ("level", "text"):
         with pytest.raises(UserError, match=f"table=.*{name}.* ids beyond the target's {ROWS}"):
             open_table(str(tmp_path / name), target.vocabulary_digest, ROWS)
+    data = write(tmp_path / "pad.jsonl", [{"text": f"{i} ab<pad>ab"} for i in range(40)])
+    build_table(TrigramConfig(tokenizer=str(short), data=data, suffixes=True, out_dir=str(tmp_path / "own"), workers=1))
+    assert open_table(str(tmp_path / "own"), target.vocabulary_digest, ROWS).vocabulary > ROWS
 
 
 @pytest.mark.parametrize("rows", [256, 257])

@@ -23,7 +23,8 @@ from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.model_files import load_causal_lm
+from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.tiers import as_many
 from tests.tiny import ARCHITECTURES, LAYERS, make_drafter, save_target
@@ -188,6 +189,8 @@ def test_the_same_target_in_other_words_is_the_same(trained: Callable[..., Path]
         save_file({n: t for n, t in stored.items() if shards[n] == file}, moved / file, metadata={"format": "pt"})
     (moved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     load(folder, moved)
+    assert open_target(str(moved)).layers(dtype=torch.float32).config.name_or_path == str(moved)
+    assert load_causal_lm(str(moved)).name_or_path == str(moved)  # transformers wants "metadata" in an index
 
 
 def warnings(captured: Any) -> list[str]:
