@@ -3,7 +3,6 @@
 import itertools
 import os
 import socket
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from outrider.base.run_dirs import only_run
 from outrider.cli import COMMANDS
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TABLE, TARGET
 from tests.tiers import typical_where
+from tests.typed import status_of
 
 ENTRIES = {
     name: f"outrider.{command.module}" for name, command in COMMANDS.items() if name != "chat"
@@ -49,12 +49,9 @@ def out(tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, command: str, *options: str) -> int:
+def run(command: str, *options: str) -> int:
     """The exit status of a command run in this process."""
-    monkeypatch.setattr(sys, "argv", [command, *OPTIONS[command], "out_dir=out", *options])
-    with pytest.raises(SystemExit) as ended:
-        import_module(ENTRIES[command]).main()
-    return int(ended.value.code or 0)
+    return status_of(import_module(ENTRIES[command]).main, command, *OPTIONS[command], "out_dir=out", *options)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -71,14 +68,14 @@ ONCE = list(zip(OPTIONS, itertools.cycle(["true", "false"]), strict=False))  # e
 
 @pytest.mark.parametrize(("command", "resume"), typical_where(ONCE.__contains__, RESUMED))
 def test_a_second_run_is_refused_by_the_first_ones_name(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str, resume: str
+    out: Path, capsys: pytest.CaptureFixture, command: str, resume: str
 ) -> None:
     folder = out / ELSEWHERE.get(command, "out")
     folder.mkdir()
     (folder / "log.jsonl").write_text("of the first run")
     with only_run(folder, "something"):
         before = content(out)
-        status = run(monkeypatch, command, f"resume={resume}")
+        status = run(command, f"resume={resume}")
         assert content(out) == before
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert status == 2
@@ -87,16 +84,14 @@ def test_a_second_run_is_refused_by_the_first_ones_name(
 
 
 @pytest.mark.parametrize("command", ["eesd", "build_trigrams", "evaluate_checkpoint", "pipeline"])
-def test_a_rehearsal_is_not_cleared_by_another(
-    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, command: str
-) -> None:
+def test_a_rehearsal_is_not_cleared_by_another(out: Path, capsys: pytest.CaptureFixture, command: str) -> None:
     folder = out / "out-debug"
     for mark in ("tiny_models", "logs"):
         (folder / mark).mkdir(parents=True)
         (folder / mark / "something").touch()
     with only_run(folder, "something"):
         before = content(out)
-        assert run(monkeypatch, command, "debug=true") == 2
+        assert run(command, "debug=true") == 2
         assert content(out) == before
     assert f"process {os.getpid()} on {socket.gethostname()}" in capsys.readouterr().err
 
@@ -106,34 +101,31 @@ def test_a_replay_is_a_run_too(out: Path, monkeypatch: pytest.MonkeyPatch, capsy
     (out / "t").touch()
     monkeypatch.setitem(OPTIONS, "evaluate_checkpoint", ["target=replay", "transcripts=t", f"tokenizer={TARGET}"])
     with only_run(out / "out", "something"):
-        assert run(monkeypatch, "evaluate_checkpoint", "method=prompt_lookup", "prompt_text=[hello]") == 2
+        assert run("evaluate_checkpoint", "method=prompt_lookup", "prompt_text=[hello]") == 2
     assert "another run is writing results there: process" in capsys.readouterr().err
 
 
 def test_a_calibration_holds_the_drafters_directory(
-    out: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    out: Path, tiny_models: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """It writes the head there, so no training and no other calibration may run in it."""
     with only_run(tiny_models / EARLY_EXIT, "something"):
-        assert run(monkeypatch, "calibrate") == 2
+        assert run("calibrate") == 2
     assert f"out_dir={EARLY_EXIT}: another run is writing" in capsys.readouterr().err
 
 
-def test_a_plan_needs_no_directory(out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_a_plan_needs_no_directory(out: Path, capsys: pytest.CaptureFixture) -> None:
     """It can be asked for while the training runs."""
-    from outrider.train.eesd import main
-
     (out / "out").mkdir()
-    monkeypatch.setattr(sys, "argv", ["eesd", *OPTIONS["eesd"], "out_dir=out", "plan=true"])
     with only_run(out / "out", "something"):
         before = content(out)
-        main()
+        assert run("eesd", "plan=true") == 0
         assert content(out) == before
     assert "plan exit_layer=1/4" in capsys.readouterr().out
 
 
-def test_a_command_that_has_failed_lets_go(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(monkeypatch, "eesd", "seq_len=9999") == 2
+def test_a_command_that_has_failed_lets_go(out: Path) -> None:
+    assert run("eesd", "seq_len=9999") == 2
     with only_run(out / "out", "something"):
         pass
     with only_run(out / "out", "something"), pytest.raises(UserError, match="another run"), only_run(out / "out", ""):
