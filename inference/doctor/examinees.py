@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -243,7 +243,7 @@ def examine_lm(
     plugin: DrafterPlugin[SmallLM], model: SmallLM, where: str, target: OpenTarget, stack: Target
 ) -> Examinee:
     """A small LM for `target`."""
-    lm: SmallLM = bare(model)
+    lm = cast("SmallLM", bare(model))
     record = read_record(where, LM_TRAINING_FILE)
     stored = read_config(where, role=SMALL_LM.name).dtype  # that of a model that is loaded says what it runs in
     return Examinee(

@@ -1,6 +1,7 @@
 """OPT-Tree: the draft tree of a given or chosen size with the largest expected accepted length."""
 
 import math
+import random
 from collections.abc import Sequence
 
 import torch
@@ -8,79 +9,96 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.inference.core.ops import likeliest_children
-from outrider.inference.core.tree import ROOT, OptimalTree
-from outrider.inference.shapes.shapes import cat_levels, plain_probs, stops
-from outrider.inference.sizing.policy import TreeGrowth
-from outrider.inference.stopping.interface import Source, StopRule, ToProbs
+from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
+from outrider.inference.settings.method import AUTO, StructureConfig, number
+from outrider.inference.shapes.structure import Tree, cat_levels, plain_probs
+from outrider.inference.sizing.policy import TreeSizes, Trials, Tuning, trials_by_band
+from outrider.inference.stopping.interface import Source, ToProbs
+from outrider.inference.stopping.rules import required
 
 
-def opt_tree(
-    source: Source,
-    root: Tensor,
-    *,
-    limit: int,
-    nodes: int,
-    delta: float,
-    width: int | None = None,
-    growth: TreeGrowth | None = None,
-    rule: StopRule | None = None,
-    to_probs: ToProbs | None = None,
-    temperature: float = 1.0,
-) -> OptimalTree:
+class OptTree(Tree):
     """The tree of at most `nodes` nodes with the largest E(A) = 1 + Σ p̂ (OPT-Tree, Algorithm 1).
 
-    It grows level by level. The next level holds the `nodes` children of the last level with the largest p̂. Drafting
-    ends when a level raises the best tree's E by `delta` or less, or when `rule` stops. Nodes with p̂ = 0 are left out.
+    Its sizes are given, or the fastest ones. It grows level by level. The next level holds the `nodes` children of the
+    last level with the largest p̂. Drafting ends when a level raises the best tree's E by `delta` or less, or when the
+    rule stops. Nodes with p̂ = 0 are left out.
 
     Only nodes of the last level that are in the best tree so far are fed. In the order by (p̂, depth) a child follows
     its parent, so descendants of a node outside the best `nodes` can never enter. So the best tree contains a prefix of
     every level sorted by p̂; ties cannot remove a parent, and no gather is needed. Any prefix of that order is also a
-    tree. `growth` chooses the prefix with the best rate, and how many nodes of a level to feed.
+    tree. `TreeGrowth` chooses the prefix with the best rate, and how many nodes of a level to feed.
 
-    to_probs None: softmax of logits / temperature.
+    What ranks is q after the sampler, or the softmax of logits / temperature (see `Tree.ranking`).
 
     width: the most nodes of a level that are fed, most likely first. With it and δ = 0 the tree is EAGLE-2's (arXiv
     2406.16858, section 4), which has the largest E(A) of all trees that such steps can find.
 
     One transfer per level; at most nodes · limit rows.
     """
-    levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
-    above: list[list[int]] = []  # per level: index of each node's parent in the previous level
-    first_rows: list[int] = []  # per level: row of its first node
-    fed: list[int] = []  # per level: how many of its nodes were fed
-    steps: list[list[float]] = []  # per level: q of each node given its parent
-    best: list[tuple[float, int]] = []  # (−p̂, level) of the best tree, ascending
-    tokens, parent_rows, rows = root, [ROOT], 0
-    parents_probs = [1.0]
-    weights: Tensor | None = None
-    gain, expected, count = math.inf, 0.0, 0
-    while len(levels) < limit and gain > delta and parent_rows:
-        logits = source.extend(tokens, parent_rows)
-        start, rows = rows, rows + len(parent_rows)
-        found, level_tokens, values, place_list = _children(
-            logits, range(start, rows), parents_probs, weights, nodes, to_probs, temperature
-        )
-        depth = len(levels)
-        best = sorted([*best, *((-value, depth) for value in values if value > 0)])[:nodes]
-        levels.append((level_tokens, found))
-        above.append(place_list)
-        steps.append([value / parents_probs[place] for value, place in zip(values, above[-1], strict=True)])
-        first_rows.append(rows)
-        kept = sum(level == depth for _, level in best)
-        count = len(best)
-        if growth is not None:
-            count, kept = growth.after_level(len(parent_rows), steps[-1], above[-1], best)
-        kept = kept if width is None else min(kept, width)
-        total = -math.fsum(value for value, _ in best)
-        gain, expected = total - expected, total
-        tokens, weights, parents_probs = level_tokens[:kept], found[:kept], values[:kept]
-        parent_rows = [start + place for place in above[-1][:kept]]
-        fed.append(kept)
-        if stops(rule, len(levels), level_tokens, logits, source, above[-1][0]):
-            break
-    if fed:
-        fed[-1] = 0
-    return _assemble(root, levels, above, steps, first_rows, fed, best[:count])
+
+    def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
+        nodes, depth = (None if size == AUTO else number(size) for size in (settings.nodes, settings.max_depth))
+        if settings.delta is None and depth is not None:
+            raise ValueError("opt_tree needs a delta: measure one (inference.measure.probe)")
+        if nodes is not None and depth is not None:
+            fed = min(nodes, settings.width or nodes)  # per level
+            super().__init__(settings, max(nodes, fed * depth), depth)
+        else:
+            self.sizes = sizes = TreeSizes(required(tuning), nodes, depth)
+            super().__init__(settings, sizes.max_nodes * sizes.max_depth, sizes.max_depth)
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> OptimalTree:
+        settings, steps = self.settings, self.steps(limit)
+        growth = self.sizes.begin() if isinstance(self.sizes, TreeSizes) else None
+        nodes = number(settings.nodes) if growth is None else growth.nodes
+        delta, width, temperature = settings.delta or 0.0, settings.width, settings.temperature
+        to_probs = self.ranking(source)
+        levels: list[tuple[Tensor, Tensor]] = []  # per level: tokens, p̂, descending
+        above: list[list[int]] = []  # per level: index of each node's parent in the previous level
+        first_rows: list[int] = []  # per level: row of its first node
+        fed: list[int] = []  # per level: how many of its nodes were fed
+        shares: list[list[float]] = []  # per level: q of each node given its parent
+        best: list[tuple[float, int]] = []  # (−p̂, level) of the best tree, ascending
+        tokens, parent_rows, rows = root, [ROOT], 0
+        parents_probs = [1.0]
+        weights: Tensor | None = None
+        gain, expected, count = math.inf, 0.0, 0
+        while len(levels) < steps and gain > delta and parent_rows:
+            logits = source.extend(tokens, parent_rows)
+            start, rows = rows, rows + len(parent_rows)
+            found, level_tokens, values, place_list = _children(
+                logits, range(start, rows), parents_probs, weights, nodes, to_probs, temperature
+            )
+            depth = len(levels)
+            best = sorted([*best, *((-value, depth) for value in values if value > 0)])[:nodes]
+            levels.append((level_tokens, found))
+            above.append(place_list)
+            shares.append([value / parents_probs[place] for value, place in zip(values, above[-1], strict=True)])
+            first_rows.append(rows)
+            kept = sum(level == depth for _, level in best)
+            count = len(best)
+            if growth is not None:
+                count, kept = growth.after_level(len(parent_rows), shares[-1], above[-1], best)
+            kept = kept if width is None else min(kept, width)
+            total = -math.fsum(value for value, _ in best)
+            gain, expected = total - expected, total
+            tokens, weights, parents_probs = level_tokens[:kept], found[:kept], values[:kept]
+            parent_rows = [start + place for place in above[-1][:kept]]
+            fed.append(kept)
+            if self.stops(len(levels), level_tokens, logits, source, above[-1][0]):
+                break
+        if fed:
+            fed[-1] = 0
+        return _assemble(root, levels, above, shares, first_rows, fed, best[:count])
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        assert isinstance(tree, OptimalTree)
+        super().observe(tree, accepted)
+        self.totals["expected_tau"] += tree.expected
+
+    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+        return trials_by_band(tree, accepted)
 
 
 def _children(

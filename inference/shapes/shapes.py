@@ -1,12 +1,4 @@
-"""Draft structures: functions from a source and the last committed token to a `DraftTree`.
-
-Every structure feeds only `root` [1] in its first `extend` (row 0), then calls `extend` once per level with the nodes
-that get children. Nodes are in level order; the copies of a token graph follow all others. So parents precede children,
-and a caller may feed the nodes without a row in index order.
-
-`limit` bounds the nodes on a path. With limit 0 nothing is drafted and nothing is fed. A `rule` is evaluated after
-every level. A draft that it stops at depth d equals the draft with limit=d.
-"""
+"""Chains, trees of fixed shape, and MCSD's k-config trees."""
 
 import random
 from collections.abc import Sequence
@@ -18,150 +10,70 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.base.errors import UserError, require_choice
+from outrider.base.errors import UserError
 from outrider.base.files import read_json
+from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from outrider.inference.core.ops import largest
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
-from outrider.inference.settings.method import DRAWS, Draw
-from outrider.inference.stopping.interface import Source, Step, StopRule, ToProbs
+from outrider.inference.settings.limits import MOST_NODES
+from outrider.inference.settings.method import Draw, StructureConfig, number
+from outrider.inference.shapes.structure import Structure, Tree, cat_levels, plain_probs
+from outrider.inference.sizing.policy import (
+    BestWidths,
+    Trials,
+    Tuning,
+    level_sizes,
+    outcomes_at_nodes,
+    trials_at_nodes,
+    trials_in_chain,
+)
+from outrider.inference.stopping.interface import Source, StopRule
+from outrider.inference.stopping.rules import BestLength, required
 
 
-def stops(rule: StopRule | None, drafted: int, tokens: Tensor, logits: Tensor, source: Source, row: int = 0) -> bool:
-    """Whether `rule`, if there is one, ends the draft after a level of depth `drafted`.
-
-    tokens: of the level, which its first node represents. logits [n, V]: after the rows just fed. row: the one of these
-    rows that predicted the first node (see `Step`).
-    """
-    return rule is not None and rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
-
-
-def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Softmax in float32 [n, V]: the draft distribution without logits processors."""
-    return logits.float().softmax(-1)
-
-
-# --- chain -----------------------------------------------------------------------------------------------------
-
-
-def chain(
-    source: Source,
-    root: Tensor,
-    rule: StopRule,
-    *,
-    limit: int,
-    to_probs: ToProbs | None = None,
-    generator: random.Random | None = None,
-) -> DraftTree:
-    """Draft one token at a time until `rule` stops or the draft has `limit` tokens.
+class Chain(Structure):
+    """Drafts one token at a time until the stop rule stops.
 
     Without a generator each token is the argmax, and the draft is deterministic. With one it is sampled from q, which
-    the tree records. `to_probs` None: unprocessed logits (greedy), plain softmax (sampled).
+    the tree records. Without a sampler, unprocessed logits decide (greedy), or their softmax (sampled).
     """
-    tokens = [root]
-    q: dict[int, Tensor] = {}
-    while len(tokens) <= limit:
-        row = len(tokens) - 1
-        logits = source.extend(tokens[-1], (row - 1,))
-        if generator is None:
-            scores = logits if to_probs is None else to_probs(logits, (row,))
-            token = largest(scores)[1]
-        else:
-            probs = (to_probs or plain_probs)(logits, (row,))
-            q[row - 1] = probs[0]
-            token = invert(probs, generator.random())[0]
-        tokens.append(token)
-        if rule.stop(Step(row + 1, token, logits, source)):
-            break
-    n = len(tokens) - 1
-    fed = (*range(1, n), -1)[:n]  # the last token is never fed
-    return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), fed, q=q)
+
+    def __init__(self, rule: StopRule, generator: random.Random | None = None):
+        super().__init__(rule.max_draft, rule.max_draft, rule)
+        self.generator = generator
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
+        steps, to_probs, generator = self.steps(limit), source.to_probs, self.generator
+        tokens = [root]
+        q: dict[int, Tensor] = {}
+        while len(tokens) <= steps:
+            row = len(tokens) - 1
+            logits = source.extend(tokens[-1], (row - 1,))
+            if generator is None:
+                scores = logits if to_probs is None else to_probs(logits, (row,))
+                token = largest(scores)[1]
+            else:
+                probs = (to_probs or plain_probs)(logits, (row,))
+                q[row - 1] = probs[0]
+                token = invert(probs, generator.random())[0]
+            tokens.append(token)
+            if self.stops(row + 1, token, logits, source):
+                break
+        n = len(tokens) - 1
+        fed = (*range(1, n), -1)[:n]  # the last token is never fed
+        return DraftTree(torch.cat(tokens)[1:], chain_parents(0, n), fed, q=q)
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        if isinstance(self.rule, BestLength) and len(tree):
+            self.totals[f"{CHOSEN}max_draft={self.rule.length}"] += 1
+        super().observe(tree, accepted)
+
+    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+        return trials_in_chain(len(tree), len(accepted))
 
 
-# --- k-config trees ----------------------------------------------------------------------------------------------
-
-
-def k_config(
-    source: Source,
-    root: Tensor,
-    *,
-    limit: int,
-    rule: StopRule | None = None,
-    widths: Sequence[int] = (4, 2, 2),
-    mode: Draw = "without_replacement",
-    to_probs: ToProbs | None = None,
-    generator: random.Random | None = None,
-) -> DraftTree:
-    """MCSD's tree: every node of level i gets up to widths[i] children, fewer if q has fewer tokens left.
-
-    mode: how children are chosen.
-    - "with_replacement": i.i.d. samples; equal ones share a node (`DraftTree.draws`).
-    - "without_replacement": x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i).
-    - "top_k": the most probable tokens, deterministic.
-
-    The sampled modes transfer once per level, top_k never. At most Σ_i Π_{j≤i} widths[j] rows.
-    """
-    require_choice("mode", mode, DRAWS)
-    if mode == "top_k":
-        return static(source, root, full_shape(tuple(widths)), limit=limit, rule=rule, to_probs=to_probs)
-    if generator is None:
-        raise ValueError(f"mode={mode} needs a generator to draw with")
-    to_probs = to_probs or plain_probs
-    replacement = mode == "with_replacement"
-    widths = widths[: max(limit, 0)]
-    levels: list[Tensor] = []
-    parents: list[int] = []
-    rows: list[int] = []
-    q: dict[int, Tensor] = {}
-    draws: dict[int, tuple[int, ...]] = {}
-    inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0  # inner: nodes that get children; fed: rows so far
-    for depth, width in enumerate(widths):
-        logits = source.extend(tokens, parent_rows)
-        probs = to_probs(logits, range(fed, fed + len(inner)))
-        fed += len(inner)
-        drawn = _draw(probs, width, generator, replacement)
-        fresh: list[int] = []
-        start = len(parents)
-        for slot, sequence in enumerate(drawn.tolist()):
-            node_of: dict[int, int] = {}
-            for token in sequence:
-                if token >= 0 and token not in node_of:
-                    node_of[token] = len(parents)
-                    parents.append(inner[slot])
-                    fresh.append(token)
-            q[inner[slot]] = probs[slot]
-            if replacement:
-                draws[inner[slot]] = tuple(node_of[token] for token in sequence if token >= 0)
-        inner = list(range(start, len(parents)))
-        tokens = drawn.flatten() if len(fresh) == drawn.numel() else torch.tensor(fresh, device=root.device)
-        levels.append(tokens)
-        parent_rows = [rows[parents[node]] if depth else 0 for node in inner]
-        last = stops(rule, depth + 1, tokens, logits, source) or depth + 1 == len(widths)
-        rows += [-1] * len(inner) if last else range(fed, fed + len(inner))
-        if last:
-            break
-    return DraftTree(cat_levels(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
-
-
-def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool) -> Tensor:
-    """Sample `count` tokens from each row of probs [m, V] -> [m, count], −1 if no token with q > 0 is left.
-
-    Without replacement, each drawn token's q is set to 0 before the next draw. This has the distribution of Gumbel
-    top-k, and needs one cumulative sum per draw instead of V random numbers per row.
-    """
-    rounds, each = (1, count) if replacement else (count, 1)
-    left = probs if rounds == 1 else probs.clone()
-    drawn = []
-    for i in range(rounds):
-        numbers = torch.tensor([generator.random() for _ in range(len(probs) * each)], dtype=torch.float64)
-        tokens = invert(left, numbers.view(len(probs), each).to(probs.device, non_blocking=True))
-        drawn.append(tokens)
-        if i + 1 < rounds:
-            left.scatter_(-1, tokens.clamp(min=0), 0.0)  # an exhausted row is 0 already
-    return drawn[0] if rounds == 1 else torch.cat(drawn, dim=-1)
-
-
-# --- fixed shapes ----------------------------------------------------------------------------------------------------
+# --- fixed shapes ---
 
 
 @dataclass(frozen=True)
@@ -245,39 +157,11 @@ def full_shape(widths: tuple[int, ...]) -> Shape:
     return parse_shape(paths)
 
 
-def static(
-    source: Source,
-    root: Tensor,
-    shape: Shape,
-    *,
-    limit: int,
-    rule: StopRule | None = None,
-    to_probs: ToProbs | None = None,
-) -> DraftTree:
-    """A tree of fixed shape. A node of rank r, from 0, is the r-th most likely child of its parent.
-
-    Deterministic, without a device transfer. `to_probs` None: unprocessed logits are ranked. Paths longer than `limit`
-    and ranks beyond the vocabulary are left out. At most len(shape) rows.
-    """
-    if limit < 1:
-        return DraftTree(root[:0], (), ())
-    logits = source.extend(root, (ROOT,))
-    vocabulary = logits.shape[-1]
-    plan = _plan(shape, limit, vocabulary, root.device)
-    levels: list[Tensor] = []
-    fed = 0
-    for step in plan.steps:
-        if fed:
-            logits = source.extend(levels[-1] if step.inner is None else levels[-1][step.inner], step.parent_rows)
-        scores = logits if to_probs is None else to_probs(logits, range(fed, fed + len(logits)))
-        fed += len(logits)
-        ranked = scores.topk(step.ranks).indices.flatten()
-        levels.append(ranked if step.picks is None else ranked[step.picks])
-        if stops(rule, len(levels), levels[-1], logits, source):
-            break
-    if len(levels) < len(plan.steps):
-        plan = _plan(shape, len(levels), vocabulary, root.device)
-    return DraftTree(cat_levels(levels, root), plan.parents, plan.rows)
+def find_shape(name: str, nodes: int) -> Shape:
+    """The shape "binary" with `nodes` nodes, "eagle", or the shape in the file `name`. Raises `UserError`."""
+    if name == "binary":
+        return binary_shape(nodes)
+    return EAGLE_25 if name == "eagle" else read_shape(name)
 
 
 class _Step(NamedTuple):
@@ -322,13 +206,137 @@ def _plan(shape: Shape, limit: int, vocabulary: int, device: torch.device) -> _P
     return _Plan(tuple(steps), parents, tuple(row_of.get(node, -1) for node in range(len(paths))))
 
 
-def cat_levels(levels: Sequence[Tensor], root: Tensor) -> Tensor:
-    """The nodes of all levels; an empty tensor like `root` if there are none."""
-    return torch.cat(list(levels)) if levels else root[:0]
+class Ranked(Tree):
+    """Trees of fixed shape. A node of rank r, from 0, is the r-th most likely child of its parent."""
+
+    def ranked(self, source: Source, root: Tensor, shape: Shape, limit: int) -> DraftTree:
+        """The tree of this shape: deterministic, without a device transfer, of at most len(shape) rows.
+
+        Without a sampler, unprocessed logits are ranked. Paths longer than `limit` and ranks beyond the vocabulary are
+        left out.
+        """
+        steps, to_probs = self.steps(limit), self.ranking(source)
+        if steps < 1:
+            return DraftTree(root[:0], (), ())
+        logits = source.extend(root, (ROOT,))
+        vocabulary = logits.shape[-1]
+        plan = _plan(shape, steps, vocabulary, root.device)
+        levels: list[Tensor] = []
+        fed = 0
+        for step in plan.steps:
+            if fed:
+                logits = source.extend(levels[-1] if step.inner is None else levels[-1][step.inner], step.parent_rows)
+            scores = logits if to_probs is None else to_probs(logits, range(fed, fed + len(logits)))
+            fed += len(logits)
+            ranked = scores.topk(step.ranks).indices.flatten()
+            levels.append(ranked if step.picks is None else ranked[step.picks])
+            if self.stops(len(levels), levels[-1], logits, source):
+                break
+        if len(levels) < len(plan.steps):
+            plan = _plan(shape, len(levels), vocabulary, root.device)
+        return DraftTree(cat_levels(levels, root), plan.parents, plan.rows)
 
 
-def find_shape(name: str, nodes: int) -> Shape:
-    """The shape "binary" with `nodes` nodes, "eagle", or the shape in the file `name`. Raises `UserError`."""
-    if name == "binary":
-        return binary_shape(nodes)
-    return EAGLE_25 if name == "eagle" else read_shape(name)
+class Static(Ranked):
+    """A tree of fixed shape, named by the settings."""
+
+    def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
+        self.shape = find_shape(settings.shape, number(settings.nodes))
+        super().__init__(settings, len(self.shape), self.shape.depth)
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
+        return self.ranked(source, root, self.shape, limit)
+
+
+# --- k-config trees ---
+
+
+class KConfig(Ranked):
+    """MCSD's tree: every node of level i gets up to widths[i] children, fewer if q has fewer tokens left.
+
+    How children are chosen, without a generator always as "top_k":
+    - "with_replacement": i.i.d. samples; equal ones share a node (`DraftTree.draws`).
+    - "without_replacement": x_i ~ q_i, q_1 = q, q_{i+1} = norm(q_i without x_i).
+    - "top_k": the most probable tokens, deterministic.
+
+    The sampled modes transfer once per level, top_k never. At most Σ_i Π_{j≤i} widths[j] rows.
+    """
+
+    def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
+        self.generator = generator
+        self.mode: Draw = "top_k" if generator is None else settings.draw
+        self.widths: tuple[int, ...] = () if isinstance(settings.widths, str) else settings.widths
+        if not self.widths:
+            self.sizes = BestWidths(required(tuning))
+            super().__init__(settings, MOST_NODES, self.sizes.max_depth)
+        else:
+            super().__init__(settings, sum(level_sizes(self.widths)), len(self.widths))
+
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
+        steps, sizes, generator = self.steps(limit), self.sizes, self.generator
+        widths = sizes.widths(steps) if isinstance(sizes, BestWidths) else self.widths
+        if generator is None or self.mode == "top_k":
+            return self.ranked(source, root, full_shape(widths), limit)
+        widths = widths[: max(steps, 0)]
+        to_probs = self.ranking(source) or plain_probs
+        replacement = self.mode == "with_replacement"
+        levels: list[Tensor] = []
+        parents: list[int] = []
+        rows: list[int] = []
+        q: dict[int, Tensor] = {}
+        draws: dict[int, tuple[int, ...]] = {}
+        inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0  # inner: nodes that get children; fed: rows so far
+        for depth, width in enumerate(widths):
+            logits = source.extend(tokens, parent_rows)
+            probs = to_probs(logits, range(fed, fed + len(inner)))
+            fed += len(inner)
+            drawn = _draw(probs, width, generator, replacement)
+            fresh: list[int] = []
+            start = len(parents)
+            for slot, sequence in enumerate(drawn.tolist()):
+                node_of: dict[int, int] = {}
+                for token in sequence:
+                    if token >= 0 and token not in node_of:
+                        node_of[token] = len(parents)
+                        parents.append(inner[slot])
+                        fresh.append(token)
+                q[inner[slot]] = probs[slot]
+                if replacement:
+                    draws[inner[slot]] = tuple(node_of[token] for token in sequence if token >= 0)
+            inner = list(range(start, len(parents)))
+            tokens = drawn.flatten() if len(fresh) == drawn.numel() else torch.tensor(fresh, device=root.device)
+            levels.append(tokens)
+            parent_rows = [rows[parents[node]] if depth else 0 for node in inner]
+            last = self.stops(depth + 1, tokens, logits, source) or depth + 1 == len(widths)
+            rows += [-1] * len(inner) if last else range(fed, fed + len(inner))
+            if last:
+                break
+        return DraftTree(cat_levels(levels, root), tuple(parents), tuple(rows), q=q, draws=draws)
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        super().observe(tree, accepted)
+        for _, place in outcomes_at_nodes(tree, accepted):
+            self.totals[TRIED] += 1
+            if place is not None:
+                self.totals[f"{CANDIDATE}{place + 1}"] += 1
+
+    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+        return trials_at_nodes(tree, accepted)
+
+
+def _draw(probs: Tensor, count: int, generator: random.Random, replacement: bool) -> Tensor:
+    """Sample `count` tokens from each row of probs [m, V] -> [m, count], −1 if no token with q > 0 is left.
+
+    Without replacement, each drawn token's q is set to 0 before the next draw. This has the distribution of Gumbel
+    top-k, and needs one cumulative sum per draw instead of V random numbers per row.
+    """
+    rounds, each = (1, count) if replacement else (count, 1)
+    left = probs if rounds == 1 else probs.clone()
+    drawn = []
+    for i in range(rounds):
+        numbers = torch.tensor([generator.random() for _ in range(len(probs) * each)], dtype=torch.float64)
+        tokens = invert(left, numbers.view(len(probs), each).to(probs.device, non_blocking=True))
+        drawn.append(tokens)
+        if i + 1 < rounds:
+            left.scatter_(-1, tokens.clamp(min=0), 0.0)  # an exhausted row is 0 already
+    return drawn[0] if rounds == 1 else torch.cat(drawn, dim=-1)

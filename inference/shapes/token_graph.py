@@ -1,6 +1,7 @@
 """GSD's token graph: repeated τ-grams of a draft tree are drafted once, and unmerged for verification."""
 
 import heapq
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.settings.method import StructureConfig, number
-from outrider.inference.shapes.shapes import plain_probs, stops
-from outrider.inference.stopping.interface import Source, StopRule, ToProbs
+from outrider.inference.shapes.structure import Tree, plain_probs
+from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping.interface import Source, ToProbs
 
 
 @dataclass(frozen=True)
@@ -80,96 +82,99 @@ class TokenGraph:
         return False
 
 
-def token_graph(
-    source: Source,
-    root: Tensor,
-    settings: StructureConfig,
-    *,
-    limit: int,
-    longest: int = 0,
-    rule: StopRule | None = None,
-    to_probs: ToProbs | None = None,
-) -> GraphTree:
+class Graph(Tree):
     """GSD's token graph, drafted and unmerged. At most `settings.nodes` nodes and rows.
 
-    Copies cost no drafting and may reach depth `limit`, unless `rule` stopped the graph earlier; with `longest`, that
-    depth always.
+    Copies cost no drafting and may reach the depth of the drafting steps, unless the rule stopped the graph earlier;
+    with deep_copies, the limit always.
     """
-    if limit < 1:
-        return GraphTree(root[:0], (), ())
-    graph = draft_graph(source, root, settings, limit=limit, rule=rule, to_probs=to_probs)
-    drafted = len(graph.tokens)
-    unmerge(graph, number(settings.nodes), longest)
-    return GraphTree(
-        torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
-        tuple(graph.parents),
-        tuple(graph.rows),
-        drafted=drafted,
-        merged=graph.merged,
-    )
 
+    reads_root = True
 
-def draft_graph(
-    source: Source,
-    root: Tensor,
-    settings: StructureConfig,
-    *,
-    limit: int,
-    rule: StopRule | None = None,
-    to_probs: ToProbs | None = None,
-) -> TokenGraph:
-    """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or until `rule` stops it.
+    def __init__(self, settings: StructureConfig, generator: random.Random | None, tuning: Tuning | None):
+        super().__init__(settings, number(settings.nodes), number(settings.max_depth))
 
-    A stop lowers the graph's limit. There is one transfer per level.
+    def ranking(self, source: Source) -> ToProbs:
+        return super().ranking(source) or self._softened
 
-    A node gets its `out_degree` most probable children (q > 0). It stays a leaf in three cases: q < theta_prob;
-    q < theta_sibling · the largest q among its siblings; or it is τ-redundant: an extended earlier node ends the same
-    τ-gram. Example with τ = 2: if two paths end in "of the", only the first such node is extended.
+    def _softened(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        return plain_probs(logits / self.settings.temperature, rows)
 
-    A redundant node is merged into that first node, unless that would close a cycle; then it counts as new. A pruned
-    earlier occurrence has no children to share and is ignored. A pruned later one is merged like any other, as sharing
-    is free. tau=0 merges nothing. A level that exceeds the node budget keeps its nodes with the largest p̂.
-    """
-    to_probs, budget, tau = to_probs or plain_probs, number(settings.nodes), settings.tau
-    graph = TokenGraph(0, limit)
-    first_with: dict[tuple[int, ...], int] = {}
-    inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0
-    for depth in range(1, limit + 1):
-        logits = source.extend(tokens, parent_rows)
-        top = to_probs(logits, range(fed, fed + len(inner))).topk(min(settings.out_degree, logits.shape[-1]))
-        table = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
-        if not fed:
-            table = torch.cat([table, root[None].float()], dim=-1)
-        lines = table.tolist()
-        for place, node in enumerate(inner):
-            if node >= 0:
-                graph.rows[node] = fed + place
-        if not fed:
-            graph.root_token = int(lines[0].pop())
-        fed += len(inner)
-        level = _children(graph, inner, lines, budget)
-        above = [graph.paths[node] if node >= 0 else 1.0 for node in inner]
-        first_children = [path * line[0] for path, line in zip(above, lines, strict=True)]
-        place = first_children.index(max(first_children))
-        if stops(rule, depth, top.indices[place], logits, source, place):
-            graph.limit = depth
-        inner = []
-        if depth == graph.limit or len(graph.tokens) >= budget:
-            break
-        for node, largest in level:
-            gram = graph.suffix(node, tau) if tau else None
-            first = first_with.get(gram) if gram is not None else None
-            if first is not None and not graph.leads_to(first, node):
-                graph.merged[node] = first
-            elif graph.probs[node] >= max(settings.theta_prob, settings.theta_sibling * largest):
-                inner.append(node)
-                if gram is not None:
-                    first_with.setdefault(gram, node)
-        if not inner:
-            break
-        tokens = torch.tensor([graph.tokens[node] for node in inner], device=root.device)
-        parent_rows = [graph.rows[graph.parents[node]] if depth > 1 else 0 for node in inner]
-    return graph
+    def draft(self, source: Source, root: Tensor, limit: int) -> GraphTree:
+        if self.steps(limit) < 1:
+            return GraphTree(root[:0], (), ())
+        graph = self.grow(source, root, limit)
+        drafted = len(graph.tokens)
+        unmerge(graph, number(self.settings.nodes), limit if self.settings.deep_copies else 0)
+        return GraphTree(
+            torch.tensor(graph.tokens, dtype=torch.long, device=root.device),
+            tuple(graph.parents),
+            tuple(graph.rows),
+            drafted=drafted,
+            merged=graph.merged,
+        )
+
+    def grow(self, source: Source, root: Tensor, limit: int) -> TokenGraph:
+        """Grow the graph level by level until no node is left to extend (GSD §4.2, §5.2, §5.3), or the rule stops it.
+
+        A stop lowers the graph's limit. There is one transfer per level.
+
+        A node gets its `out_degree` most probable children (q > 0). It stays a leaf in three cases: q < theta_prob;
+        q < theta_sibling · the largest q among its siblings; or it is τ-redundant: an extended earlier node ends the
+        same τ-gram. Example with τ = 2: if two paths end in "of the", only the first such node is extended.
+
+        A redundant node is merged into that first node, unless that would close a cycle; then it counts as new. A
+        pruned earlier occurrence has no children to share and is ignored. A pruned later one is merged like any other,
+        as sharing is free. tau=0 merges nothing. A level that exceeds the node budget keeps its nodes with the largest
+        p̂.
+        """
+        settings, to_probs = self.settings, self.ranking(source)
+        limit, budget, tau = self.steps(limit), number(settings.nodes), settings.tau
+        graph = TokenGraph(0, limit)
+        first_with: dict[tuple[int, ...], int] = {}
+        inner, tokens, parent_rows, fed = [ROOT], root, [ROOT], 0
+        for depth in range(1, limit + 1):
+            logits = source.extend(tokens, parent_rows)
+            top = to_probs(logits, range(fed, fed + len(inner))).topk(min(settings.out_degree, logits.shape[-1]))
+            table = torch.cat([top.values.float(), top.indices.float()], dim=-1)  # token ids below 2^24 are exact
+            if not fed:
+                table = torch.cat([table, root[None].float()], dim=-1)
+            lines = table.tolist()
+            for place, node in enumerate(inner):
+                if node >= 0:
+                    graph.rows[node] = fed + place
+            if not fed:
+                graph.root_token = int(lines[0].pop())
+            fed += len(inner)
+            level = _children(graph, inner, lines, budget)
+            above = [graph.paths[node] if node >= 0 else 1.0 for node in inner]
+            first_children = [path * line[0] for path, line in zip(above, lines, strict=True)]
+            place = first_children.index(max(first_children))
+            if self.stops(depth, top.indices[place], logits, source, place):
+                graph.limit = depth
+            inner = []
+            if depth == graph.limit or len(graph.tokens) >= budget:
+                break
+            for node, largest in level:
+                gram = graph.suffix(node, tau) if tau else None
+                first = first_with.get(gram) if gram is not None else None
+                if first is not None and not graph.leads_to(first, node):
+                    graph.merged[node] = first
+                elif graph.probs[node] >= max(settings.theta_prob, settings.theta_sibling * largest):
+                    inner.append(node)
+                    if gram is not None:
+                        first_with.setdefault(gram, node)
+            if not inner:
+                break
+            tokens = torch.tensor([graph.tokens[node] for node in inner], device=root.device)
+            parent_rows = [graph.rows[graph.parents[node]] if depth > 1 else 0 for node in inner]
+        return graph
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        assert isinstance(tree, GraphTree)
+        super().observe(tree, accepted)
+        self.totals["drafted_by_source"] += tree.drafted
+        self.totals["graph_success"] += any(node >= tree.drafted for node in accepted)
 
 
 def _children(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outrider.base.errors import UserError
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.method import StructureConfig
-from outrider.inference.shapes.token_graph import token_graph
+from outrider.inference.shapes.factory import make_tree
 from tests.known_source import KnownSource, Q, root, untied
 from tests.tiers import as_many
 
@@ -51,7 +51,7 @@ def test_weak_sibling_pruning_prunes_nothing_where_weak_tokens_are_pruned(q: Q, 
 
     def draft(theta_sibling: float) -> DraftTree:
         shape = StructureConfig("token_graph", nodes=10**4, theta_prob=0.4, theta_sibling=theta_sibling, tau=1)
-        return token_graph(KnownSource(q), root(), shape, limit=4)
+        return make_tree(shape).draft(KnownSource(q), root(), 4)
 
     ours, other = draft(theta), draft(0.0)
     assert torch.equal(ours.tokens, other.tokens)

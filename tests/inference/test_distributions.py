@@ -28,7 +28,7 @@ from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.results import AUTOREGRESSIVE, Arm
 from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from outrider.inference.shapes import factory, shapes
+from outrider.inference.shapes import shapes
 from outrider.inference.sizing.policy import Tuning
 from tests.inference.ngram_cases import make_documents
 from tests.inference.priced import costs
@@ -330,14 +330,16 @@ def stopping_by_the_verifiers_coins(patch: pytest.MonkeyPatch) -> None:
 def withdrawing(patch: pytest.MonkeyPatch) -> None:
     """A rule that stops takes back the token that made it stop."""
 
-    def shorter(source: object, root: torch.Tensor, rule: object, *, limit: int, **options: object) -> DraftTree:
-        made = shapes.chain(source, root, rule, limit=limit, **options)  # type: ignore[arg-type]
-        if len(made) in (0, limit):
+    draft = shapes.Chain.draft
+
+    def shorter(chain: shapes.Chain, source: Any, root: torch.Tensor, limit: int) -> DraftTree:
+        made = draft(chain, source, root, limit)
+        if len(made) in (0, chain.steps(limit)):
             return made
         q = {node: row for node, row in made.q.items() if node < len(made) - 2}
         return DraftTree(made.tokens[:-1], made.parents[:-1], (*made.rows[:-2], -1)[: len(made) - 1], q=q)
 
-    patch.setattr(factory, "chain", shorter)
+    patch.setattr(shapes.Chain, "draft", shorter)
 
 
 def forgetting_the_residual(patch: pytest.MonkeyPatch) -> None:

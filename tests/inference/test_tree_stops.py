@@ -17,11 +17,8 @@ from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from outrider.inference.shapes.factory import make_structure
-from outrider.inference.shapes.opt_tree import opt_tree
-from outrider.inference.shapes.shapes import EAGLE_25, k_config, static
-from outrider.inference.shapes.token_graph import token_graph
+from outrider.inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
+from outrider.inference.shapes.factory import make_structure, make_tree
 from outrider.inference.stopping.interface import Step, StopRule
 from outrider.inference.stopping.rules import BetaThompson, Confidence, FixedLength
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
@@ -29,37 +26,24 @@ from tests.known_targets import Target, targets
 from tests.tiny import STRUCTURES, random_prompt
 
 LIMIT = 6
-BUILDERS: dict[str, Callable[..., DraftTree]] = {
-    "k_config, with_replacement": k_config,
-    "k_config, without_replacement": k_config,
-    "k_config, top_k": k_config,
-    "opt_tree": opt_tree,
-    "token_graph": token_graph,
-    "static": static,
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    **{
-        f"k_config, {mode}": {"widths": (3, 2, 1, 2), "mode": mode}
-        for mode in ("with_replacement", "without_replacement", "top_k")
-    },
-    "opt_tree": {"nodes": 9, "delta": 0.0},
-    "token_graph": {
-        "settings": StructureConfig("token_graph", nodes=60, tau=1, theta_prob=0.0, theta_sibling=0.1),
-    },
-    "static": {"shape": EAGLE_25},
+BUILT = {
+    **{f"k_config, {draw}": StructureConfig("k_config", widths=(3, 2, 1, 2), draw=draw) for draw in DRAWS},
+    "opt_tree": StructureConfig("opt_tree", nodes=9, delta=0.0),
+    "token_graph": StructureConfig("token_graph", nodes=60, tau=1, theta_prob=0.0, theta_sibling=0.1),
+    "static": StructureConfig("static"),
 }
 TREES = {
     **{name: STRUCTURES[name] for name in ("k_config", "opt_tree", "static")},
     "token_graph": StructureConfig(kind="token_graph", nodes=40, out_degree=2, theta_prob=0.0, theta_sibling=0.2),
 }
 RANKED = ("opt_tree", "token_graph")  # these know p̂
-every_builder = pytest.mark.parametrize("name", BUILDERS)
+every_structure = pytest.mark.parametrize("name", BUILT)
 
 
-def build(name: str, source: KnownSource, seed: int = 0, **options: Any) -> DraftTree:
-    if name.startswith("k_config"):
-        options["generator"] = random.Random(seed)
-    return BUILDERS[name](source, root(), **OPTIONS[name], **options)
+def build(name: str, source: KnownSource, seed: int = 0, *, limit: int, rule: StopRule | None = None) -> DraftTree:
+    structure = make_tree(BUILT[name], random.Random(seed) if name.startswith("k_config") else None)
+    structure.rule = rule or structure.rule
+    return structure.draft(source, root(), limit)
 
 
 def content(tree: DraftTree) -> list:
@@ -90,7 +74,7 @@ class At:
 
 
 @settings(deadline=None)
-@every_builder
+@every_structure
 @given(q=sources, depth=st.integers(1, LIMIT), seed=st.integers(0, 99))
 @pytest.mark.slow
 def test_a_draft_stopped_at_a_depth_is_the_one_of_that_limit(name: str, q: Q, depth: int, seed: int) -> None:
@@ -106,7 +90,7 @@ def test_a_draft_stopped_at_a_depth_is_the_one_of_that_limit(name: str, q: Q, de
 
 
 @settings(deadline=None)
-@every_builder
+@every_structure
 @given(q=untied, seed=st.integers(0, 99))
 @pytest.mark.slow
 def test_a_rule_sees_the_node_that_stands_for_the_level(name: str, q: Q, seed: int) -> None:
@@ -181,7 +165,7 @@ class Transfers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@every_builder
+@every_structure
 def test_rules_that_look_at_nothing_transfer_nothing(name: str) -> None:
     def transfers(rule: StopRule | None) -> tuple[int, int]:
         source = KnownSource(random_q(3))

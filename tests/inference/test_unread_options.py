@@ -16,7 +16,7 @@ from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.loading.targets import new_drafter
 from outrider.inference.settings.method import MethodConfig, NgramConfig, Rule, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure
-from outrider.inference.shapes.shapes import plain_probs
+from outrider.inference.shapes.structure import plain_probs
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
 from tests.inference.ngram_cases import TABLE, FakeSession
@@ -93,7 +93,8 @@ def options_read(method: MethodConfig) -> set[str]:
                 drafter.draft(torch.tensor([2]), 9)
             else:
                 source: Any = _Source(random_q(0), plain_probs if drawn else None)
-                make_structure(method, Streams(0), drawn, head, TUNING).draft(source, root(), 9)
+                structure = make_structure(method, Streams(0), drawn, head, TUNING)
+                structure.observe(structure.draft(source, root(), 9), [])
     return read
 
 

@@ -2,15 +2,24 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.inference.shapes.opt_tree import opt_tree
+from outrider.inference.core.tree import OptimalTree
+from outrider.inference.settings.method import StructureConfig
+from outrider.inference.shapes.factory import make_tree
 from tests.known_source import KnownSource, Path_, Q, check, dyadic_q, random_q, root, sources, weight
 from tests.tiers import as_many
+
+
+def opt_tree(source: KnownSource, depth: int, **sizes: Any) -> OptimalTree:
+    tree = make_tree(StructureConfig("opt_tree", max_depth=depth, **sizes)).draft(source, root(), 99)
+    assert isinstance(tree, OptimalTree)
+    return tree
 
 
 def brute_force(q: Q, vocabulary: int, nodes: int, depth: int) -> float:
@@ -46,7 +55,7 @@ def algorithm_1(q: Q, vocabulary: int, nodes: int, delta: float, depth: int) -> 
 def test_opt_tree_is_the_best_tree(seed: int, nodes: int, depth: int, ties: bool) -> None:
     q = dyadic_q(seed) if ties else random_q(seed, vocabulary=3)
     source = KnownSource(q)
-    tree = opt_tree(source, root(), limit=depth, nodes=nodes, delta=0.0)
+    tree = opt_tree(source, depth, nodes=nodes, delta=0.0)
     paths = check(tree, source, depth)
     assert len(tree) <= nodes
     best = brute_force(q, 3, nodes, depth)
@@ -66,7 +75,7 @@ def test_opt_tree_is_the_best_tree(seed: int, nodes: int, depth: int, ties: bool
 def test_opt_tree_follows_algorithm_1(q: Q, nodes: int, delta: float, depth: int) -> None:
     """Feeding only the nodes that are in the best tree changes neither E nor the depth at which drafting stops."""
     source = KnownSource(q)
-    tree = opt_tree(source, root(), limit=depth, nodes=nodes, delta=delta)
+    tree = opt_tree(source, depth, nodes=nodes, delta=delta)
     paths = check(tree, source, depth)
     expected, drafted, chosen = algorithm_1(q, len(q(())), nodes, delta, depth)
     assert tree.expected == pytest.approx(1 + expected, abs=1e-5)
@@ -81,9 +90,8 @@ def test_a_level_that_adds_exactly_delta_is_the_last() -> None:
     exact = torch.tensor([[0.5, 0.25, 0.25]])
     for delta, passes in ((0.5, 1), (0.499, 2)):
         source = KnownSource(dyadic_q(0))
-        opt_tree(
-            source, root(), limit=5, nodes=1, delta=delta, to_probs=lambda logits, _: exact.expand(len(logits), -1)
-        )
+        source.to_probs = lambda logits, _: exact.expand(len(logits), -1)
+        opt_tree(source, 5, nodes=1, delta=delta)
         assert len(source.calls) == passes
 
 
@@ -102,7 +110,7 @@ def eagle_2(q: Q, vocabulary: int, nodes: int, width: int, depth: int) -> list[f
 def test_opt_tree_of_some_width_is_the_tree_of_eagle_2(seed: int, nodes: int, width: int, depth: int) -> None:
     q = random_q(seed)  # without ties, of which either could be extended
     source = KnownSource(q)
-    tree = opt_tree(source, root(), limit=depth, nodes=nodes, delta=0.0, width=width)
+    tree = opt_tree(source, depth, nodes=nodes, delta=0.0, width=width)
     paths = check(tree, source, depth)
     assert max(source.calls) <= width
     expected = [value for value in eagle_2(q, len(q(())), nodes, width, depth) if value > 0]
@@ -115,7 +123,7 @@ def test_opt_tree_of_some_width_is_the_tree_of_eagle_2(seed: int, nodes: int, wi
 def test_opt_tree_over_a_wide_vocabulary(seed: int, vocabulary: int, nodes: int) -> None:
     q = random_q(seed, vocabulary)
     source = KnownSource(q)
-    tree = opt_tree(source, root(), limit=3, nodes=nodes, delta=0.0)
+    tree = opt_tree(source, 3, nodes=nodes, delta=0.0)
     paths = check(tree, source, 3)
     assert set(paths) == algorithm_1(q, vocabulary, nodes, 0.0, 3)[2]
 
@@ -135,7 +143,7 @@ def figure_4(path: Path_) -> Sequence[float]:
 def test_figure_4() -> None:
     """E(A) = 3.07, by p̂ and by the distribution of the accepted length, as in Appendix B."""
     source = KnownSource(figure_4)
-    tree = opt_tree(source, root(), limit=3, nodes=9, delta=0.0)
+    tree = opt_tree(source, 3, nodes=9, delta=0.0)
     paths = check(tree, source, 3)
     assert set(paths) == {(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 0, 1), (1, 0, 0)}
     assert tree.expected == pytest.approx(3.07)

@@ -4,9 +4,8 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,20 @@ from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.core.tree import ROOT, DraftTree
-from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
-from outrider.inference.shapes.opt_tree import opt_tree
 from outrider.inference.shapes.shapes import (
     EAGLE_25,
+    Chain,
     Shape,
+    Static,
     _draw,
     binary_shape,
-    chain,
     full_shape,
-    k_config,
     parse_shape,
-    plain_probs,
     read_shape,
-    static,
 )
-from outrider.inference.shapes.token_graph import token_graph
+from outrider.inference.shapes.structure import Structure, plain_probs
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
 from outrider.inference.stopping.rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, make_rule
@@ -67,32 +63,31 @@ def test_the_depth_of_any_tree(places: list[int]) -> None:
     assert tree.depth == max(map(len, paths_of(tree)), default=0)
 
 
-every_structure = pytest.mark.parametrize(
-    "structure",
-    [
-        partial(chain, rule=Until(3)),
-        *(
-            partial(k_config, mode=mode, generator=random.Random(0))
-            for mode in ("with_replacement", "without_replacement", "top_k")
-        ),
-        partial(opt_tree, nodes=9, delta=0.0),
-        partial(token_graph, settings=StructureConfig("token_graph", nodes=20)),
-        partial(static, shape=EAGLE_25),
-    ],
-)
+KINDS = {
+    "chain": StructureConfig(),
+    **{f"k_config, {draw}": StructureConfig("k_config", draw=draw) for draw in DRAWS},
+    "opt_tree": StructureConfig("opt_tree", nodes=9, delta=0.0),
+    "token_graph": StructureConfig("token_graph", nodes=20),
+    "eagle": StructureConfig("static"),
+}
 
 
-@every_structure
-def test_nothing_is_drafted_at_limit_zero(structure: Callable[..., DraftTree]) -> None:
+def made(kind: str, generator: random.Random | None = None) -> Structure:
+    """A structure; with a generator, candidates are sampled."""
+    return Chain(Until(3), generator) if kind == "chain" else make_tree(KINDS[kind], generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_drafted_at_limit_zero(kind: str) -> None:
     source = KnownSource(random_q(0))
-    tree = structure(source, root(), limit=0)
+    tree = made(kind).draft(source, root(), 0)
     assert (len(tree), tree.tokens.shape, tree.rows, source.calls) == (0, (0,), (), [])
 
 
-@every_structure
-def test_processed_probabilities_decide_and_know_their_rows(structure: Callable[..., DraftTree]) -> None:
-    """`to_probs` sees every row once, in order, and its distribution replaces the logits'."""
-    source = KnownSource(random_q(0))
+@pytest.mark.parametrize("kind", KINDS)
+def test_processed_probabilities_decide_and_know_their_rows(kind: str) -> None:
+    """The sampler sees every row once, in order, and its distribution replaces the logits'."""
+    source: Any = KnownSource(random_q(0))
     seen: list[int] = []
 
     def only_four_and_five(logits: Tensor, rows: Sequence[int]) -> Tensor:
@@ -100,12 +95,16 @@ def test_processed_probabilities_decide_and_know_their_rows(structure: Callable[
         seen.extend(rows)
         return torch.tensor([0, 0, 0, 0, 0.75, 0.25]).expand(len(rows), 6)
 
-    tree = structure(source, root(), limit=1, to_probs=only_four_and_five)
-    assert tree.tokens[0] in (4, 5)
-    source.paths.clear()
-    seen.clear()
-    structure(source, root(), limit=3, to_probs=only_four_and_five)
-    assert seen == list(range(len(source.paths)))
+    source.to_probs = only_four_and_five
+    for generator in (None, random.Random(0)):
+        structure = made(kind, generator)
+        source.paths.clear()
+        seen.clear()
+        tree = structure.draft(source, root(), 3)
+        assert tree.tokens[0] in (4, 5)
+        assert seen == list(range(len(source.paths)))
+        rows = len(source.paths) - 1 + tree.rows.count(-1)  # besides the root: fed while drafting, and to the target
+        assert rows <= structure.max_rows
 
 
 # --- chain -------------------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def test_processed_probabilities_decide_and_know_their_rows(structure: Callable[
 @given(q=sources, count=st.integers(1, 6), limit=st.integers(0, 6), sampled=st.booleans())
 def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
     source, rule = KnownSource(q), Until(count)
-    tree = chain(source, root(), rule, limit=limit, generator=random.Random(1) if sampled else None)
+    tree = Chain(rule, random.Random(1) if sampled else None).draft(source, root(), limit)
     n = min(count, limit)
     paths = check(tree, source, limit)
     assert tree.parents == tuple(range(-1, n - 1))
@@ -144,7 +143,8 @@ def test_chain(q: Q, count: int, limit: int, sampled: bool) -> None:
 @pytest.mark.slow
 def test_k_config_levels(q: Q, widths: list[int], mode: str, limit: int, seed: int) -> None:
     source = KnownSource(q)
-    tree = k_config(source, root(), limit=limit, widths=widths, mode=mode, generator=random.Random(seed))
+    config = StructureConfig("k_config", widths=tuple(widths), draw=mode)  # type: ignore[arg-type]
+    tree = make_tree(config, random.Random(seed) if seed % 4 or mode != "top_k" else None).draft(source, root(), limit)
     paths = check(tree, source, limit)
     children: dict[Path_, list[int]] = {(): []} | {path: [] for path in paths}
     for path in paths:
@@ -235,7 +235,7 @@ shapes = st.builds(
 )
 def test_static_tokens_have_their_ranks(q: Q, shape: Shape, limit: int) -> None:
     source = KnownSource(q)
-    tree = static(source, root(), shape, limit=limit)
+    tree = Static(StructureConfig("static"), None, None).ranked(source, root(), shape, limit)
     paths = check(tree, source, limit)
     kept = [ranks for ranks in shape.paths if len(ranks) <= limit and max(ranks) < len(q(()))]
     rank_of: dict[Path_, Path_] = {(): ()}
@@ -287,96 +287,48 @@ def test_shape_files(tmp_path: Path) -> None:
         read_shape(tmp_path / "missing.json")
 
 
-# No value is the default one, and none the same as another's.
-GRAPH = {"out_degree": 5, "theta_prob": 0.04, "theta_sibling": 0.11, "tau": 1}
-BUILDERS: dict[str, tuple[StructureConfig, int, Callable[..., DraftTree]]] = {
-    "opt_tree": (
-        StructureConfig(kind="opt_tree", nodes=14, max_depth=6, delta=0.25, temperature=0.7),
-        6,
-        partial(opt_tree, nodes=14, delta=0.25),
-    ),
-    "token_graph": (
-        StructureConfig(kind="token_graph", nodes=40, max_depth=4, temperature=0.7, **GRAPH),
-        4,
-        partial(token_graph, settings=StructureConfig("token_graph", nodes=40, **GRAPH)),
-    ),
-    "opt_tree by the drafter": (
-        StructureConfig(kind="opt_tree", nodes=14, max_depth=6, delta=0.25, temperature=0.7, rank="drafter"),
-        6,
-        partial(opt_tree, nodes=14, delta=0.25),
-    ),
-    "token_graph by the drafter": (
-        StructureConfig(kind="token_graph", nodes=40, max_depth=4, temperature=0.7, rank="drafter", **GRAPH),
-        4,
-        partial(token_graph, settings=StructureConfig("token_graph", nodes=40, **GRAPH)),
-    ),
-    "k_config": (
-        StructureConfig(kind="k_config", widths=(3, 2, 2)),
-        3,
-        partial(k_config, widths=(3, 2, 2), mode="top_k"),
-    ),
-    "binary": (
-        StructureConfig(kind="static", shape="binary", nodes=11),
-        9,
-        partial(static, shape=binary_shape(11)),
-    ),
-}
-
-
 def as_drafted(tree: DraftTree) -> tuple:
     return tree.tokens.tolist(), tree.parents, tree.rows
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_tree_is_drafted_by_its_settings(name: str) -> None:
-    settings, depth, build = BUILDERS[name]
-    processed: list[int] = []
+@pytest.mark.parametrize("kind", ["opt_tree", "token_graph"])
+def test_a_tree_grows_by_q_at_its_temperature_or_by_the_samplers_q(kind: str) -> None:
+    """By the drafter's q when greedy and with rank=drafter: sampling then changes the verification only."""
+    delta = {"delta": 0.0} if kind == "opt_tree" else {}
+
+    def draft(seed: int, power: float, sampler: Any = None, **changes: Any) -> tuple:
+        q = random_q(seed, order=2)
+
+        def sharper(path: Path_) -> list[float]:
+            powers = [p**power for p in q(path)]
+            return [p / sum(powers) for p in powers]
+
+        source: Any = KnownSource(sharper)
+        source.to_probs = sampler
+        settings = StructureConfig(kind, nodes=14, max_depth=6, **delta, **changes)  # type: ignore[arg-type]
+        return as_drafted(make_tree(settings).draft(source, root(), 9))
 
     def flatter(logits: Tensor, rows: Any) -> Tensor:
-        processed.extend(rows)
-        return plain_probs(logits / 3, rows)
+        return plain_probs(logits / 4, rows)
 
-    sharper = partial(lambda logits, rows: plain_probs(logits / settings.temperature, rows))
     for seed in range(12):
-        structure = make_tree(settings)
-        for to_probs in (None, flatter):  # of the target's sampler; none when greedy
-            ours, other = KnownSource(random_q(seed, order=2)), KnownSource(random_q(seed, order=2))
-            ours.to_probs = to_probs
-            own = sharper if settings.kind in ("opt_tree", "token_graph") else None
-            expected = own if settings.rank == "drafter" else to_probs or own
-            tree = structure.draft(ours, root(), 9)
-            assert as_drafted(tree) == as_drafted(build(other, root(), limit=depth, to_probs=expected))
-            rows = len(ours.paths) - 1 + tree.rows.count(-1)  # besides the root: fed while drafting, and to the target
-            assert rows <= structure.max_rows
-    assert bool(processed) == (settings.rank == "sampler")
-
-
-@pytest.mark.parametrize("draw", ["with_replacement", "without_replacement", "top_k"])
-def test_candidates_are_drawn_as_the_settings_say(draw: str) -> None:
-    settings = StructureConfig(kind="k_config", widths=(3, 2), draw=draw)
-    for sampled in (False, True):
-        generators = [random.Random(1) if sampled else None for _ in range(2)]
-        structure = make_tree(settings, generators[0])
-        found = structure.draft(KnownSource(random_q(0)), root(), 9)
-        mode = draw if sampled else "top_k"
-        options = {"limit": 2, "widths": (3, 2), "mode": mode, "generator": generators[1]}
-        expected = k_config(KnownSource(random_q(0)), root(), **options)
-        assert as_drafted(found) == as_drafted(expected)
-        assert (set(found.q), found.draws) == (set(expected.q), expected.draws)
+        cold = draft(seed, 2)
+        assert draft(seed, 1, temperature=0.5) == draft(seed, 1, flatter, temperature=0.5, rank="drafter") == cold
+        assert draft(seed, 1, flatter, temperature=0.5) == draft(seed, 0.25) != cold
 
 
 def test_a_rule_is_made_of_its_settings() -> None:
-    def made(rule: str, **settings: Any) -> Any:
+    def made_rule(rule: str, **settings: Any) -> Any:
         return make_rule(StopConfig(rule=rule, max_draft=5, **settings), Streams(3), head=head)
 
     head = CalibrationHead(2, 2)
-    assert made("fixed") == FixedLength(5)
-    assert made("confidence", threshold=0.3) == Confidence(5, 0.3)
-    beta = made("beta", alpha=7.0, beta=3.0, update="printed")
+    assert made_rule("fixed") == FixedLength(5)
+    assert made_rule("confidence", threshold=0.3) == Confidence(5, 0.3)
+    beta = made_rule("beta", alpha=7.0, beta=3.0, update="printed")
     assert isinstance(beta, BetaThompson)
     assert (beta.max_draft, beta.alpha, beta.beta, beta.update) == (5, 7.0, 3.0, "printed")
     sigmas = {"model_sigma": 0.5, "sample_sigma": 0.25}
-    calibrated = made("calibrated", **sigmas, prior=0.4, mean="printed")
+    calibrated = made_rule("calibrated", **sigmas, prior=0.4, mean="printed")
     assert isinstance(calibrated, CalibratedThompson)
     assert (calibrated.head, calibrated.max_draft, calibrated.estimate) == (head, 5, 0.4)
     assert calibrated.settings.model_sigma == 0.5

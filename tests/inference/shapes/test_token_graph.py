@@ -1,6 +1,6 @@
 """Token graphs against the tree they stand for, and against merging by its definition."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outrider.inference.core.tree import ROOT
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.shapes.factory import make_tree
-from outrider.inference.shapes.token_graph import draft_graph, token_graph
+from outrider.inference.shapes.token_graph import Graph
 from tests.known_source import ROOT_TOKEN, KnownSource, Path_, Q, check, paths_of, root, sources, untied, weight
 from tests.tiers import as_many
 
@@ -24,16 +24,12 @@ graphs = st.fixed_dictionaries(
 )
 
 
-def graph_of(
-    source: KnownSource,
-    draft: Callable[..., Any] = token_graph,
-    *,
-    limit: int,
-    longest: int | None = None,
-    **shape: Any,
-) -> Any:
-    options = {"limit": limit} | ({} if longest is None else {"longest": longest})
-    return draft(source, root(), StructureConfig("token_graph", **shape), **options)
+def graph_of(source: KnownSource, *, limit: int, longest: int = 0, grow: bool = False, **shape: Any) -> Any:
+    """The graph's tree, or with `grow` the graph itself."""
+    config = StructureConfig("token_graph", max_depth=limit, deep_copies=longest > 0, **shape)
+    structure = make_tree(config)
+    assert isinstance(structure, Graph)
+    return (structure.grow if grow else structure.draft)(source, root(), longest or limit)
 
 
 def gram(path: Path_, tau: int) -> Path_ | None:
@@ -75,7 +71,7 @@ def test_without_merging_the_graph_is_the_pruned_tree(q: Q, config: dict) -> Non
        longest=st.sampled_from([0, 8]))  # fmt: skip
 def test_graph_merges_and_unmerges(q: Q, config: dict, tau: int, budget: int, longest: int) -> None:
     source = KnownSource(q)
-    graph = graph_of(source, draft_graph, nodes=budget, tau=tau, **config)
+    graph = graph_of(source, grow=True, nodes=budget, tau=tau, **config)
     n = len(graph.tokens)
     paths: list[Path_] = []
     for token, parent in zip(graph.tokens, graph.parents, strict=True):

@@ -20,8 +20,8 @@ from outrider.inference.core.verify import Rejection, verify_sampled
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.limits import MOST_NODES
-from outrider.inference.settings.method import MethodConfig, StopConfig
-from outrider.inference.shapes.opt_tree import opt_tree
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.shapes.factory import make_tree
 from outrider.inference.shapes.shapes import full_shape
 from outrider.inference.sizing.costs import LOSS, MEMORY, WIDEST, Allowance, Costs, curve
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, BestNodes, trials_of
@@ -166,6 +166,14 @@ def test_best_count_is_the_best(worths: list[float], spent: float, seconds: Cost
     assert rates[count - 1] == pytest.approx(rate)
 
 
+def tree_of(sizes: TreeSizes, source: KnownSource) -> OptimalTree:
+    structure = make_tree(StructureConfig("opt_tree", nodes="auto", max_depth="auto"), tuning=Tuning(costs()))
+    structure.sizes = sizes
+    tree = structure.draft(source, root(), 99)
+    assert isinstance(tree, OptimalTree)
+    return tree
+
+
 @given(seed=st.integers(0, 10**6), seconds=some_costs, nodes=st.sampled_from([None, 1, 6]), depth=st.integers(1, 4))
 @settings(deadline=None, max_examples=as_many(60))
 def test_the_tree_is_the_most_rewarding_prefix(seed: int, seconds: Costs, nodes: int | None, depth: int) -> None:
@@ -174,8 +182,7 @@ def test_the_tree_is_the_most_rewarding_prefix(seed: int, seconds: Costs, nodes:
     source = KnownSource(q)
     tuning = Tuning(seconds, (30.0, 20.0, 10.0), (36.0, 15.0, 2.0))
     sizes = TreeSizes(tuning, nodes, depth)
-    grown = sizes.begin()
-    tree = opt_tree(source, root(), limit=9, nodes=sizes.max_nodes, delta=0.0, growth=grown)
+    tree = tree_of(sizes, source)
     check(tree, source, depth)
     spent = sum(seconds.step[width] for width in source.calls)
     trust = Evidence(BANDS, tuning, own=TREE_OWN, neighbour=TREE_NEIGHBOUR, start=1.0).shares()
@@ -227,10 +234,10 @@ def test_a_round_looks_at_more_nodes_than_the_last_ones_submitted() -> None:
     def after(rounds: int, seconds: Costs, sizes: TreeSizes) -> int:
         sizes.costs, q = seconds, random_q(3, vocabulary=40, sharp=4.0)
         for _ in range(rounds):
-            grown = sizes.begin()
-            tree = opt_tree(KnownSource(q), root(), limit=99, nodes=grown.nodes, delta=0.0, growth=grown)
+            most = sizes.begin().nodes
+            tree = tree_of(sizes, KnownSource(q))
             sizes.observe(tree, [])
-        assert len(tree) <= grown.nodes
+        assert len(tree) <= most
         return sizes.begin().nodes
 
     sizes, given = (TreeSizes(Tuning(costs(), (50.0,), (50.0,)), nodes, None) for nodes in (None, 5))
@@ -262,8 +269,7 @@ def test_trees_follow_acceptance() -> None:
             sizes.observe(wide, accepted)
             widths.observe(told, accepted)
         source = KnownSource(random_q(3, vocabulary=40, sharp=4.0))
-        options = {"limit": 99, "nodes": sizes.max_nodes, "delta": 0.0, "growth": sizes.begin()}
-        drafted.append(len(opt_tree(source, root(), **options)))
+        drafted.append(len(tree_of(sizes, source)))
         depths.append(len(widths.widths(99)))
     assert min(drafted[0], drafted[2]) > drafted[1]
     assert min(depths[0], depths[2]) > 2 * depths[1]

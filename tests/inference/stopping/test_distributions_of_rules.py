@@ -12,8 +12,8 @@ from torch import Tensor
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
 from outrider.inference.core.verify import Chance, Rejection
-from outrider.inference.settings.method import THRESHOLDS, StopConfig
-from outrider.inference.shapes.shapes import chain, k_config
+from outrider.inference.settings.method import THRESHOLDS, StopConfig, StructureConfig
+from outrider.inference.shapes.factory import Chain, make_tree
 from outrider.inference.sizing.policy import Tuning
 from outrider.inference.stopping.interface import Step
 from outrider.inference.stopping.rules import make_rule
@@ -84,9 +84,11 @@ def drafted_by(
             patch.setattr("outrider.inference.shapes.shapes._draw", draw)
             patch.setattr("outrider.inference.shapes.shapes.invert", lambda probs, _: draw(probs, 1))
             if widths is None:
-                tree = chain(source, root(), rule, limit=2, generator=generator)
+                tree = Chain(rule, generator).draft(source, root(), 2)
             else:
-                tree = k_config(source, root(), limit=9, widths=widths, generator=generator, rule=rule)
+                structure = make_tree(StructureConfig("k_config", widths=widths), generator)
+                structure.rule = rule
+                tree = structure.draft(source, root(), 9)
         texts = paths_of(tree)
         kept = [node for node, text in enumerate(texts) if not (withdraw and len(text) == rule.depth)]
         tokens = tree.tokens.tolist()

@@ -1,0 +1,99 @@
+"""Draft structures: a structure shapes one round's draft under the last committed token.
+
+Every structure feeds only `root` [1] in its first `extend` (row 0), then calls `extend` once per level with the nodes
+that get children. Nodes are in level order; the copies of a token graph follow all others. So parents precede children,
+and a caller may feed the nodes without a row in index order.
+
+Its stop rule is evaluated after every level. A draft that it stops at depth d equals the draft with limit d.
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outrider.inference.core.drafter import CHOSEN
+from outrider.inference.core.tree import DraftTree
+from outrider.inference.settings.method import StructureConfig
+from outrider.inference.sizing.policy import BestWidths, TreeSizes, Trials
+from outrider.inference.stopping.interface import Source, Step, StopRule, ToProbs
+from outrider.inference.stopping.rules import FixedLength
+
+
+class Structure(ABC):
+    """Shapes one round's draft. Its stop rule decides after every token or level, and learns from the accepted depth.
+
+    max_rows: upper bound of the rows that a round adds to the caches, not counting the root. max_depth: the most
+    drafting steps. reads_root: whether it compares drafted tokens with the root; then both must be ids of the same
+    vocabulary.
+
+    totals: sums over the rounds observed, most of which the papers report. expected_tau: OPT-Tree's E(A).
+    drafted_by_source: a token graph's nodes before unmerging. graph_success: rounds in which a copy was accepted. For a
+    k-config tree, `TRIED` nodes and `CANDIDATE`k of them at which the k-th draw was accepted. For chosen sizes, the
+    rounds with each choice: for example `CHOSEN`max_depth=3 rounds of 3 levels, or `CHOSEN`widths=[4,2] rounds of such
+    trees.
+    """
+
+    reads_root = False
+
+    def __init__(self, max_rows: int, max_depth: int, rule: StopRule | None = None):
+        self.max_rows, self.max_depth = max_rows, max_depth
+        self.rule = rule or FixedLength(max_depth)
+        self.totals: dict[str, float] = defaultdict(float)
+
+    @abstractmethod
+    def draft(self, source: Source, root: Tensor, limit: int) -> DraftTree:
+        """A draft under `root` [1] whose paths have at most `limit` nodes; with limit 0 nothing is drafted or fed."""
+
+    def steps(self, limit: int) -> int:
+        """The most drafting steps of a round whose paths may have `limit` nodes."""
+        return min(limit, self.max_depth, self.rule.max_draft)
+
+    def stops(self, drafted: int, tokens: Tensor, logits: Tensor, source: Source, row: int = 0) -> bool:
+        """Whether the rule ends the draft after a level of depth `drafted`.
+
+        tokens: of the level, which its first node represents. logits [n, V]: after the rows just fed. row: the one of
+        these rows that predicted the first node (see `Step`).
+        """
+        return self.rule.stop(Step(drafted, tokens[:1], logits[row : row + 1], source, row))
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        """Learn from a verified draft, given its `accepted` nodes."""
+        self.rule.observe(tree.depth, len(accepted))
+
+    def trials(self, tree: DraftTree, accepted: Sequence[int]) -> Trials:
+        """The outcomes of a round from which "auto" learns; none if no size can be "auto"."""
+        return iter(())
+
+
+class Tree(Structure):
+    """A structure with `settings`. sizes: if some of them are "auto", chooses these and learns from their outcomes."""
+
+    sizes: TreeSizes | BestWidths | None = None
+
+    def __init__(self, settings: StructureConfig, max_rows: int, max_depth: int):
+        super().__init__(max_rows, max_depth)
+        self.settings = settings
+
+    def ranking(self, source: Source) -> ToProbs | None:
+        """What turns logits into the q that a tree grows by, if this is not the softmax of the logits."""
+        return source.to_probs if self.settings.rank == "sampler" else None
+
+    def observe(self, tree: DraftTree, accepted: Sequence[int]) -> None:
+        super().observe(tree, accepted)
+        if self.sizes is not None and len(tree):
+            self.sizes.observe(tree, accepted)
+            for name in self.sizes.chosen(tree):
+                self.totals[CHOSEN + name] += 1
+
+
+def plain_probs(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Softmax in float32 [n, V]: the draft distribution without logits processors."""
+    return logits.float().softmax(-1)
+
+
+def cat_levels(levels: Sequence[Tensor], root: Tensor) -> Tensor:
+    """The nodes of all levels; an empty tensor like `root` if there are none."""
+    return torch.cat(list(levels)) if levels else root[:0]
