@@ -8,13 +8,15 @@ Every seed selects other prompts. On each prompt the runtime decodes once withou
 
 import argparse
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from planted_faults import FAULTS, REACHED, planted
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from outrider.base.files import write_json
 from outrider.base.machine import describe_machine
@@ -24,31 +26,20 @@ from outrider.data_prep.text.prompts import read_prompts
 from outrider.draft_models.early_exit.checkpoint import from_pretrained, provenance
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.core.decode import autoregressive, speculative
-from outrider.inference.core.rounds import Round
-from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.ngram.lookup import PromptLookup
-from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
-from outrider.inference.loading.targets import end_tokens, load_plain, prepare
-from outrider.inference.measure.arms import transformers_generate
-from outrider.inference.measure.lossless import (
-    BULK,
-    GAP,
-    PEAK,
-    Deviation,
-    Forced,
-    Judgement,
-    Reference,
-    judge,
-    make_reference,
-)
-from outrider.inference.measure.results import AUTOREGRESSIVE
+from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.rounds import Generation
+from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.loading.targets import Drafters, end_tokens, load_plain, prepare
+from outrider.inference.measure.arms import make_arms, measure, measure_deviations, transformers_generate
+from outrider.inference.measure.lossless import BULK, GAP, PEAK, Deviation, Judgement, judge
+from outrider.inference.measure.results import TRANSFORMERS, Arm, Choosing
 from outrider.inference.settings.method import MethodConfig, StructureConfig
-from outrider.inference.shapes.factory import make_structure
 
-ARMS = REACHED["passes"]
-TREE = MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, max_depth=5, delta=0.0))
+METHODS = {
+    "prompt_lookup": MethodConfig(source="prompt_lookup"),
+    "tree": MethodConfig(structure=StructureConfig(kind="opt_tree", nodes=16, max_depth=5, delta=0.0)),
+}
+Texts = Mapping[tuple[int, ...], Generation]  # by prompt, what transformers' `generate` makes of it
 
 
 def main() -> None:
@@ -64,14 +55,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
-    subject = Subject(options)
-    prompts = subject.prompts(options.prompts)
+    subject, prompts = load(options)
     rows: list[dict[str, Any]] = []
     for seed in tqdm(options.seeds, unit="seed"):
         chosen = random.Random(seed).sample(prompts, options.num_prompts)
-        references = [subject.reference(prompt, options.max_new_tokens) for prompt in chosen]
+        texts = {prompt: subject.generate(prompt) for prompt in chosen}
         for fault in (None, *options.faults):
-            for arm, (found, identical) in subject.judged(references, fault, seed).items():
+            for arm, (found, identical) in subject.judged(texts, fault, seed).items():
                 rows.append(
                     {"seed": seed, "fault": fault or "none", "arm": arm, "refused": bool(found.faults),
                      "identical": identical, "bulk": found.bulk, "bulk_at": found.bulk_at, "peak": found.peak,
@@ -86,62 +76,59 @@ def main() -> None:
     print(table(rows))
 
 
+@dataclass(frozen=True)
 class Subject:
-    """The target as transformers runs it and as this runtime does, and a drafter."""
+    """The target as transformers runs it and as this runtime does, and its drafters."""
 
-    def __init__(self, options: argparse.Namespace):
-        target, dtype = open_target(options.target), getattr(torch, options.dtype)
-        self.tokenizer = target.tokenizer
-        self.eos = end_tokens(target)
-        self.model = load_plain(target, dtype, torch.device("cpu"))
-        self.stack = target.stack(dtype=dtype)
-        if options.checkpoint:
-            self.drafter = from_pretrained(options.checkpoint, target.config, target.fingerprint, dtype=dtype)
-        else:
-            exit_layer = max(1, target.config.num_hidden_layers // 3)
-            few = target.layers(exit_layers(target.config, exit_layer), dtype=dtype)
-            self.drafter = EarlyExit.from_model(few, exit_layer, own_head=True).requires_grad_(False)
-        prepare(self.stack, {"early_exit": Calibrated(self.drafter)})
+    plain: PreTrainedModel
+    stack: LayerStack
+    drafters: Drafters
+    eos: frozenset[int]
+    max_new_tokens: int
 
-    def prompts(self, source: str) -> list[list[int]]:
-        return [
-            render_prompt(prompt.turns[:1], self.tokenizer, "auto" if prompt.chat else "none")
-            for prompt in read_prompts(source, limit=200)
-        ]
+    def generate(self, prompt: Sequence[int]) -> Generation:
+        return transformers_generate(self.plain, prompt, max_new_tokens=self.max_new_tokens, eos=self.eos)
 
-    def reference(self, prompt: Sequence[int], tokens: int) -> Reference:
-        text = transformers_generate(self.model, prompt, max_new_tokens=tokens, eos=self.eos).tokens
-        return make_reference(self.model, prompt, text)
+    def judged(self, texts: Texts, fault: str | None, seed: int) -> dict[str, tuple[Judgement, int]]:
+        """By arm that `fault` reaches: the judgement, and how many texts were identical."""
+        reached = REACHED[FAULTS[fault].reaches if fault else "passes"]
+        deviations: dict[str, list[Deviation]] = {name: [] for name in reached}
+        identical = dict.fromkeys(reached, 0)
 
-    def decode(
-        self, arm: str, prompt: Sequence[int], tokens: int, selector: TokenSelector, eos: frozenset
-    ) -> Iterator[Round]:
-        options: dict[str, Any] = {"max_new_tokens": tokens, "eos": eos, "selector": selector}
-        if arm == AUTOREGRESSIVE:
-            return autoregressive(self.stack, prompt, **options)
-        if arm == "prompt_lookup":
-            return speculative(self.stack, PromptLookup(), prompt, **options)
-        drafter = ModelDrafter(EarlyExitSource(self.drafter), make_structure(TREE, Streams(0)))
-        return speculative(self.stack, drafter, prompt, **options)
+        def arms(choosing: Choosing = lambda selector: selector) -> dict[str, Arm]:
+            options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "eos": self.eos}
+            return make_arms(self.stack, self.drafters, METHODS, None, choosing=choosing, **options)
 
-    def judged(self, references: Sequence[Reference], fault: str | None, seed: int) -> dict[str, tuple[Judgement, int]]:
-        """By arm: the judgement, and how many texts were identical."""
-        found: dict[str, tuple[Judgement, int]] = {}
+        def judges(choosing: Choosing) -> dict[str, Arm]:
+            return {name: arm for name, arm in arms(choosing).items() if name in reached}
+
         with planted(fault, seed, self.stack):
-            for arm in REACHED[FAULTS[fault].reaches] if fault else ARMS:
-                deviations: list[Deviation] = []
-                identical = 0
-                for reference in references:
-                    tokens = len(reference.text)
-                    rounds = self.decode(arm, reference.prompt, tokens, TokenSelector(), self.eos)
-                    own = tuple(token for r in rounds for token in r.tokens)
-                    forced = Forced(TokenSelector(), reference)
-                    for _ in self.decode(arm, reference.prompt, tokens, forced, frozenset()):
-                        pass
-                    deviations.append(forced.deviation(own))
-                    identical += own == reference.text
-                found[arm] = judge(deviations), identical
-        return found
+            for prompt, text in texts.items():
+                result = measure({**arms(), TRANSFORMERS: lambda *_, known=text: known}, prompt, prompt_id="",
+                                 category="", repeats=1, turn=0)  # fmt: skip
+                for name, found in measure_deviations(self.plain, result, judges, Streams(0)).items():
+                    deviations[name].append(found)
+                    identical[name] += result.identical(name)
+        return {name: (judge(deviations[name]), identical[name]) for name in reached}
+
+
+def load(options: argparse.Namespace) -> tuple[Subject, list[tuple[int, ...]]]:
+    """The models, and the prompts to choose from."""
+    target, dtype = open_target(options.target), getattr(torch, options.dtype)
+    if options.checkpoint:
+        drafter = from_pretrained(options.checkpoint, target.config, target.fingerprint, dtype=dtype)
+    else:
+        exit_layer = max(1, target.config.num_hidden_layers // 3)
+        few = target.layers(exit_layers(target.config, exit_layer), dtype=dtype)
+        drafter = EarlyExit.from_model(few, exit_layer, own_head=True).requires_grad_(False)
+    stack, drafters = target.stack(dtype=dtype), {"early_exit": Calibrated(drafter)}
+    prepare(stack, drafters)
+    plain = load_plain(target, dtype, torch.device("cpu"))
+    prompts = [
+        tuple(render_prompt(prompt.turns[:1], target.tokenizer, "auto" if prompt.chat else "none"))
+        for prompt in read_prompts(options.prompts, limit=200)
+    ]
+    return Subject(plain, stack, drafters, end_tokens(target), options.max_new_tokens), prompts
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

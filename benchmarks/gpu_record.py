@@ -10,11 +10,6 @@ it failed or was cut; the same command does the parts again that did not end wel
 - smollm2: the target as it is in bfloat16, plain, `generate`, and every method with the shipped drafters;
 - inflate, inflated: the same in the shape of Llama-2-7B (inflate_target.py): real acceptance at a 7B's cost;
 - answers: answers a second.
-
-A machine without a network gets the target in pieces, each small enough for one transfer, which are joined there:
-
-    python benchmarks/gpu_record.py --split model.gguf --work pieces        # pieces/model.gguf.00, .01, …
-    python benchmarks/gpu_record.py --target pieces/model.gguf …
 """
 
 import argparse
@@ -39,7 +34,6 @@ from outrider.draft_models.tiny.models import save_tiny_models
 
 HERE = Path(__file__).parent
 RECORD = "gpu_record.json"
-PIECE = 45 << 20  # bytes
 METHODS = "eesd_fixed,early_exit/opt_tree_auto,vanilla,opt_tree_auto,gsd,mcsd,aded,ngrams,prompt_lookup"
 
 
@@ -120,31 +114,12 @@ def run(part: Part, log: Path) -> dict[str, Any]:
     }
 
 
-def join(path: Path) -> None:
-    """Join the pieces of a file that `split` left, unless it is there."""
-    pieces = sorted(path.parent.glob(f"{path.name}.[0-9][0-9]"))
-    if pieces and not path.exists():
-        write_atomically(path, b"".join(piece.read_bytes() for piece in pieces))
-
-
-def split(path: Path, folder: Path) -> list[Path]:
-    """Write a file as pieces of `PIECE` bytes."""
-    content = path.read_bytes()
-    pieces = []
-    for number, start in enumerate(range(0, len(content), PIECE)):
-        pieces.append(require_writable(folder) / f"{path.name}.{number:02d}")
-        write_atomically(pieces[-1], content[start : start + PIECE])
-    return pieces
-
-
 def record(options: argparse.Namespace) -> dict[str, Any]:
     """Do the parts that are not done. Raises `UserError` for inputs that are missing."""
     work = require_writable(options.work)
     options.device = "cpu" if options.rehearse else "cuda"
     if not options.rehearse and not (options.target and options.prompts and torch.cuda.is_available()):
         raise UserError("expected --target, --prompts and a GPU; or --rehearse")
-    if not options.rehearse:
-        join(Path(options.target))
     path = work / RECORD
     found: dict[str, Any] = read_json(path, "record", "remove it") if path.exists() else {}
     found["machine"] = describe_machine()
@@ -164,17 +139,13 @@ def record(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="SmolLM2-135M-Instruct: a directory, or a GGUF file that --split has cut")
+    parser.add_argument("--target", help="SmolLM2-135M-Instruct: a directory or a GGUF file")
     parser.add_argument("--prompts", action="append", default=[], metavar="NAME=FILE", help="of a kind; repeatable")
     parser.add_argument("--drafters", type=Path, default=HERE.parent / "drafters/smollm2")
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_record"))
     parser.add_argument("--rehearse", action="store_true", help="everything tiny, on a CPU")
-    parser.add_argument("--split", type=Path, metavar="FILE", help="only cut this file into pieces, in --work")
     options = parser.parse_args()
     with reported(goes_on=True):
-        if options.split:
-            print(*split(options.split, options.work), sep="\n")
-            return
         found = record(options)
     failed = [name for name, part in found.items() if "state" in part and part["state"] != "done"]
     print(f"gpu_record out={options.work / RECORD} failed={','.join(failed) or 'none'}")

@@ -1,4 +1,4 @@
-"""The record of a GPU: all parts at a tiny size, what a stop keeps and pieces of a file."""
+"""The record of a GPU: all parts at a tiny size, and what a stop keeps."""
 
 import argparse
 import json
@@ -63,15 +63,6 @@ def test_only_what_did_not_end_well_is_done_again(
     gpu_record.record(asked(tmp_path))
     gpu_record.record(asked(tmp_path))
     assert ran == ["tests", "inflated", "inflated"]
-
-
-def test_a_file_in_pieces_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_record: ModuleType) -> None:
-    monkeypatch.setattr(gpu_record, "PIECE", 10)
-    (tmp_path / "model.gguf").write_bytes(bytes(range(25)))
-    pieces = gpu_record.split(tmp_path / "model.gguf", tmp_path / "pieces")
-    assert [piece.stat().st_size for piece in pieces] == [10, 10, 5]
-    gpu_record.join(tmp_path / "pieces/model.gguf")
-    assert (tmp_path / "pieces/model.gguf").read_bytes() == bytes(range(25))
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_record: ModuleType) -> None:

@@ -1,9 +1,6 @@
 """An inflated target is the same function, drafted for with the same success; a wrong step of it shows."""
 
-import json
-import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
-from outrider.draft_models.calibration import drafter_digest, load_calibration
-from outrider.draft_models.eagle3.checkpoint import new_head, open_head, save_head
-from outrider.draft_models.eagle3.reading import default_taps, new_reading
-from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
-from outrider.draft_models.targets.fingerprint import model_identity
+from outrider.base.streams import Streams
+from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, HEAD_FOLDER, SMALL_LM, TARGET
-from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.draft_models.tiny.models import save_tiny_models
-from outrider.inference.core.decode import autoregressive
-from tests.fitted_heads import fitted_head
-from tests.tiny import make_drafter, random_prompt, reference_generate, save_target, shake_norms_and_biases, unproven
+from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
+from outrider.inference.loading.targets import load_drafters, prepare
+from outrider.inference.measure.arms import make_arms
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from tests.tiny import make_drafter, random_prompt, save_target, shake_norms_and_biases, unproven
 
 TOLERANCE = 1e-5
 TOKENS = 20
@@ -40,7 +34,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mistral": {"kv_heads": 2},
     "qwen2": {"kv_heads": 2},
-    "qwen3": {"kv_heads": 2, "rms_norm_eps": 1e-3},
 }  # fmt: skip
 
 
@@ -53,10 +46,9 @@ def family(path: Path, name: str) -> Path:
 
 def difference(before: Path, after: Path) -> float:
     """The largest difference of logits, as a share of their spread if that is more than 1."""
-    from inflate_target import logits_of
-
-    stacks = [open_target(str(path)).stack(dtype=torch.float32) for path in (before, after)]
-    first, second = (logits_of(stack, random_prompt(40)) for stack in stacks)
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (before, after)]
+    with torch.no_grad():
+        first, second = (model(torch.tensor([random_prompt(40)])).logits for model in models)
     return float((first - second).abs().max()) / max(1.0, float(first.std()))
 
 
@@ -70,189 +62,124 @@ def test_the_logits_and_the_text_stay(tmp_path: Path, name: str) -> None:
     config = open_target(str(wide)).config
     assert (config.hidden_size, config.num_hidden_layers, config.head_dim) == (168, 6, 32)
     assert difference(source, wide) < TOLERANCE
-    model = AutoModelForCausalLM.from_pretrained(source)
-    stack = open_target(str(wide)).stack(dtype=torch.float32)
-    said = [token for r in autoregressive(stack, PROMPTS[0], max_new_tokens=TOKENS) for token in r.tokens]
-    assert said == reference_generate(model, PROMPTS[0], TOKENS)
 
 
-def no_norms(*_: object) -> dict[str, float]:
-    return {"q_proj": 2**0.5}
+def first_keys(change: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query heads in order, without regard to their key heads."""
+    queries, keys = torch.arange(change.wide.heads), torch.arange(change.wide.key_heads)
+    return (torch.where(queries < change.narrow.heads, queries, -1),
+            torch.where(keys < change.narrow.key_heads, keys, -1))  # fmt: skip
 
 
-def no_query(narrow: Any, wide: Any, head_norms: bool) -> dict[str, float]:
-    from inflate_target import STREAM_NORMS
-
-    return dict.fromkeys(STREAM_NORMS, (narrow.width / wide.width) ** 0.5)
-
-
-def side_by_side(narrow: int, wide: int) -> torch.Tensor:
+def side_by_side(change: Any) -> torch.Tensor:
     """Pairs in the first places of each half."""
-    places = torch.full((2, wide // 2), -1)
-    places[:, : narrow // 2] = torch.arange(narrow).view(2, -1)
+    places = torch.full((2, change.wide.head_dim // 2), -1)
+    places[:, : change.narrow.head_dim // 2] = torch.arange(change.narrow.head_dim).view(2, -1)
     return places.flatten()
 
 
-def in_one_half(narrow: int, wide: int) -> torch.Tensor:
+def in_one_half(change: Any) -> torch.Tensor:
+    narrow, wide = change.narrow.head_dim, change.wide.head_dim
     return torch.cat([torch.arange(narrow), torch.full((wide - narrow,), -1)])
 
 
-def first_keys(narrow: Any, wide: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query heads in order, without regard to their key heads."""
-    queries, keys = torch.arange(wide.heads), torch.arange(wide.key_heads)
-    return torch.where(queries < narrow.heads, queries, -1), torch.where(keys < narrow.key_heads, keys, -1)
-
-
-FAULTS: dict[str, tuple[str, Callable[..., object]]] = {
-    "epsilon not rescaled": ("epsilon", lambda narrow, wide, given: given),
-    "norms not rescaled": ("factors", no_norms),
-    "queries not rescaled": ("factors", no_query),
-    "pairs of other frequencies": ("pair_places", side_by_side),
-    "halves of pairs apart": ("pair_places", in_one_half),
-    "query heads under other keys": ("head_places", first_keys),
-    "padding that is not silent": ("widened", lambda block, rows, columns: block[rows % len(block)][:, columns]),
+FAULTS: dict[str, dict[str, Any]] = {
+    "epsilon not rescaled": {"epsilon": lambda change, given: given},
+    "norms not rescaled": {"factor": lambda change, part: 2**0.5 if part == "q_proj" else 1.0},
+    "queries not rescaled": {"factor": lambda change, part: 1.0 if part == "q_proj" else (64 / 168) ** 0.5},
+    "pairs of other frequencies": {"pairs": side_by_side},
+    "halves of pairs apart": {"pairs": in_one_half},
+    "query heads under other keys": {"heads": first_keys},
+    "padding that is not silent": {
+        "widened": lambda change, block, rows, columns: block[rows % len(block)][:, columns]
+    },
+    "a further layer that adds something": {"silenced": lambda change, outputs: outputs},
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_step_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    import inflate_target
+def test_a_wrong_step_shows(tmp_path: Path, fault: str) -> None:
+    from inflate_target import SHAPES, Inflation, inflate
 
-    source = family(tmp_path / "source", "llama")
-    monkeypatch.setattr(inflate_target, *FAULTS[fault])
+    source, wrong = family(tmp_path / "source", "llama"), type("Wrong", (Inflation,), FAULTS[fault])
     with unproven():
-        inflate_target.inflate(str(source), inflate_target.SHAPES["tiny-test"], tmp_path / "out")
+        inflate(str(source), SHAPES["tiny-test"], tmp_path / "out", inflation=wrong)
         assert difference(source, tmp_path / "out" / TARGET) > 3 * TOLERANCE
-
-
-def test_a_further_layer_that_adds_something_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import inflate_target
-
-    source, apply = family(tmp_path / "source", "llama"), inflate_target.Inflation.apply
-    monkeypatch.setattr(inflate_target.Inflation, "apply", lambda *given, silent=False: apply(*given))
-    inflate_target.inflate(str(source), inflate_target.SHAPES["tiny-test"], tmp_path / "out")
-    assert difference(source, tmp_path / "out" / TARGET) > 3 * TOLERANCE
-
-
-def test_a_norm_of_heads_needs_its_own_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its epsilon is that of the other norms, and not what its width asks for."""
-    import inflate_target
-
-    source, factors = family(tmp_path / "source", "qwen3"), inflate_target.factors
-
-    def same_as_others(narrow: Any, wide: Any, head_norms: bool) -> dict[str, float]:
-        return factors(narrow, wide, head_norms) | {"q_proj": 1.0, "k_proj": 1.0}
-
-    monkeypatch.setattr(inflate_target, "factors", same_as_others)
-    inflate_target.inflate(str(source), inflate_target.SHAPES["tiny-test"], tmp_path / "out")
-    assert difference(source, tmp_path / "out" / TARGET) > 3 * TOLERANCE
 
 
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A target and a drafter of each kind that is right now and then."""
     folder = tmp_path_factory.mktemp("drafted")
-    where = {name: folder / name for name in (TARGET, EARLY_EXIT, SMALL_LM, EAGLE3)}
+    where = {name: folder / name for name in (TARGET, EARLY_EXIT, SMALL_LM)}
     save_target(where[TARGET], kv_heads=2, hidden_size=128)
     shake_norms_and_biases(where[TARGET])
     target = open_target(str(where[TARGET]))
     exits = make_drafter(where[TARGET], 2, noise=0.05)
     save_pretrained(where[EARLY_EXIT], exits, target.fingerprint, {}, torch.float32)
     model = AutoModelForCausalLM.from_pretrained(where[TARGET])
-    answers = [(prompt, reference_generate(model, prompt, TOKENS)) for prompt in PROMPTS]
     with torch.no_grad():
         for weight in model.parameters():
             weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(4))
     model.save_pretrained(where[SMALL_LM])
     target.tokenizer.save_pretrained(where[SMALL_LM])
-    head = fitted_head(target.stack(dtype=torch.float32), answers, hidden=128)
-    save_head(where[EAGLE3], head, "speculators", target.config, TARGET)
     return where
 
 
-def test_acceptance_is_equal_round_by_round(drafted: dict[str, Path], tmp_path: Path) -> None:
-    from inflate_target import Shape, check, inflate
-
-    drafters = {name: path for name, path in drafted.items() if name != TARGET}
-    shape, small = Shape(192, 6, 12, 4, 32, 224), Shape(160, 5, 8, 4, 64, 128)
-    out = tmp_path / "out"
-    inflate(str(drafted[TARGET]), shape, out, small_shape=small, **drafters)
-    found = check(drafted, {name: out / name for name in drafted}, PROMPTS, TOKENS, torch.float32)
-    assert found["logits"] < TOLERANCE * max(1.0, found["logits_spread"])
-    assert found["texts"] == [2, 2]
-    assert len(found["rounds"]) == 6
-    for name, (equal, rounds) in found["rounds"].items():
-        assert equal == rounds > 0
-        accepted, again = found["accepted"][name]
-        assert accepted == again
-        assert accepted >= 2, name
-    with pytest.raises(UserError, match="trained for another target"):
-        check(drafted, {TARGET: out / TARGET, EARLY_EXIT: drafted[EARLY_EXIT]}, PROMPTS, 1, torch.float32)
+METHODS = {
+    f"{source}, {name}": MethodConfig(source=source, **shape)
+    for source in (EARLY_EXIT, SMALL_LM)
+    for name, shape in {
+        "chain of 4": {"stop": StopConfig(rule="fixed", max_draft=4)},
+        "tree of 12": {"structure": StructureConfig(kind="opt_tree", nodes=12, delta=0.0, max_depth=6)},
+    }.items()
+}
 
 
-@pytest.mark.parametrize("name", [EAGLE3, EARLY_EXIT, pytest.param(SMALL_LM, marks=pytest.mark.thorough)])
-def test_a_wrong_drafter_shows(
-    drafted: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Its query heads are under other keys than they were: the text stays, the rounds do not."""
-    import inflate_target
-
-    shape, before = inflate_target.Shape(192, 6, 12, 4, 32, 224), open_target(str(drafted[TARGET]))
-    change = inflate_target.inflate_model(before.source, tmp_path / TARGET, shape, None, TARGET)
-    monkeypatch.setattr(inflate_target, "head_places", first_keys)
-    pair = inflate_target.Pair(before, open_target(str(tmp_path / TARGET)), replace(change), None)
-    sizes = (replace(shape, layers=4),) if name == SMALL_LM else ()
-    getattr(inflate_target, f"inflate_{name}")(drafted[name], tmp_path / name, pair, *sizes)
-    both = [{kind: where[kind] for kind in (TARGET, name)} for where in (drafted, {n: tmp_path / n for n in drafted})]
-    found = inflate_target.check(*both, PROMPTS, TOKENS, torch.float32)
-    assert found["texts"] == [2, 2]
-    assert all(equal < rounds for equal, rounds in found["rounds"].values())
+@torch.inference_mode()
+def rounds_of(where: Mapping[str, Path]) -> dict[str, list[tuple[int, ...]]]:
+    """By method: tokens, drafted, accepted and depth of every round."""
+    given: dict[str, Any] = {"checkpoint": str(where[EARLY_EXIT]), "small_lm": str(where[SMALL_LM])}
+    config = EvaluateConfig(**given, target=str(where[TARGET]), methods=METHODS)
+    target = open_target(config.target)
+    stack = target.stack(dtype=torch.float32)
+    drafters = load_drafters(config, target, dtype=torch.float32, device="cpu")
+    prepare(stack, drafters)
+    arms = make_arms(stack, drafters, METHODS, None, max_new_tokens=TOKENS, eos=())
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for name, arm in arms.items():
+        rounds = [r for prompt in PROMPTS for r in arm(prompt, Streams(0)).rounds]
+        found[name] = [(*r.tokens, r.drafted, r.accepted, r.depth) for r in rounds]
+    return found
 
 
-def test_a_head_that_names_no_taps_keeps_them(tmp_path: Path) -> None:
-    """EAGLE's dialect leaves them to the number of layers, which is another one now."""
-    from inflate_target import SHAPES, inflate
+@pytest.mark.parametrize("wrong", ["", EARLY_EXIT, pytest.param(SMALL_LM, marks=pytest.mark.thorough)])
+def test_acceptance_is_equal_round_by_round(drafted: dict[str, Path], tmp_path: Path, wrong: str) -> None:
+    """wrong: a drafter whose query heads are under other keys than they were. The text stays, its rounds do not."""
+    from inflate_target import Inflation, Shape, inflate, inflate_early_exit, inflate_model, inflate_small_lm
 
-    source, head = save_target(tmp_path / "source", kv_heads=2, num_hidden_layers=8), tmp_path / "head"
-    target = open_target(str(source))
-    reading = new_reading(target.config, taps=(), version="3", draft_vocabulary=None, intermediate=None)
-    made = new_head(reading, target.stack(dtype=torch.float32), None, 0)
-    save_head(head, made, "specforge", target.config, TARGET)
-    config = json.loads((head / "config.json").read_text())
-    (head / "config.json").write_text(json.dumps({key: config[key] for key in config if "eagle" not in key}))
-    assert open_head(str(head), target.config).reading.taps == (2, 4, 5)
-    inflate(str(source), replace(SHAPES["tiny-test"], layers=10), tmp_path / "out", eagle3=head)
-    config = open_target(str(tmp_path / "out" / TARGET)).config
-    assert default_taps(config.num_hidden_layers) == (2, 5, 7)
-    assert open_head(str(tmp_path / "out" / EAGLE3), config).reading.taps == (2, 4, 5)
-
-
-def test_the_command_carries_calibration_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are bound to the inflated target and drafter, and say the same of padded hidden states."""
-    import inflate_target
-
-    save_tiny_models(tmp_path, "llama", None)
-    for name in (EARLY_EXIT, SMALL_LM, EAGLE3):
-        assert list((tmp_path / name).rglob("calibration.json"))
-    out, kinds = tmp_path / "out", (EARLY_EXIT, SMALL_LM, EAGLE3)
-    given = [word for name in kinds for word in (f"--{name.replace('_', '-')}", tmp_path / name)]
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "to be "}) + "\n")
-    options = ["--target", tmp_path / TARGET, "--shape", "tiny-test", "--small-shape", "tiny-test", "--out", out]
-    options += [*given, "--check", tmp_path / "prompts.jsonl", "--tokens", 6]
-    monkeypatch.setattr(sys, "argv", ["inflate_target", *map(str, options)])
-    inflate_target.main()
-    record = json.loads((out / "inflated.json").read_text())
-    assert record["first_line"].startswith("Inflated: what is accepted is")
-    assert record["check"]["logits"] < TOLERANCE
-    assert all(equal == rounds for equal, rounds in record["check"]["rounds"].values())
-    identity = model_identity(open_target(str(out / TARGET)).files)
-    for name in kinds:
-        folder = "" if name == EARLY_EXIT else HEAD_FOLDER
-        digest = drafter_digest(open_tensors(str(out / name))) if folder else read_meta(out / name).weights_sha256
-        head = load_calibration(out / name, digest, target=identity, folder=folder)
-        assert (head.target.shape[1], len(head.draft)) == (168, 168)
-    with pytest.raises(SystemExit):
-        inflate_target.main()  # the folder is not empty
+    shape, small, out = Shape(192, 6, 12, 4, 32, 224), Shape(160, 5, 8, 4, 64, 128), tmp_path / "out"
+    kinds = {
+        name: type("Wrong", (Inflation,), {"heads": first_keys}) if name == wrong else Inflation for name in drafted
+    }
+    change = inflate_model(str(drafted[TARGET]), out / TARGET, shape, None, TARGET)
+    own = kinds[EARLY_EXIT](change.narrow, change.wide)
+    inflate_early_exit(drafted[EARLY_EXIT], out / EARLY_EXIT, str(drafted[TARGET]), str(out / TARGET), own)
+    inflate_small_lm(drafted[SMALL_LM], out / SMALL_LM, shape if wrong else small, inflation=kinds[SMALL_LM])
+    assert difference(drafted[TARGET], out / TARGET) < TOLERANCE
+    before, after = rounds_of(drafted), rounds_of({name: out / name for name in drafted})
+    assert before["autoregressive"] == after["autoregressive"]
+    for name in METHODS:
+        assert (before[name] == after[name]) == (not wrong or not name.startswith(wrong)), name
+        assert sum(accepted for *_, accepted, _ in before[name]) >= 2, name
+    if not wrong:
+        inflate(str(drafted[TARGET]), shape, tmp_path / "all", small_shape=small,
+                early_exit=drafted[EARLY_EXIT], small_lm=drafted[SMALL_LM])  # fmt: skip
+        assert rounds_of({name: tmp_path / "all" / name for name in drafted}) == after
+        with pytest.raises(UserError, match="trained for another target"):
+            inflate_early_exit(drafted[EARLY_EXIT], tmp_path / "no", str(out / TARGET), str(out / TARGET), change)
+        with pytest.raises(UserError, match="not empty"):
+            inflate(str(drafted[TARGET]), shape, out)
 
 
 @pytest.mark.parametrize(
