@@ -22,59 +22,49 @@ _RESET, _DIM = "\x1b[0m", "\x1b[2m"
 
 
 class Screen:
-    """Plain text: the answers, each followed by a line of figures."""
+    """The answers, each followed by a line of figures.
 
-    def __init__(self, out: TextIO):
-        self._out = out
+    coloured: of a terminal. Tokens are coloured by origin, and its last row is reserved for a status line.
+    """
+
+    def __init__(self, out: TextIO, *, coloured: bool = False):
+        self._out, self.coloured, self._rows = out, coloured, 0
 
     def say(self, text: str, whose: str) -> None:
         """Write a part of an answer; whose: `DRAFTED` or `OWN`."""
-        self._write(harmless(text))
-
-    def status(self, text: str) -> None:
-        """Show the status line; plain text has none."""
+        self._write(harmless(text), _COLOURS[whose])
 
     def note(self, text: str) -> None:
         """Write a line that is not part of the conversation."""
-        self._write(f"{text}\n")
-
-    def close(self) -> None:
-        """End the output."""
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
-
-
-class Terminal(Screen):
-    """Tokens coloured by origin; the last row of the terminal is reserved for the status line."""
-
-    def __init__(self, out: TextIO):
-        super().__init__(out)
-        self._rows = 0
-
-    def say(self, text: str, whose: str) -> None:
-        self._write(f"{_COLOURS[whose]}{harmless(text)}{_RESET}")
+        self._write(text, _DIM, end="\n")
 
     def status(self, text: str) -> None:
+        """Show the status line; plain text has none."""
+        if not self.coloured:
+            return
         size = shutil.get_terminal_size()
         if size.lines != self._rows:  # on the first call, and after the window was resized
             self._rows = size.lines
-            self._write(f"\n\x1b[A\x1b7\x1b[1;{size.lines - 1}r\x1b8")  # scroll only the rows above the last
-        self._write(f"\x1b7\x1b[{size.lines};1H\x1b[2K{_DIM}{text[: size.columns - 1]}{_RESET}\x1b8")
-
-    def note(self, text: str) -> None:
-        self._write(f"{_DIM}{text}{_RESET}\n")
+            self._put(f"\n\x1b[A\x1b7\x1b[1;{size.lines - 1}r\x1b8")  # scroll only the rows above the last
+        self._put(f"\x1b7\x1b[{size.lines};1H\x1b[2K{_DIM}{text[: size.columns - 1]}{_RESET}\x1b8")
 
     def close(self) -> None:
+        """End the output."""
         if self._rows:
-            self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+            self._put(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8")
+
+    def _write(self, text: str, colour: str, end: str = "") -> None:
+        self._put((f"{colour}{text}{_RESET}" if self.coloured else text) + end)
+
+    def _put(self, codes: str) -> None:
+        self._out.write(codes)
+        self._out.flush()
 
 
 def open_screen(out: TextIO, environment: Mapping[str, str] = os.environ) -> Screen:
-    """A `Terminal` if `out` is one and plain text is not requested (NO_COLOR, TERM=dumb), else a `Screen`."""
-    plain = not out.isatty() or environment.get("NO_COLOR") or environment.get("TERM") == "dumb"
-    return Screen(out) if plain else Terminal(out)
+    """A coloured screen if `out` is a terminal and plain text is not requested (NO_COLOR, TERM=dumb)."""
+    plain = environment.get("NO_COLOR") or environment.get("TERM") == "dumb"
+    return Screen(out, coloured=out.isatty() and not plain)
 
 
 def harmless(text: str) -> str:

@@ -7,6 +7,7 @@ import re
 import select
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import outrider
 from outrider.base.errors import UserError
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.conversation import DRAFTED, Chat, Screen, Terminal, harmless, open_screen
+from outrider.inference.conversation import DRAFTED, Chat, Screen, harmless, open_screen
 from outrider.inference.core.rounds import Round
 from outrider.inference.settings.tools import ChatConfig
 from tests.forked import Fork
@@ -89,7 +90,7 @@ def test_every_answer_is_the_targets_own(model: Any) -> None:
 def test_what_was_drafted_has_its_own_colour(model: Any) -> None:
     rounds = list(model.rounds([{"role": "user", "content": "def f("}], max_new_tokens=12))
     _, plain = talk(model, "def f(")
-    _, shown = talk(model, "def f(", screen=Terminal)
+    _, shown = talk(model, "def f(", screen=partial(Screen, coloured=True))
     drafted = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", shown))
     assert len(drafted) == sum(r.accepted for r in rounds) > 0
     conversation = re.sub(r"\x1b7.*?\x1b8|\n\x1b\[A", "", shown, flags=re.S)  # the status line stands apart
@@ -149,16 +150,16 @@ def test_what_cannot_be_done_is_said(model: Any) -> None:
 def test_a_model_cannot_command_the_terminal() -> None:
     assert harmless("a\x1b[2J\r\x07\tb\n\x9bc") == "a\ufffd[2J\ufffd\ufffd\tb\n\ufffdc"
     out = io.StringIO()
-    Terminal(out).say("\x1b]0;title\x07", DRAFTED)
+    Screen(out, coloured=True).say("\x1b]0;title\x07", DRAFTED)
     assert SGR.sub("", out.getvalue()) == "\ufffd]0;title\ufffd"
 
 
 def test_colours_are_for_terminals_that_want_them() -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
-    assert type(open_screen(terminal, {})) is Terminal
+    assert open_screen(terminal, {}).coloured
     for out, environment in ((terminal, {"NO_COLOR": "1"}), (terminal, {"TERM": "dumb"}), (io.StringIO(), {})):
-        assert type(open_screen(out, environment)) is Screen
+        assert not open_screen(out, environment).coloured
 
 
 @pytest.mark.slow
