@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -22,7 +21,7 @@ from outrider.base.settings import RunConfig, construct
 from outrider.inference.loading.memory_plan import describe, explained, planned_device
 from outrider.train.core import run_dir, sharding
 from outrider.train.core.fit import Evaluate, fit
-from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
+from outrider.train.core.sharding import WEIGHTS_FILE, load_trained, trained_parameters
 from outrider.train.core.training import Metrics, Plan, Student, Trained, Training
 
 BEST_FOLDER = "best"
@@ -50,9 +49,7 @@ class Best:
     def restore(self, student: nn.Module) -> tuple[int, dict[str, float]]:
         """Put the best weights back; returns their step and metrics. Raises `UserError` where they are gone."""
         described = self._described()
-        with torch.no_grad(), safe_open(self.file, framework="pt") as stored:
-            for name, parameter in trained_parameters(student).items():
-                parameter.copy_(stored.get_tensor(name))
+        load_trained(student, self.file.parent)
         return described
 
     def _described(self) -> tuple[int, dict[str, float]]:

@@ -73,11 +73,6 @@ class Engine:
             self.module, self.optimizer = self.accelerator.prepare(model, build_optimizer(model, config))
         self._full_rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    @property
-    def updates_in_backward(self) -> bool:
-        """True if the last backward of a step already updates the weights, as with DeepSpeed under Accelerate."""
-        return self._deepspeed
-
     def set_rates(self, scale: float) -> None:
         """Set every learning rate to `scale` times its initial value."""
         for group, rate in zip(self.optimizer.param_groups, self._full_rates, strict=True):
@@ -116,11 +111,6 @@ class Engine:
 
         Call it on every process. Raises `UserError` if they are unreadable or belong to another model.
         """
-        if any(checkpoint.glob("rng_state*.pth")):
-            raise UserError(
-                f"{checkpoint}: an earlier version of Outrider wrote these states of optimizer and random numbers; "
-                "resume with that version, or train anew in another out_dir"
-            )
         if self._deepspeed:  # it stores its own copy of the weights
             found, _ = self.module.load_checkpoint(str(checkpoint), load_module_strict=False)
             if found is None:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 from torch import nn
 
-from outrider.base.errors import UserError, require
+from outrider.base.errors import UserError
 from outrider.base.files import code_version, write_json
 from outrider.base.processes import join_processes
 from outrider.base.settings import Settings, read_as
@@ -35,7 +34,7 @@ from outrider.train.core.training import FitResult, Metrics, TrainRows
 from outrider.train.settings.fit import FitConfig
 
 STATE_FILE = "training_state.json"
-_WHAT = "state of a training"
+Evaluate = Callable[[nn.Module, int], Metrics]
 
 
 @dataclass(frozen=True)
@@ -47,32 +46,15 @@ class TrainingState:
     """
 
     step: int
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     total: int | None = None
 
-    def __post_init__(self) -> None:
-        numbers = all(isinstance(value, int | float) for value in self.metrics.values())
-        require(numbers, "metrics", self.metrics, "numbers by name")
-
-
-def write_state(checkpoint: Path, reached: TrainingState) -> None:
-    """Leave in `checkpoint` what `read_state` reads."""
-    write_json(checkpoint / STATE_FILE, asdict(reached))
-
 
 def read_state(checkpoint: Path) -> TrainingState:
-    """What `write_state` has left in `checkpoint`. Raises `UserError` for a damaged file."""
+    """The state that `checkpoint` holds. Raises `UserError` for a damaged file."""
     remedy = f"remove {checkpoint}: resume=true goes on from the one before"
-    file = checkpoint / STATE_FILE
-    state = read_as(TrainingState, file, _WHAT, remedy)
-    if state.step != run_dir.step_of(checkpoint):
-        expected = run_dir.step_of(checkpoint)
-        raise UserError(f"{file}: damaged {_WHAT} (step={state.step!r}: expected {expected}); {remedy}")
-    return state
-
-
-Evaluate = Callable[[nn.Module, int], Metrics]
+    return read_as(TrainingState, checkpoint / STATE_FILE, "state of a training", remedy)
 
 
 def fit(
@@ -198,7 +180,7 @@ def _save(
         engine.save(staged)
         state.wait_for_everyone()
         if state.is_main_process:
-            write_state(staged, reached)
+            write_json(staged / STATE_FILE, asdict(reached))
             write_json(staged / run_dir.RUN_FILE, run)
             run_dir.publish(staged, final, keep)
     except (OSError, SafetensorError, RuntimeError, UserError) as error:

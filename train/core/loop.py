@@ -84,7 +84,7 @@ def train(
             report.add(summed, batch["labels"])
         norm = engine.clip()
         if norm is not None and not math.isfinite(norm):
-            raise not_finite(step, norm, engine, report)
+            raise not_finite(step, norm, report)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
         report.advance()
@@ -136,11 +136,10 @@ def no_supervised_token(step: int) -> UserError:
     )
 
 
-def not_finite(step: int, norm: float, engine: Engine, report: Report) -> UserError:
+def not_finite(step: int, norm: float, report: Report) -> UserError:
     """The error for a step with a non-finite gradient norm. All processes call it, since it sums their losses."""
     summed, supervised, _ = report.drain()
-    when = "in its update" if engine.updates_in_backward else "before the update"
     return UserError(
         f"step {step + 1}: loss={summed / supervised:.4g}, grad_norm={norm:.4g} is not finite; stopped "
-        f"{when}; {run_dir.describe_newest(report.out_dir)}. Lower lr, raise warmup, or use precision=fp32"
+        f"there; {run_dir.describe_newest(report.out_dir)}. Lower lr, raise warmup, or use precision=fp32"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
 from outrider.base.files import save_parts, write_json
@@ -18,13 +18,14 @@ from outrider.draft_models.draft_vocabulary import choose_tokens, count_tokens, 
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
-from outrider.draft_models.targets.open_target import OpenTarget, fast_dtype
+from outrider.draft_models.targets.open_target import OpenTarget, fast_dtype, special_tokens
 from outrider.inference.loading.memory_plan import Held, planned_device, training_memory
 from outrider.inference.loading.targets import end_tokens
 from outrider.train.core import run_dir
 from outrider.train.core.optimizers import layer_matrices
 from outrider.train.core.training import Trained, TrainRows
-from outrider.train.settings.drafters import DrafterTraining
+from outrider.train.settings.drafters import DrafterConfig, DrafterTraining
+from outrider.train.settings.toy import ToyTargetConfig
 
 COUNTED_ROWS = 20_000  # evenly spread rows for counting token frequencies
 
@@ -62,6 +63,23 @@ def require_context(model: PreTrainedConfig, seq_len: int, decode_tokens: int, w
         raise UserError(f"seq_len={seq_len}: the {whose}'s context is {limit} tokens")
     if decode_tokens >= limit:
         raise UserError(f"decode_tokens={decode_tokens}: expected less than the {whose}'s context of {limit} tokens")
+
+
+def llama_config(
+    shape: DrafterConfig | ToyTargetConfig, vocabulary: int, positions: int, tokenizer: PreTrainedTokenizerBase
+) -> LlamaConfig:
+    """The config of a Llama of this shape. positions: the context that it says it has."""
+    described = {
+        "vocab_size": vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads or shape.heads,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": shape.tied,
+    }
+    return LlamaConfig.from_dict({**described, **special_tokens(tokenizer)})
 
 
 def parameters_of(student: nn.Module) -> tuple[int, int]:

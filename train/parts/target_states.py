@@ -52,6 +52,15 @@ def pack(vectors: Tensor) -> Tensor:
     return torch.cat([numbers, scales.view(torch.int8)], -1).flatten(-2)
 
 
+def stored(vectors: Tensor, dtype: torch.dtype) -> Tensor:
+    """vectors [..., H] as `dtype`, or as `pack` makes them. Raises `OverflowError` where it cannot hold them."""
+    if dtype == torch.int8:
+        return pack(vectors)
+    if not bool((converted := vectors.to(dtype)).isfinite().all()):
+        raise OverflowError
+    return converted
+
+
 def unpack(packed: Tensor, width: int) -> Tensor:
     """What `pack` made of vectors of `width` values, float32 [..., width]."""
     groups = packed.unflatten(-1, (-1, GROUP + _SCALE_BYTES))
@@ -163,7 +172,7 @@ def _fill(
         batch = default_collate([rows[index] for index in chosen])
         made = states_of(batch)
         try:
-            kept = pack(made) if states.dtype == torch.int8 else _converted(made, states.dtype)
+            kept = stored(made, states.dtype)
         except OverflowError:
             name = str(states.dtype).removeprefix("torch.")
             raise UserError(
@@ -172,10 +181,3 @@ def _fill(
             ) from None
         states[chosen.start : chosen.stop] = kept.cpu()
         done[begin // ROWS_AT_ONCE] = 1  # the kernel writes both mapped files even if this process is killed
-
-
-def _converted(states: Tensor, dtype: torch.dtype) -> Tensor:
-    converted = states.to(dtype)
-    if not bool(converted.isfinite().all()):
-        raise OverflowError
-    return converted

@@ -212,18 +212,13 @@ class DrafterConfig(Settings):
             require(value is not None, key, value, "a positive number, or a path (drafter.path=MODEL)")
         assert self.hidden is not None
         assert self.heads is not None
-        require(
-            self.hidden % (2 * self.heads) == 0,
-            "hidden",
-            self.hidden,
-            f"an even multiple of heads ({self.heads})",
-        )
-        require(
-            self.kv_heads is None or self.heads % self.kv_heads == 0,
-            "kv_heads",
-            self.kv_heads,
-            f"a divisor of heads ({self.heads})",
-        )
+        require_heads(self.hidden, self.heads, self.kv_heads or self.heads)
+
+
+def require_heads(hidden: int, heads: int, kv_heads: int) -> None:
+    """Raise `UserError` unless a Llama of that width can have so many heads."""
+    require(hidden % (2 * heads) == 0, "hidden", hidden, f"an even multiple of heads ({heads})")
+    require(heads % kv_heads == 0, "kv_heads", kv_heads, f"a divisor of heads ({heads})")
 
 
 @dataclass(frozen=True, kw_only=True)

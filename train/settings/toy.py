@@ -8,7 +8,7 @@ from annotated_types import Ge
 from outrider.base.errors import require
 from outrider.base.settings import Count, Positive, RunConfig, free, opt
 from outrider.data_prep.text.settings import DataConfig
-from outrider.train.settings.drafters import NotNegative, Width
+from outrider.train.settings.drafters import NotNegative, Width, require_heads
 from outrider.train.settings.fit import FitConfig
 
 TOY_REPORT = "toy_target.json"  # written last: a directory that has it holds a finished toy target
@@ -41,13 +41,7 @@ class ToyTargetConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.hidden % (2 * self.heads) == 0,
-            "hidden",
-            self.hidden,
-            f"an even multiple of heads ({self.heads})",
-        )
-        require(self.heads % self.kv_heads == 0, "kv_heads", self.kv_heads, f"a divisor of heads ({self.heads})")
+        require_heads(self.hidden, self.heads, self.kv_heads)
         require(
             self.max_positions >= self.seq_len,
             "max_positions",

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,7 +28,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.loading.memory_plan import Place, planned_device, target_memory
 from outrider.train.core.sharding import is_shared_out
 from outrider.train.core.training import Plan
-from outrider.train.parts.drafter import fit_memory
+from outrider.train.parts.drafter import fit_memory, llama_config
 from outrider.train.parts.heldout import packed_hidden
 from outrider.train.parts.on_policy import OnPolicy
 from outrider.train.settings.drafters import DrafterConfig, FinetuneConfig
@@ -46,17 +45,7 @@ def drafter_config(
         config = load_config(drafter.path, drafter.revision, role="drafter.path")
         require_same_vocabulary(load_tokenizer(drafter.path, drafter.revision, role="drafter.path"), tokenizer)
         return config
-    shape = {
-        "vocab_size": target.vocab_size,
-        "hidden_size": drafter.hidden,
-        "intermediate_size": drafter.intermediate,
-        "num_hidden_layers": drafter.layers,
-        "num_attention_heads": drafter.heads,
-        "num_key_value_heads": drafter.kv_heads or drafter.heads,
-        "max_position_embeddings": context_limit(target),
-        "tie_word_embeddings": drafter.tied,
-    }
-    return LlamaConfig.from_dict({**shape, **special_tokens(tokenizer)})
+    return llama_config(drafter, target.vocab_size, context_limit(target), tokenizer)
 
 
 def tokens_of_finished(config: FinetuneConfig, target: PreTrainedConfig) -> DraftVocabulary | None:

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.open_target import special_tokens
 from outrider.train.core.optimizers import layer_matrices
+from outrider.train.parts.drafter import llama_config
 from outrider.train.settings.toy import ToyTargetConfig
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
@@ -48,17 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained model: a fixed function of the config. Every layer starts as the identity."""
-    shape = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "max_position_embeddings": config.max_positions,
-        "tie_word_embeddings": config.tied,
-    }
-    lm_config = LlamaConfig.from_dict({**shape, **special_tokens(tokenizer)})
+    lm_config = llama_config(config, len(tokenizer), config.max_positions, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(Streams(config.fit.seed).number("weights", bits=64))
         lm = LlamaForCausalLM(lm_config)
