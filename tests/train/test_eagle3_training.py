@@ -4,8 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
+from outrider.base.processes import join_processes
+from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head, stored_tokens
@@ -23,9 +23,20 @@ from outrider.inference.drafters.eagle3 import PLUGIN, Eagle3Source
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.rules import FixedLength
-from outrider.train.parts.target_states import DONE_FILE, GROUP, MADE_FROM_FILE, STATES_FILE, pack, packed_width, unpack
-from outrider.train.recipes.eagle3 import Eagle3Student, train_eagle3
-from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+from outrider.train.parts.target_states import (
+    DONE_FILE,
+    GROUP,
+    MADE_FROM_FILE,
+    ROWS_AT_ONCE,
+    STATES_FILE,
+    RowsWithStates,
+    pack,
+    packed_width,
+    unpack,
+    with_states,
+)
+from outrider.train.recipes.eagle3 import train_eagle3
+from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
 from tests.train.jobs import FIT, heading, log, same
 
 
@@ -89,91 +100,81 @@ def test_the_parts_of_a_new_head(sure: Path, tmp_path: Path, corpus: DataConfig)
     assert not torch.equal(saved["norm.weight"], target.model.norm.weight)
 
 
-def test_training_from_stored_features_is_the_same(
-    sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Bit for bit in float32. They are made once, with the announced number of bytes; then the target runs no more."""
+def test_training_from_stored_features_is_the_same(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
+    """Bit for bit in float32. Those that another target, dtype or text made are refused."""
     run = heading(sure, corpus, tmp_path / "online", eval_rows=1, fit=replace(FIT, steps=2))
     train_eagle3(run)
     kept = replace(run, features=str(tmp_path / "features"), features_dtype="float32")
-    capsys.readouterr()
-    train_eagle3(replace(kept, out_dir=str(tmp_path / "kept")))
-    assert same(weights(tmp_path / "kept"), weights(tmp_path / "online"))
-    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("features="))
-    assert f"gigabytes={(tmp_path / 'features' / STATES_FILE).stat().st_size / 1e9:.2f}" in said
-    made = list[int]()
-    states = Eagle3Student.states
-    monkeypatch.setattr(Eagle3Student, "states", lambda *own, **given: made.append(1) or states(*own, **given))
-    train_eagle3(replace(kept, out_dir=str(tmp_path / "again")))
-    assert len(made) == 1  # the evaluation's
-    assert same(weights(tmp_path / "again"), weights(tmp_path / "online"))
-    (tmp_path / "features" / STATES_FILE).write_bytes(b"cut")
-    train_eagle3(replace(kept, out_dir=str(tmp_path / "refilled")))
-    assert len(made) > 3
-    assert same(weights(tmp_path / "refilled"), weights(tmp_path / "online"))
+    for folder in ("filled", "read"):
+        train_eagle3(replace(kept, out_dir=str(tmp_path / folder)))
+        assert same(weights(tmp_path / folder), weights(tmp_path / "online"))
+    states = tmp_path / "features" / STATES_FILE
+    states.write_bytes(bytes(states.stat().st_size))
+    train_eagle3(replace(kept, out_dir=str(tmp_path / "of zeros")))  # from what is stored alone
+    assert not same(weights(tmp_path / "of zeros"), weights(tmp_path / "online"))
     with pytest.raises(UserError, match=r"holds what was made with other settings: dtype='bfloat16' \(was 'float32'\)"):
         train_eagle3(replace(kept, features_dtype="bfloat16", out_dir=str(tmp_path / "other")))
     with pytest.raises(UserError, match=r"other settings: frozen_dtype='torch.float16' \(was 'torch\.\w+'\)"):
         train_eagle3(replace(kept, frozen_dtype="float16", out_dir=str(tmp_path / "other")))
 
 
-def test_a_killed_filling_goes_on_with_the_rows_that_are_missing(
-    sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    run = heading(sure, corpus, tmp_path / "out", eval_rows=1, fit=replace(FIT, steps=2), features_dtype="float32",
-                  features=str(tmp_path / "features"))  # fmt: skip
-    train_eagle3(replace(run, features=str(tmp_path / "whole"), out_dir=str(tmp_path / "uninterrupted")))
-    states, made = Eagle3Student.states, list[int]()
+class Target:
+    """In the place of a target: states of a row's tokens, `scale` times; the batches are counted, one may be fatal."""
 
-    def killed_at_the_third(*own: Any, **given: torch.Tensor) -> torch.Tensor:
-        if len(made) == 2:
+    def __init__(self, scale: float = 1.0, killed_at: int | None = None) -> None:
+        self.table, self.batches, self.killed_at = scale * torch.randn(VOCABULARY, 2, 40), 0, killed_at
+
+    def states_of(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.batches == self.killed_at:
             raise KeyboardInterrupt
-        made.append(1)
-        return states(*own, **given)
+        self.batches += 1
+        return self.table[batch["input_ids"]]
 
-    with monkeypatch.context() as killed:
-        killed.setattr(Eagle3Student, "states", killed_at_the_third)
-        with pytest.raises(KeyboardInterrupt):
-            train_eagle3(run)
-    assert (tmp_path / "features" / DONE_FILE).exists()
-    capsys.readouterr()
-    train_eagle3(run)
+    def fill(self, rows: PackedRows, folder: Path, dtype: str = "float32", width: int = 40) -> RowsWithStates:
+        given = (48, 2, width), str(folder), dtype, {"from": "text"}
+        return with_states(rows, lambda: self.states_of, *given, join_processes())
+
+
+@pytest.fixture
+def rows(corpus: DataConfig) -> PackedRows:
+    return load_rows(corpus, byte_tokenizer(), 48, "train")
+
+
+def test_states_are_made_once_and_a_killed_filling_goes_on_with_what_is_missing(
+    rows: PackedRows, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target = Target(killed_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        target.fill(rows, tmp_path)
+    assert (tmp_path / DONE_FILE).exists()
+    said = capsys.readouterr().out
+    target.killed_at = None
+    for _ in range(2):  # at the second time there is nothing to do
+        found = target.fill(rows, tmp_path)
+        assert target.batches == -(-len(rows) // ROWS_AT_ONCE)
+        for row in (found[index] for index in range(9)):
+            assert torch.equal(row["states"], target.table[row["input_ids"]])
     assert "goes_on_after=2 of " in capsys.readouterr().out
-    whole, resumed = ((tmp_path / name / STATES_FILE).read_bytes() for name in ("whole", "features"))
-    assert whole == resumed
-    assert same(weights(tmp_path / "out"), weights(tmp_path / "uninterrupted"))
-    assert {path.name for path in (tmp_path / "features").glob("states*")} == {STATES_FILE, MADE_FROM_FILE}
+    assert f"gigabytes={(tmp_path / STATES_FILE).stat().st_size / 1e9:.2f}" in said
+    assert {path.name for path in tmp_path.glob("states*")} == {STATES_FILE, MADE_FROM_FILE}
+    (tmp_path / STATES_FILE).write_bytes(b"cut")
+    found = target.fill(rows, tmp_path)
+    assert torch.equal(found[0]["states"], target.table[found[0]["input_ids"]])
 
 
-def test_from_features_in_int8_it_learns_what_their_values_teach(
-    sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = heading(sure, corpus, tmp_path / "kept", eval_rows=1, fit=replace(FIT, steps=2))
-    train_eagle3(replace(run, features=str(tmp_path / "features"), features_dtype="int8"))
-    states = Eagle3Student.states
-
-    def coarse(*student_and_given: Any, **given: torch.Tensor) -> torch.Tensor:
-        found = states(*student_and_given, **given)
-        return unpack(pack(found), found.shape[-1])
-
-    monkeypatch.setattr(Eagle3Student, "states", coarse)
-    train_eagle3(replace(run, out_dir=str(tmp_path / "online")))
-    assert same(weights(tmp_path / "kept"), weights(tmp_path / "online"))
+def test_states_in_int8_are_what_their_values_are_rounded_to(rows: PackedRows, tmp_path: Path) -> None:
+    target = Target()
+    row = target.fill(rows, tmp_path, "int8")[3]
+    assert torch.equal(row["states"], unpack(pack(target.table[row["input_ids"]]), 40))
 
 
-def test_features_that_a_disk_or_a_dtype_cannot_hold_are_refused(
-    sure: Path, tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, states = heading(sure, corpus, tmp_path / "out", features=str(tmp_path / "features")), Eagle3Student.states
-    with monkeypatch.context() as full:
-        full.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-        with pytest.raises(UserError, match=r"and 0\.00 GB are free there"):
-            train_eagle3(run)
-    monkeypatch.setattr(Eagle3Student, "states", lambda *own, **given: 1e6 * states(*own, **given))
+def test_states_that_a_disk_or_a_dtype_cannot_hold_are_refused(rows: PackedRows, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"GB are free there"):
+        Target().fill(rows, tmp_path, width=10**11)
+    large = Target(1e6)
     with pytest.raises(UserError, match="float16 cannot hold the target's states of rows 0 to 7"):
-        train_eagle3(run)
-    monkeypatch.undo()
-    train_eagle3(replace(run, features_dtype="bfloat16"))  # in the place of what was not finished
+        large.fill(rows, tmp_path, "float16")
+    large.fill(rows, tmp_path, "bfloat16")  # in the place of what was not finished
 
 
 def test_a_finished_head_goes_on(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:
@@ -224,18 +225,8 @@ def test_a_plan_reads_no_weight(sure: Path, corpus: DataConfig, tmp_path: Path, 
         assert planned in said.split()
 
 
-def in_turn(values):
-    """One vector, slowly."""
-    found = []
-    for start in range(0, len(values), GROUP):
-        group = values[start : start + GROUP]
-        scale = torch.tensor(max(abs(value) for value in group) / 127).half().item()
-        found += [scale * max(-127, min(127, round(value / scale))) if scale else 0.0 for value in group]
-    return found
-
-
 @pytest.mark.parametrize("width", [1, 32, 33, 576])
-def test_every_value_is_a_step_of_its_groups_scale(width):
+def test_every_value_is_a_step_of_its_groups_scale(width: int) -> None:
     made = torch.randn(3, 2, width, generator=torch.Generator().manual_seed(width))
     made[0, 0] = 0.0
     made[1, 1, 0] = 900.0  # as the states' few large values are
@@ -243,18 +234,12 @@ def test_every_value_is_a_step_of_its_groups_scale(width):
     assert packed.dtype == torch.int8
     assert packed.shape == (3, 2, packed_width(width))
     found = unpack(packed, width)
-    for row, kept in zip(made.view(-1, width).tolist(), found.view(-1, width).tolist(), strict=True):
-        assert kept == pytest.approx(in_turn(row), abs=1e-6)
-    largest = torch.nn.functional.pad(made.abs(), (0, -width % GROUP)).unflatten(-1, (-1, GROUP)).amax(-1)
-    room = largest.repeat_interleave(GROUP, -1)[..., :width] * (1 / 254 + 2**-11) + 1e-7
-    assert bool(((found - made).abs() <= room).all())
-
-
-def test_it_takes_little_more_than_half_of_float16():
-    assert packed_width(576) / (2 * 576) == pytest.approx(34 / 64)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e7 * 127])
-def test_what_no_scale_can_hold_is_refused(value):
-    with pytest.raises(OverflowError):
-        pack(torch.tensor([[1.0, value]]))
+    for row, kept in zip(made.view(-1, width), found.view(-1, width), strict=True):
+        for group, numbers in zip(row.split(GROUP), kept.split(GROUP), strict=True):
+            scale = (group.abs().max() / 127).half().item()
+            expected = [scale * max(-127, min(127, round(v / scale))) if scale else 0.0 for v in group.tolist()]
+            assert numbers.tolist() == pytest.approx(expected, abs=1e-6)
+    assert packed_width(576) / (2 * 576) == pytest.approx(34 / 64)  # little more than half of float16
+    for value in (float("nan"), float("inf"), 1e7 * 127):
+        with pytest.raises(OverflowError):
+            pack(torch.tensor([[1.0, value]]))

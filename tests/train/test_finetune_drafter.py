@@ -1,41 +1,42 @@
 """Small-LM drafters end to end on tiny targets: from a config to a directory that decodes."""
 
-import json
-import os
 import shutil
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.planted_faults import rope_scaled
 from outrider.base.errors import UserError
-from outrider.base.processes import join_processes
 from outrider.base.run_dirs import LOCK_FILE
+from outrider.base.settings import RunConfig
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.losses import DIVERGENCES, IGNORE
-from outrider.draft_models.small_lm.model import TRAINING_FILE, load_small_lm
+from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.rules import FixedLength
-from outrider.train.core.driver import BEST_FOLDER, Best
+from outrider.train.core.driver import BEST_FOLDER, Best, run_training
+from outrider.train.core.training import Trained, Training
 from outrider.train.parts.heldout import Decoding
 from outrider.train.recipes.small_lm import finetune_drafter
 from outrider.train.settings.drafters import DrafterConfig
 from outrider.train.students.small_lm import drafter_config, start_lm
 from tests.families import save_family
+from tests.full_disk import largest_file
 from tests.tiers import quick_where, typical_where
 from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
+from tests.train.fit_job import TinyModel, tiny_rows
+from tests.train.fit_runs import trained_weights
 from tests.train.jobs import FIT, finetuning, log, same, weights
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -129,31 +130,39 @@ def test_the_best_weights_are_kept_until_there_are_better_ones(tmp_path: Path) -
     assert best.restore(layer)[0] == 5
 
 
-def test_best_weights_of_a_run_without_a_checkpoint_are_not_another_runs(
-    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for taus, killed in (([9.0], True), ([1.5, 1.2], False)):
-        left = iter(taus)
-        monkeypatch.setattr(Decoding, "__call__", lambda *_, left=left: {"tau": next(left)})
-        run = finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=2, save_every=None))
-        with pytest.raises(StopIteration) if killed else nullcontext():
-            finetune_drafter(run)
-    assert json.loads((tmp_path / "out" / TRAINING_FILE).read_text())["metrics"]["tau"] == 1.5
+def trained_tiny(out_dir: Path, taus: list[float], *, resume: bool = False) -> None:
+    """Four steps of a tiny model that has one of these τ after every second one; the best weights are saved."""
+    left, model, seen = iter(taus), TinyModel(), list[dict[str, Tensor]]()
+
+    def evaluate(_: nn.Module, step: int) -> dict[str, float]:
+        seen.append(trained_weights(model))
+        return {"tau": next(left)}
+
+    def save(trained: Trained) -> None:
+        assert trained.metrics == {"tau": max(taus)}
+        assert same(trained_weights(model), seen[taus.index(max(taus))])
+
+    config = replace(FIT, steps=4, eval_every=2)
+    training = Training(model, tiny_rows(), config, {}, evaluate, save, keeps_best=True)
+    run_training(RunConfig(out_dir=str(out_dir), resume=resume), lambda _: training)
 
 
-def test_the_best_weights_outlast_a_change_of_processes(
-    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, steps=1))
-    finetune_drafter(run)
-    before = weights(tmp_path / "out")
-    state = join_processes()
-    two = SimpleNamespace(
-        is_main_process=True, device=state.device, process_index=0, num_processes=2, wait_for_everyone=lambda: None
-    )
-    monkeypatch.setattr("outrider.train.core.driver.join_processes", lambda: two)
-    finetune_drafter(replace(run, resume=True))
-    assert same(before, weights(tmp_path / "out"))
+def test_best_weights_of_a_run_without_a_checkpoint_are_not_another_runs(tmp_path: Path) -> None:
+    with pytest.raises(StopIteration):
+        trained_tiny(tmp_path, [9.0])
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    trained_tiny(tmp_path, [1.5, 1.2])
+
+
+def test_a_full_disk_leaves_the_best_and_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(StopIteration):
+        trained_tiny(tmp_path, [1.5])
+    before = (tmp_path / BEST_FOLDER / "model.safetensors").read_bytes()
+    with largest_file(64), pytest.raises(UserError, match="cannot be written"):
+        trained_tiny(tmp_path, [2.5], resume=True)
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert {p.name: p.read_bytes() for p in (tmp_path / BEST_FOLDER).iterdir()} == {"model.safetensors": before}
+    trained_tiny(tmp_path, [2.5], resume=True)
 
 
 def test_what_is_watched_is_what_real_decoding_comes_to(tmp_path: Path, target: Path) -> None:
@@ -313,30 +322,6 @@ def test_a_new_drafter_is_saved_as_the_target_is(tmp_path: Path, corpus: DataCon
 def test_a_drafter_is_a_path_or_a_shape(shape: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         DrafterConfig(**shape)
-
-
-def test_a_full_disk_leaves_the_best_and_the_checkpoint(
-    tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taus = iter([1.5, 2.5])
-    monkeypatch.setattr(Decoding, "__call__", lambda *_: {"tau": next(taus)})
-    real = os.replace
-    run = finetuning(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=2))
-
-    def full(source: str, destination: str) -> None:
-        if str(destination).endswith("best/model.safetensors") and Path(destination).exists():
-            raise OSError(28, "No space left on device")
-        real(source, destination)
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(UserError, match="No space left on device"):
-        finetune_drafter(run)
-    assert [p.name for p in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
-    assert [p.name for p in (tmp_path / "out" / BEST_FOLDER).iterdir()] == ["model.safetensors"]
-    monkeypatch.setattr(os, "replace", real)
-    taus = iter([2.5])
-    finetune_drafter(replace(run, resume=True))
-    assert json.loads((tmp_path / "out" / TRAINING_FILE).read_text())["step"] == 4
 
 
 def test_resume_with_another_drafter_to_start_from_is_refused(

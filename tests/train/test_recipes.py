@@ -4,41 +4,43 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.base.errors import UserError
 from outrider.base.files import code_version
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE, add_report
 from outrider.draft_models.early_exit.checkpoint import WEIGHTS_FILE, read_meta
-from outrider.inference.drafters.eagle3 import Eagle3Source
-from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.settings.kinds import KINDS
 from outrider.train.core import run_dir
-from outrider.train.parts.heldout import Decoding
-from outrider.train.recipes.eagle3 import train_eagle3
-from outrider.train.recipes.early_exit import train_early_exit
-from outrider.train.recipes.small_lm import finetune_drafter
+from outrider.train.core.driver import run_training
+from outrider.train.core.training import Training
+from outrider.train.recipes import eagle3, early_exit, small_lm
 from outrider.train.settings.drafters import DrafterConfig
+from outrider.train.students.eagle3 import reading_of
+from outrider.train.students.small_lm import drafter_config
 from tests.tiny import save_target
-from tests.train.jobs import FIT, distilling, finetuning, heading, interrupted_at, log, same
+from tests.train.jobs import FIT, distilling, finetuning, heading, interrupted_at, same
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """settings: of four steps, with the changes given. file: the drafter's weights. norm: a trained one that a source
-    drafts with, and its name in `file`. option: another value of one that decides."""
+    """settings: of four steps, with the changes given. file: the drafter's weights. norm: a trained one of a student,
+    and its name in `file`. option: another value of one that decides."""
 
     kind: str
     settings: Callable[..., Any]
     train: Callable[[Any], None]
+    prepare: Callable[[Any, PartialState], Training[Any]]
     file: str
     norm: tuple[Callable[[Any], Tensor], str]
     option: dict[str, Any]
@@ -52,25 +54,28 @@ class Recipe:
         return load_file(out_dir / self.file)
 
 
-def exit_norm(source: EarlyExitSource) -> Tensor:
-    return source.drafter.norm.weight
+def prepare_early_exit(config: Any, state: PartialState) -> Training[Any]:
+    return early_exit.prepare(config, open_target(config.target), config.start, state)
 
 
-def lm_norm(source: SmallLMSource) -> Tensor:
-    return source.lm.norm.weight  # type: ignore[return-value]
+def prepare_small_lm(config: Any, state: PartialState) -> Training[Any]:
+    target = open_target(config.target)
+    shape = drafter_config(config.drafter, target.config, target.tokenizer)
+    return small_lm.prepare(config, target, shape, state)
 
 
-def head_norm(source: Eagle3Source) -> Tensor:
-    return source.head.norm.weight
+def prepare_eagle3(config: Any, state: PartialState) -> Training[Any]:
+    target = open_target(config.target)
+    return eagle3.prepare(config, target, None, reading_of(config, None, target.config), state)
 
 
 RECIPES = {
-    "early_exit": Recipe("early_exit", distilling, train_early_exit, WEIGHTS_FILE, (exit_norm, "norm.weight"),
-                         {"objective": "reverse_kl"}),
-    "small_lm": Recipe("small_lm", finetuning, finetune_drafter, "model.safetensors", (lm_norm, "model.norm.weight"),
-                       {"objective": "reverse_kl"}),
-    "eagle3": Recipe("eagle3", heading, train_eagle3, "model.safetensors", (head_norm, "norm.weight"),
-                     {"step_decay": 0.5}),
+    "early_exit": Recipe("early_exit", distilling, early_exit.train_early_exit, prepare_early_exit, WEIGHTS_FILE,
+                         (lambda student: student.drafter.norm.weight, "norm.weight"), {"objective": "reverse_kl"}),
+    "small_lm": Recipe("small_lm", finetuning, small_lm.finetune_drafter, prepare_small_lm, "model.safetensors",
+                       (lambda student: student.stack.norm.weight, "model.norm.weight"), {"objective": "reverse_kl"}),
+    "eagle3": Recipe("eagle3", heading, eagle3.train_eagle3, prepare_eagle3, "model.safetensors",
+                     (lambda student: student.head.norm.weight, "norm.weight"), {"step_decay": 0.5}),
 }  # fmt: skip
 
 
@@ -82,18 +87,15 @@ def recipe(request: pytest.FixtureRequest) -> Recipe:
     return request.param
 
 
-def test_the_drafter_is_the_best_not_the_last(
-    recipe: Recipe, tmp_path: Path, target: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drafter_is_the_best_not_the_last(recipe: Recipe, tmp_path: Path, target: Path, corpus: DataConfig) -> None:
     taus, seen, (norm, name) = iter([1.5, 2.5, 2.5, 2.0]), list[Tensor](), recipe.norm
 
-    def decode(_: Decoding, _stack: object, source: Any) -> dict[str, float]:
-        seen.append(norm(source).detach().clone())
+    def evaluate(student: nn.Module, _: int) -> dict[str, float]:
+        seen.append(norm(student).detach().clone())
         return {"tau": next(taus)}
 
-    monkeypatch.setattr(Decoding, "__call__", decode)
     run = recipe.run(target, corpus, tmp_path / "out", fit=replace(FIT, eval_every=1, lr=1e-2))
-    recipe.train(run)
+    run_training(run, lambda state: replace(recipe.prepare(run, state), evaluate=evaluate))
     assert torch.equal(recipe.weights(tmp_path / "out")[name], seen[1])
     assert not torch.equal(seen[1], seen[2])
     assert not torch.equal(seen[1], seen[3])
@@ -103,7 +105,6 @@ def test_the_drafter_is_the_best_not_the_last(
         record = json.loads((tmp_path / "out" / RECORDS[recipe.kind]).read_text())
         assert record["last_metrics"]["tau"] == 2.0
     assert (record["steps"], record["step"], record["metrics"]["tau"]) == (4, 2, 2.5)
-    assert [line["eval_norms_moved"] for line in log(tmp_path / "out") if "eval_norms_moved" in line][-1] == 1
     for change in ({"decode_tokens": 9}, {"fit": replace(run.fit, eval_every=2)}):  # which choose them
         with pytest.raises(UserError, match=r"decode_tokens=9 \(was 8\)|eval_every=2 \(was 1\)"):
             recipe.train(replace(run, **change, resume=True))
@@ -212,30 +213,27 @@ def test_accumulation_equals_one_batch(
     torch.testing.assert_close(parts, one, rtol=1e-4, atol=3e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
 
 
-CHECKPOINTED = [  # where it is called, and how often: for each trained layer or step of a draft
-    ("early_exit", "outrider.train.students.early_exit.checkpoint", 1),
-    ("small_lm", "transformers.modeling_utils.checkpoint", 2),
-    ("eagle3", "outrider.train.students.eagle3.checkpoint", 3),
-]
-
-
-@pytest.mark.parametrize(("name", "place", "times"), CHECKPOINTED)
+@pytest.mark.parametrize("name", RECIPES)
 def test_gradient_checkpointing_changes_nothing(
-    tmp_path: Path, target: Path, small: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, name: str,
-    place: str, times: int,
-) -> None:  # fmt: skip
-    """Of adapters too, whose layers' inputs need no gradient."""
-    recipe, calls, real = RECIPES[name], list[object](), torch.utils.checkpoint.checkpoint
+    tmp_path: Path, target: Path, small: Path, corpus: DataConfig, name: str
+) -> None:
+    """Of adapters too, whose layers' inputs need no gradient. Each trained layer runs again in the backward pass."""
+    recipe, calls = RECIPES[name], list[int]()
     more = {"drafter": DrafterConfig(path=str(small)), "lora_rank": 2} if name == "small_lm" else {}
 
-    def counted(*args: object, **options: object) -> object:
-        calls.append(options)
-        return real(*args, **options)
+    def counted(config: Any, state: PartialState) -> Training[Any]:
+        training = recipe.prepare(config, state)
+        for module in training.student.modules():
+            trained = any(parameter.requires_grad for parameter in module.parameters())
+            if trained and type(module).__name__.endswith("MLP"):
+                module.register_forward_pre_hook(lambda *_: calls.append(1))
+        return replace(training, evaluate=lambda *_: {"tau": 1.0})
 
-    monkeypatch.setattr(place, counted)
-    recipe.train(recipe.run(target, corpus, tmp_path / "kept", **more))
-    assert not calls
-    fit = replace(FIT, gradient_checkpointing=True)
-    recipe.train(recipe.run(target, corpus, tmp_path / "recomputed", fit=fit, **more))
-    assert len(calls) == times * FIT.steps
+    counts = []
+    for folder, recomputed in (("kept", False), ("recomputed", True)):
+        calls.clear()
+        run = recipe.run(target, corpus, tmp_path / folder, fit=replace(FIT, gradient_checkpointing=recomputed), **more)
+        run_training(run, partial(counted, run))
+        counts.append(len(calls))
+    assert counts[1] == 2 * counts[0] > 0
     assert same(recipe.weights(tmp_path / "kept"), recipe.weights(tmp_path / "recomputed"))
