@@ -217,6 +217,8 @@ def test_the_command_learns_stores_and_serves(folder: Path, tmp_path: Path) -> N
 
     with pytest.raises(UserError, match="belongs to an earlier training"):
         load_calibration(folder / "drafter", "0" * 64)
+    with pytest.raises(UserError, match="no calibration head there"):
+        load_calibration(folder, sha)
 
 
 def test_the_papers_head_learns_of_the_same_drafts_and_says_that_it_is(folder: Path, tmp_path: Path) -> None:
@@ -317,14 +319,6 @@ def test_another_template_than_the_drafters_is_warned_of(
             calibrate(calibrating(tmp_path, tmp_path / "run", data=data, new_tokens=256))
         said = f"warning: data.template=tokenizer: the drafter in {tmp_path}/drafter learned by vicuna"
         assert (said in capsys.readouterr().err) == warned
-
-
-def test_a_head_is_found_beside_its_drafter_only(tmp_path: Path) -> None:
-    tmp_path.joinpath("d").mkdir()
-    save_calibration(tmp_path / "d", CalibrationHead(4, 4), "a" * 64, {})
-    assert load_calibration(tmp_path / "d", "a" * 64).target.shape == (10, 4)
-    with pytest.raises(UserError, match="no calibration head there"):
-        load_calibration(tmp_path, "a" * 64)
 
 
 def test_captured_is_what_these_settings_ask_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

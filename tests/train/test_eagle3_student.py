@@ -1,7 +1,6 @@
 """Training-time test over all positions at once equals drafting position by position: values and gradients."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import outrider.train.students.eagle3 as module
 from outrider.draft_models.acceptance import tau_of_rounds
-from outrider.draft_models.eagle3 import model
 from outrider.draft_models.eagle3.checkpoint import new_head
+from outrider.draft_models.eagle3.model import Steps, join
 from outrider.draft_models.eagle3.reading import new_reading
 from outrider.draft_models.losses import DIVERGENCES, IGNORE, linear_cross_entropy, linear_divergence
 from outrider.draft_models.targets.target import Band
@@ -47,7 +45,13 @@ def case(request: pytest.FixtureRequest, target: Path) -> Case:
     return make_case(target, request.param, TOKENS)
 
 
-def make_case(target: Path, version: str, tokens: Tensor | None, objective: str = "forward_kl") -> Case:
+def make_case(
+    target: Path,
+    version: str,
+    tokens: Tensor | None,
+    objective: str = "forward_kl",
+    kind: type[Eagle3Student] = Eagle3Student,
+) -> Case:
     model, stack = open_stack(target)
     size = None if tokens is None else len(tokens)
     reading = new_reading(model.config, taps=TAPS, version=version, draft_vocabulary=size, intermediate=24)
@@ -56,7 +60,7 @@ def make_case(target: Path, version: str, tokens: Tensor | None, objective: str 
     for parameter in head.parameters():  # norms of 1 would hide a confusion of them
         size = parameter.std() if parameter.ndim > 1 else 1.0
         parameter.data += 0.2 * size * torch.randn_like(parameter)
-    student = Eagle3Student(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
+    student = kind(stack, head, objective=objective, steps=STEPS, decay=DECAY, train_head=True)
     documents = torch.tensor(DOCUMENTS)
     ids = torch.randint(256, documents.shape, generator=torch.Generator().manual_seed(2))
     positions, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORE)
@@ -178,38 +182,58 @@ def test_every_objective_is_what_it_says(target: Path, objective: str, some: boo
         torch.testing.assert_close(case.student(**case.batch)["loss_sum"], wanted, rtol=1e-4, atol=1e-5)
 
 
-def _no_offset(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+class _NoOffset(Eagle3Student):
     """Every step has the positions of the first one."""
-    first: list[Any] = []
-    real = student.head.rotary
-    patch.setattr(student.head, "rotary", lambda positions: (first or first.append(real(positions)) or first)[0])
+
+    def _step(self, cache: Steps, step: int, mask: Any, positions: Tensor, *given: Tensor) -> Tensor:
+        return super()._step(cache, step, mask, positions - step, *given)
 
 
-def _no_own_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
-    """A step attends to itself and the first step, not to those between."""
-    real = model.join
-    patch.setattr(model, "join", lambda m, q, first, own, *rest: real(m, q, first, own[-1:], *rest))
-
-
-def _no_documents(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+class _NoDocuments(Eagle3Student):
     """A document attends to the one before it."""
-    patch.setattr(module, "packed_mask", lambda documents: causal(documents.shape[1]) == 0)
+
+    def _step(self, cache: Steps, step: int, mask: Any, positions: Tensor, *given: Tensor) -> Tensor:
+        return super()._step(cache, step, causal(positions.shape[1]) == 0, positions, *given)
 
 
-def _across_documents(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+class _AcrossDocuments(Eagle3Student):
     """A draft continues into the next document."""
-    patch.setattr(student, "valid", lambda positions, kept, steps: torch.ones(len(kept), steps))
+
+    def valid(self, positions: Tensor, kept: Tensor, steps: int) -> Tensor:
+        return torch.ones(len(kept), steps)
 
 
-def _old_mask(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+class _OldMask(Eagle3Student):
     """Labels and masks belong to the input token of step 0, not to the one that it predicts."""
-    patch.setattr(module, "supervised", lambda labels: (labels.roll(1, 1) != IGNORE).flatten().nonzero()[:, 0])
+
+    def forward(self, input_ids: Tensor, labels: Tensor, *given: Any, **named: Any) -> dict[str, Tensor]:
+        return super().forward(input_ids, labels.roll(1, 1), *given, **named)
 
 
-def _last_entries(student: Eagle3Student, patch: pytest.MonkeyPatch) -> None:
+class _Entries(Steps):
+    """first, own: those of all entries that are attended to as the first step's, and as the position's own."""
+
+    first, own = 0, slice(1, None)
+
+    def attend(self, module: Any, query: Tensor, entry: Any, mask: Any, layer: int, scaling: float) -> Tensor:
+        steps = self._entries.setdefault(layer, {})
+        steps[self.now] = entry
+        if self.now == 0:
+            return super().attend(module, query, entry, mask, layer, scaling)
+        every = [steps[step] for step in range(self.now + 1)]
+        return join(module, query, every[self.first], every[self.own], mask, scaling)
+
+
+class _NoOwnEntries(Eagle3Student):
+    """A step attends to itself and the first step, not to those between."""
+
+    entries = type("_Entries", (_Entries,), {"own": slice(-1, None)})
+
+
+class _LastEntries(Eagle3Student):
     """Later steps attend to the previous step instead of the first one."""
-    real = model.join
-    patch.setattr(model, "join", lambda m, q, first, own, *rest: real(m, q, own[-1], own, *rest))
+
+    entries = type("_Entries", (_Entries,), {"first": -1})
 
 
 def test_in_bfloat16_the_gradient_points_the_same_way(target: Path) -> None:
@@ -246,19 +270,18 @@ def test_a_draft_of_the_runtime_is_what_was_learnt_from(target: Path, version: s
                 torch.testing.assert_close(learnt[step, step], hidden, rtol=1e-4, atol=1e-4)
 
 
-FAULTS: list[Callable[[Eagle3Student, pytest.MonkeyPatch], None]] = [
-    _no_offset, _no_own_entries, _no_documents, _across_documents, _old_mask, _last_entries,
-]  # fmt: skip
+FAULTS = [_NoOffset, _NoOwnEntries, _NoDocuments, _AcrossDocuments, _OldMask, _LastEntries]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(
-    target: Path, fault: Callable[[Eagle3Student, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = make_case(target, "3", TOKENS)
-    fault(case.student, monkeypatch)
+def test_a_planted_fault_is_found(target: Path, fault: type[Eagle3Student]) -> None:
     with pytest.raises(AssertionError, match=r"Tensor-likes are not close|Scalars are not close"):
-        assert_same(case)
+        assert_same(make_case(target, "3", TOKENS, kind=fault))
+
+
+def test_without_a_fault_chosen_entries_are_right(target: Path) -> None:
+    kind = type("Right", (Eagle3Student,), {"entries": _Entries})
+    assert_same(make_case(target, "3", TOKENS, kind=kind))
 
 
 @pytest.mark.parametrize("recomputed", [True, False])

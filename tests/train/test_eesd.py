@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,35 +10,44 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider.base.errors import UserError
+from outrider.base.processes import join_processes
 from outrider.base.run_dirs import LOCK_FILE
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import META_FILE, WEIGHTS_FILE, from_pretrained, read_meta
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.fingerprint import fingerprint_target
-from outrider.draft_models.targets.open_target import OpenTarget, load_config, load_tokenizer, open_target
-from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.decode import speculative
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.rules import FixedLength
-from outrider.train.core.fit import fit
 from outrider.train.parts.heldout import heldout_prompt, heldout_prompts
-from outrider.train.recipes.early_exit import EarlyExitStudent, evaluation_of, train_early_exit
+from outrider.train.recipes.early_exit import EarlyExitStudent, evaluation_of, prepare, train_early_exit
 from outrider.train.settings.drafters import EesdConfig
-from outrider.train.students.early_exit import default_exit_layer, empty_exit
+from outrider.train.students.early_exit import default_exit_layer
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 from tests.train import jobs
-from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
-from tests.train.jobs import distilling, kill_when, launch, same
+from tests.train.jobs import distilling, kill_when, launch
 
 FIT = replace(jobs.FIT, steps=6)
 
 
 def weights(out_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(out_dir / WEIGHTS_FILE)
+
+
+def require_lossless(target: Path, out_dir: Path) -> None:
+    """The trained drafter in `out_dir` changes no token."""
+    opened = open_target(str(target))
+    drafter = from_pretrained(out_dir, opened.config, opened.fingerprint, dtype=torch.float32)
+    model, stack = open_stack(target)
+    if drafter.head is None:
+        drafter.use_head(stack.head)
+    prompt, drafts = random_prompt(20), ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4)))
+    rounds = speculative(stack, drafts, prompt, max_new_tokens=20)
+    assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
 
 
 @pytest.mark.parametrize(("architecture", "train_head"), [("llama", True), ("qwen3", False)])
@@ -60,16 +68,7 @@ def test_a_trained_drafter_is_lossless_and_better(
     assert meta.own_head == train_head
     assert meta.training["steps"] == 60
     assert ("head.weight" in weights(tmp_path / "eesd")) == train_head
-    fingerprint = fingerprint_target(open_tensors(str(path)), load_config(str(path)), load_tokenizer(str(path)))
-    drafter = from_pretrained(tmp_path / "eesd", load_config(str(path)), fingerprint, dtype=torch.float32)
-    model, stack = open_stack(path)
-    if not train_head:
-        drafter.use_head(stack.head)
-    prompt = random_prompt(20)
-    rounds = list(
-        speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(4))), prompt, max_new_tokens=20)
-    )
-    assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
+    require_lossless(path, tmp_path / "eesd")
 
 
 def test_a_finished_exit_goes_on(tmp_path: Path, corpus: DataConfig) -> None:
@@ -118,16 +117,6 @@ def test_training_reads_only_what_it_needs(
     assert f"read_bytes={size} read_tensors={len(needed)}/{len(files.file_of)} " in said
     assert f"tau_analytic={'top_k_lower_bound' if cached else 'none'}" in said
     assert ("eval_tau_analytic" in jobs.log(tmp_path / "eesd")[-1]) == cached
-
-
-@pytest.mark.parametrize(("supported", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_the_fast_frozen_dtype(
-    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch, supported: bool, expected: torch.dtype
-) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
-    path = save_target(tmp_path / "target")
-    config = distilling(path, corpus, tmp_path / "eesd", frozen_dtype="fast")
-    assert empty_exit(config, load_config(str(path)))[0].stack.dtype == expected
 
 
 def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path, corpus: DataConfig) -> None:
@@ -217,26 +206,14 @@ def test_what_is_watched_is_what_it_says(tmp_path: Path, corpus: DataConfig) -> 
     assert metrics["tau"] == pytest.approx(sum(len(r.tokens) for r in rounds) / len(rounds))
 
 
-def test_the_target_to_watch_with_is_there_before_training(
-    tmp_path: Path, corpus: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_to_watch_with_is_there_before_training(tmp_path: Path, corpus: DataConfig) -> None:
     """An engine may patch how modules are made as soon as `fit` begins."""
-
-    made = list[LayerStack]()
-    load = OpenTarget.stack
-
-    def stack(*given: Any, **placed: Any) -> LayerStack:
-        made.append(load(*given, **placed))
-        return made[-1]
-
-    def fit(*_: object, **__: object) -> None:
-        assert len(made) == 1
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(OpenTarget, "stack", stack)
-    monkeypatch.setattr("outrider.train.core.driver.fit", fit)
-    with pytest.raises(KeyboardInterrupt):
-        train_early_exit(distilling(save_target(tmp_path / "target"), corpus, tmp_path / "eesd", decode_prompts=1))
+    path = save_target(tmp_path / "target")
+    run, opened = distilling(path, corpus, tmp_path / "eesd", decode_prompts=1), open_target(str(path))
+    training = prepare(run, opened, None, join_processes())
+    (path / "model.safetensors").unlink()
+    assert training.evaluate is not None
+    assert training.evaluate(training.student, 1)["tau"] >= 1
 
 
 def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
@@ -251,57 +228,30 @@ def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
     assert heldout_prompt(row) == list(range(50))  # half of a short one
 
 
-def test_one_process_uses_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with several GPUs a plain script neither wraps the model nor multiplies the batch."""
-    sizes: list[int] = []
-
-    class Watched(TinyModel):
-        def forward(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
-            sizes.append(len(inputs["input_ids"]))
-            return super().forward(**inputs)
-
-    model, config = Watched(), tiny_config(steps=6)
-    for wrapper in ("DataParallel", "parallel.DistributedDataParallel"):
-        monkeypatch.setattr(f"torch.nn.{wrapper}", None)  # making one fails
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    fit(model, tiny_rows(), config, tmp_path)
-    assert sizes == 6 * [config.batch_rows]
-
-
 def test_without_an_exit_layer(tmp_path: Path, corpus: DataConfig) -> None:
     """The paper's ablation: norm and head alone are trained, stored, and draft losslessly."""
     path = save_target(tmp_path / "target")
     run = distilling(path, corpus, tmp_path / "eesd", train_layer=False)
     train_early_exit(replace(run, fit=replace(FIT, steps=20)))
     assert set(weights(tmp_path / "eesd")) == {"norm.weight", "head.weight"}
-    target = load_config(str(path))
-    fingerprint = fingerprint_target(open_tensors(str(path)), target, load_tokenizer(str(path)))
-    drafter = from_pretrained(tmp_path / "eesd", target, fingerprint, dtype=torch.float32)
-    model, stack = open_stack(path)
-    prompt = random_prompt(20)
-    rounds = list(
-        speculative(stack, ModelDrafter(EarlyExitSource(drafter), Chain(FixedLength(3))), prompt, max_new_tokens=20)
-    )
-    assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
+    require_lossless(path, tmp_path / "eesd")
     with pytest.raises(UserError, match=r"fit\.optimizer='muon': expected adamw"):
         replace(run, fit=replace(FIT, optimizer="muon"))
 
 
 @pytest.mark.slow
-def test_sigkill_then_resume_ends_with_the_same_bits(
+def test_a_second_training_in_the_same_directory_is_refused_and_a_killed_one_taken_over(
     tmp_path: Path, corpus: DataConfig, capsys: pytest.CaptureFixture
 ) -> None:
-    path = save_target(tmp_path / "target")
-    long = replace(FIT, steps=60, save_every=10)
-    killed = tmp_path / "killed"
-    job = launch("train/eesd.py", distilling(path, corpus, killed, fit=long))
+    path, killed = save_target(tmp_path / "target"), tmp_path / "killed"
+    run = distilling(path, corpus, killed, fit=replace(FIT, steps=60, save_every=10))
+    job = launch("train/eesd.py", run)
     refused: list[str] = []
 
     def second_is_refused() -> bool:
-        """Once there is a checkpoint: another training into the same directory."""
         if list(killed.glob("checkpoint-*")):
             with pytest.raises(UserError, match=rf"process {job.pid} on .*train/eesd\.py") as error:
-                train_early_exit(distilling(path, corpus, killed, fit=replace(long, seed=3, lr=1.0), resume=True))
+                train_early_exit(replace(run, fit=replace(run.fit, seed=3), resume=True))
             refused.append(str(error.value))
         return bool(refused)
 
@@ -309,11 +259,9 @@ def test_sigkill_then_resume_ends_with_the_same_bits(
     assert refused
     assert not (killed / META_FILE).exists()
     capsys.readouterr()
-    train_early_exit(distilling(path, corpus, killed, fit=long, resume=True))
+    train_early_exit(replace(run, resume=True))
     assert f"taken over from a run that did not end by itself: process {job.pid} on " in capsys.readouterr().out
     assert {path.name for path in killed.glob(".*")} == {LOCK_FILE}
-    train_early_exit(distilling(path, corpus, tmp_path / "whole", fit=long))
-    assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
 
 
 def test_a_resumed_run_has_the_target_it_began_with(tmp_path: Path, corpus: DataConfig) -> None:

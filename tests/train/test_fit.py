@@ -1,9 +1,9 @@
 """The training loop: exact normalisation, checkpoints that are complete or absent (resuming: test_fit_resume.py)."""
 
 import math
-import resource
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +16,17 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from outrider.base.errors import UserError
+from outrider.base.settings import decides
 from outrider.base.wandb_config import WandbConfig
 from outrider.draft_models.losses import IGNORE
+from outrider.draft_models.targets.open_target import fast_dtype
 from outrider.train.core import run_dir
 from outrider.train.core.fit import fit
 from outrider.train.core.loop import epoch_order, step_rows
 from outrider.train.core.progress import start_wandb
 from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
 from outrider.train.settings.fit import FitConfig
+from tests.full_disk import largest_file
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
 from tests.train.fit_runs import fit_tiny, trained_weights
 from tests.train.jobs import log
@@ -71,14 +74,7 @@ def test_loss_line_is_the_mean_per_supervised_token(tmp_path, capsys):
     assert log(tmp_path)[1]["loss"] == pytest.approx(expected, rel=1e-6)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step=3"))
     assert line.startswith(f"step=3/3 loss={expected:.4f} lr=")
-    assert {part.split("=")[0] for part in line.split()} == {
-        "step",
-        "loss",
-        "lr",
-        "tokens_per_s",
-        "grad_norm",
-        "eta",
-    }
+    assert [part.split("=")[0] for part in line.split()] == ["step", "loss", "lr", "tokens_per_s", "grad_norm", "eta"]
 
 
 def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
@@ -98,7 +94,7 @@ def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
     assert log(tmp_path)[-1]["eta"] >= taken[0]
 
 
-def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path, monkeypatch):
+def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path):
     """And fast is bf16 where the CPU has instructions for it."""
     seen = []
 
@@ -107,13 +103,10 @@ def test_bf16_is_autocast_while_training_over_float32_masters(tmp_path, monkeypa
             seen.append(self.head(self.embedding(inputs["input_ids"])).dtype)
             return super().forward(**inputs)
 
-    cases = [("fp32", True, torch.float32), ("bf16", False, torch.bfloat16)]
-    cases += [("fast", False, torch.float32), ("fast", True, torch.bfloat16)]
-    for precision, supported, expected in cases:
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
-        out_dir = tmp_path / f"{precision} {supported}"
-        model, _ = fit_tiny(out_dir, Watched(torch.float32), steps=2, precision=precision)
-        assert set(seen) == {expected}
+    expected = {"fp32": torch.float32, "bf16": torch.bfloat16, "fast": fast_dtype(torch.device("cpu"))}
+    for precision, dtype in expected.items():
+        model, _ = fit_tiny(tmp_path / precision, Watched(torch.float32), steps=2, precision=precision)
+        assert set(seen) == {dtype}
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         seen.clear()
         model(**default_collate(tiny_rows(2)))
@@ -154,32 +147,17 @@ def test_old_checkpoints_are_dropped(tmp_path):
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill(_model):
-        if run_dir.checkpoints(tmp_path):  # from now on no file may grow beyond this many bytes
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    def fill(_model, step):
+        if step == 6:  # from now on no file may grow beyond this many bytes
+            disk.enter_context(largest_file(1024))
         return {}
 
-    try:
-        with pytest.raises(UserError, match=r"step 6 could not be written .*checkpoint-4 is intact"):
-            fit_tiny(
-                tmp_path,
-                evaluate=lambda m, _: fill(m) if (tmp_path / "checkpoint-4").exists() else {},
-                eval_every=2,
-            )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    failed = pytest.raises(UserError, match=r"step 6 could not be written .*checkpoint-4 is intact")
+    with failed, ExitStack() as disk:
+        fit_tiny(tmp_path, evaluate=fill, eval_every=2)
     assert [p.name for p in run_dir.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-4"]
     _, result = fit_tiny(tmp_path, resume=True)
     assert result.resumed_from == 4
-
-
-def test_unwritable_out_dir_fails_before_training(tmp_path):
-    (tmp_path / "file").write_text("")
-    model = TinyModel()
-    with pytest.raises(UserError, match=r"out_dir=.*cannot be written"):
-        fit_tiny(tmp_path / "file" / "run", model)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -193,38 +171,30 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------ bad losses
 
 
-class _Exploding(TinyModel):
-    """The loss of the fifth forward is not a number."""
+class _Times(TinyModel):
+    """A factor of the loss in each forward."""
 
-    calls = 0
+    def __init__(self, *factors):
+        super().__init__()
+        self.factors = iter(factors)
 
     def forward(self, **inputs):
-        self.calls += 1
-        outputs = super().forward(**inputs)
-        return {"loss_sum": outputs["loss_sum"] * (float("nan") if self.calls == 5 else 1.0)}
+        return {"loss_sum": super().forward(**inputs)["loss_sum"] * next(self.factors)}
 
 
-def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path):
-    model = _Exploding()
-    with pytest.raises(UserError, match=r"step 5: loss=nan.*checkpoint-4 is intact"):
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ((1, 1, 1, 1, math.nan), r"step 5: loss=nan.*checkpoint-4 is intact"),
+        ((1, 1, 1, 1, 1e200), r"step 5: loss=.*, grad_norm=inf is not finite"),  # its norm has no finite square
+    ],
+)
+def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_update(tmp_path, factors, message):
+    model = _Times(*factors)
+    with pytest.raises(UserError, match=message):
         fit_tiny(tmp_path, model)
     saved = load_file(tmp_path / "checkpoint-4" / WEIGHTS_FILE)
     torch.testing.assert_close(trained_weights(model), saved, rtol=0, atol=0)
-
-
-class _Overflowing(TinyModel):
-    """A loss whose gradient's norm has no finite square."""
-
-    def forward(self, **inputs):
-        return {"loss_sum": super().forward(**inputs)["loss_sum"] * 1e200}
-
-
-def test_a_gradient_that_overflows_stops_before_the_update(tmp_path):
-    model = _Overflowing()
-    before = trained_weights(model)
-    with pytest.raises(UserError, match=r"step 1: loss=.*, grad_norm=inf is not finite"):
-        fit_tiny(tmp_path, model)
-    torch.testing.assert_close(trained_weights(model), before, rtol=0, atol=0)
 
 
 def test_a_batch_without_supervised_token_is_an_error(tmp_path):
@@ -235,19 +205,16 @@ def test_a_batch_without_supervised_token_is_an_error(tmp_path):
         fit(TinyModel(), rows, tiny_config(), tmp_path)
 
 
-def test_no_rows_is_an_error(tmp_path):
+def test_what_cannot_be_trained_is_said(tmp_path):
     with pytest.raises(UserError, match="no rows"):
         fit(TinyModel(), [], tiny_config(), tmp_path)
-
-
-def test_nothing_to_train_is_an_error(tmp_path):
     with pytest.raises(UserError, match="nothing to train"):
         fit_tiny(tmp_path, TinyModel().requires_grad_(False), optimizer="adamw")
-
-
-def test_unsupported_gradient_checkpointing_is_an_error(tmp_path):
     with pytest.raises(UserError, match="gradient_checkpointing=true"):
         fit_tiny(tmp_path, gradient_checkpointing=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"out_dir=.*cannot be written"):
+        fit_tiny(tmp_path / "file" / "run")
 
 
 # ------------------------------------------------------------------------------------- evaluation and report
@@ -300,13 +267,6 @@ def test_wandb_disabled_does_without_wandb(tmp_path, monkeypatch):
         fit_tiny(tmp_path / "offline", steps=2, wandb=WandbConfig(mode="offline"))
 
 
-@pytest.mark.slow
-def test_wandb_offline_stays_in_out_dir(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    fit_tiny(tmp_path, steps=2, wandb=WandbConfig(mode="offline", name="tiny"))
-    assert list((tmp_path / "wandb").glob("offline-run-*"))
-
-
 SHAPES = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -337,22 +297,9 @@ def test_steps_and_rows_of_a_process() -> None:
         replace(config, micro_batch_rows=4).micro_rows(2)
 
 
-def test_every_option_decides_the_weights_or_may_change_on_resume() -> None:
-    config = FitConfig(steps=8)
-    deciding = {
-        "steps": 9, "batch_rows": 4, "optimizer": "muon", "lr": 0.5, "muon_lr": 0.5, "betas": (0.5, 0.5), "seed": 1,
-        "weight_decay": 0.5, "warmup": 1, "schedule": "cosine", "max_grad_norm": 0.5, "precision": "fp32",
-    }  # fmt: skip
-    free = {
-        "micro_batch_rows": 2, "gradient_checkpointing": True, "log_every": 1, "eval_every": 1, "save_every": 1,
-        "keep_checkpoints": 1, "wandb": WandbConfig(mode="offline"),
-    }  # fmt: skip
-    assert {field.name for field in fields(FitConfig)} == {*deciding, *free, "epochs"}
-    for name, value in deciding.items():
-        assert replace(config, **{name: value}).deciding() != config.deciding(), name
-    for name, value in free.items():
-        assert replace(config, **{name: value}).deciding() == config.deciding(), name
-    assert FitConfig(epochs=1).deciding() != FitConfig(epochs=2).deciding()
+def test_what_may_change_on_resume() -> None:
+    free = {"micro_batch_rows", "gradient_checkpointing", "log_every", "eval_every", "save_every", "keep_checkpoints"}
+    assert {field.name for field in fields(FitConfig) if not decides(field)} == {*free, "wandb"}
 
 
 @pytest.mark.parametrize(
@@ -360,21 +307,8 @@ def test_every_option_decides_the_weights_or_may_change_on_resume() -> None:
     [
         ({"steps": None}, r"steps=None: expected exactly one of steps and epochs"),
         ({"epochs": 1}, r"steps=8: expected exactly one of steps and epochs \(which is 1\)"),
-        ({"steps": 0}, "steps=0: expected a number greater than or equal to 1"),
-        ({"steps": None, "epochs": 0}, "epochs=0: expected a number greater than 0"),
-        ({"batch_rows": 0}, "batch_rows=0: expected a number greater than or equal to 1"),
         ({"micro_batch_rows": 65}, r"micro_batch_rows=65: expected 1 to batch_rows \(64\)"),
-        ({"optimizer": "sgd"}, "optimizer='sgd': expected 'adamw' or 'muon'"),
-        ({"schedule": "step"}, "schedule='step': expected 'linear', 'cosine' or 'constant'"),
-        ({"precision": "fp16"}, "precision='fp16': expected 'fast', 'bf16' or 'fp32'"),
-        ({"lr": float("inf")}, "lr=inf: expected a finite number"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\]=1\.0: expected a number less than 1"),
-        ({"weight_decay": -1}, "weight_decay=-1: expected a number greater than or equal to 0"),
         ({"warmup": 9}, r"warmup=9: expected at most steps \(8\)"),
-        ({"log_every": 0}, "log_every=0: expected a number greater than or equal to 1"),
-        ({"save_every": 0}, "save_every=0: expected a number greater than or equal to 1"),
-        ({"keep_checkpoints": 0}, "keep_checkpoints=0: expected a number greater than or equal to 1"),
-        ({"seed": -1}, "seed=-1: expected a number greater than or equal to 0"),
     ],
 )
 def test_impossible_options_are_named(changes: dict, message: str) -> None:

@@ -4,14 +4,12 @@ import pytest
 import torch
 
 from outrider.base.errors import UserError
+from outrider.draft_models.targets.open_target import fast_dtype
 from outrider.train.core.engine import Engine
 from outrider.train.core.optimizers import Float32Muon, MuonAdamW, build_optimizer, layer_matrices
 from outrider.train.core.sharding import trained_parameters
 from tests.train.fit_job import TinyModel, tiny_config
-
-
-def weights(model):
-    return {name: p.detach().clone() for name, p in trained_parameters(model).items()}
+from tests.train.fit_runs import trained_weights
 
 
 def test_muon_takes_the_layers_matrices_and_nothing_else():
@@ -29,8 +27,8 @@ def _train_a_little(model, optimizer, seed, steps=3):
         optimizer.step()
 
 
-def test_muon_adamw_is_muon_and_adamw(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+def test_muon_adamw_is_muon_and_adamw():
+    """Torch's Muon where bfloat16 is quick, else the one in float32."""
     ours, theirs = TinyModel(), TinyModel()
     config = tiny_config()
     optimizer = build_optimizer(ours, config)
@@ -38,21 +36,15 @@ def test_muon_adamw_is_muon_and_adamw(monkeypatch):
     matrices = layer_matrices(theirs)
     taken = {id(p) for p in matrices}
     rest = [p for p in trained_parameters(theirs).values() if id(p) not in taken]
+    muon = torch.optim.Muon if fast_dtype(torch.device("cpu")) == torch.bfloat16 else Float32Muon
     separate = [
-        torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=0.1, adjust_lr_fn="original"),
+        muon(matrices, lr=config.muon_lr, weight_decay=0.1, adjust_lr_fn="original"),
         torch.optim.AdamW([p for p in rest if p.ndim > 1], lr=config.lr, betas=config.betas, weight_decay=0.1),
         torch.optim.AdamW([p for p in rest if p.ndim < 2], lr=config.lr, betas=config.betas, weight_decay=0.0),
     ]
     _train_a_little(ours, optimizer, seed=1)
     _train_a_little(theirs, type("All", (), {"step": lambda self: [part.step() for part in separate]})(), seed=1)
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("supported", [True, False])
-def test_muon_is_torchs_where_bfloat16_is_quick(monkeypatch, supported):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
-    optimizer = build_optimizer(TinyModel(), tiny_config())
-    assert type(optimizer._parts[1]) is (torch.optim.Muon if supported else Float32Muon)
+    torch.testing.assert_close(trained_weights(ours), trained_weights(theirs), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("shape", [(5, 12), (12, 5), (6, 6)])
@@ -104,5 +96,5 @@ def test_muon_adamw_state_survives_a_file_bit_for_bit(tmp_path):
         for group in either.param_groups:
             group["lr"] *= 0.5  # a schedule must reach both parts after a restore
         _train_a_little(model, either, seed=2)
-    for name, value in weights(first).items():
-        assert torch.equal(value, weights(second)[name])
+    for name, value in trained_weights(first).items():
+        assert torch.equal(value, trained_weights(second)[name])

@@ -37,12 +37,6 @@ END = 105  # a token that the target says now and then
 WITH_TARGET = capturing.capture
 
 
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer to draw than these heads to fit."""
-    monkeypatch.setattr("outrider.train.recipes.calibration.plot_reliability", lambda _: b"")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with greedy answers of its own, and two drafters for it that are right now and then."""

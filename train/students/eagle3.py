@@ -63,6 +63,7 @@ class HeadOnTarget(nn.Module):
     """
 
     counts: Tensor
+    entries: type[Steps] = Steps
 
     def __init__(
         self, stack: LayerStack, head: Eagle3, *, objective: str, steps: int, decay: float, train_head: bool
@@ -113,7 +114,7 @@ class HeadOnTarget(nn.Module):
         head, length = self.head, positions.shape[1]
         head.reserve(length + steps)
         mask: Mask = Band.packed(documents) if length > Band.BLOCK else packed_mask(documents)
-        cache, found = Steps(), []
+        cache, found = self.entries(), []
         features = head.features(aux.float()).float()
         for step in range(steps):
             tokens = F.pad(input_ids[:, step + 1 :], (0, min(step + 1, length)))

@@ -63,11 +63,11 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
     return lm
 
 
-def can_compile(device: torch.device) -> bool:
+def can_compile(device: torch.device, headers: Path | None = None, triton: str = "triton") -> bool:
     """Whether `torch.compile` is worthwhile and works: on a GPU, with Triton, a C compiler and Python's headers."""
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    headers = Path(sysconfig.get_path("include"), "Python.h").exists()  # often a separate package
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None and compiler is not None and headers
+    there = Path(headers or sysconfig.get_path("include"), "Python.h").exists()  # often a separate package
+    return device.type == "cuda" and importlib.util.find_spec(triton) is not None and compiler is not None and there
 
 
 def compile_layers(lm: LlamaForCausalLM, backend: str = "inductor") -> None:
