@@ -279,15 +279,24 @@ def test_a_model_saved_without_its_head_is_read_as_transformers_reads_it(tmp_pat
 QUERY = "model.layers.1.self_attn.q_proj"
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets are too large to be loaded twice: of one the first layer is compared."""
+    monkeypatch.setattr(opening, "LARGEST_COPY", 0)
+
+
+@pytest.fixture(params=[False, True])
+def of_any_size(request: pytest.FixtureRequest) -> None:
+    if request.param:
+        request.getfixturevalue("large")
+
+
+@pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize(
     "unread", [f"{QUERY}.bias", f"{QUERY}.lora_A.weight", f"{QUERY}.weight_scale", "v_head.weight"]
 )
-def test_what_transformers_passes_over_is_told_once(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, unread: str, large: bool
-) -> None:
+def test_what_transformers_passes_over_is_told_once(plain: Path, tmp_path: Path, capsys: Any, unread: str) -> None:
     """The model is without it; who does not know of it takes that for the model that was saved."""
-    monkeypatch.setattr(opening, "LARGEST_COPY", 0 if large else opening.LARGEST_COPY)
     path = Path(shutil.copytree(plain, tmp_path / "model"))
     altered(path, lambda state: state | {unread: torch.ones(64)})
     for loader in ("eesd", "train, calibrate", "evaluate-checkpoint", "outrider.load"):
@@ -315,12 +324,12 @@ def test_weights_that_are_no_numbers_are_called_that(plain: Path, tmp_path: Path
 # ------------------------------------------------------------------------------------------------ the proof at load
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD, "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
 def test_a_tensor_of_ours_that_is_not_transformers_own_is_refused(
-    plain: Path, monkeypatch: pytest.MonkeyPatch, name: str, large: bool
+    plain: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """By one bit; also in a target too large to be loaded twice, of which the first layer is compared."""
+    """By one bit."""
     read = TensorFiles._read
 
     def off(files: TensorFiles, one: str, stored: Any) -> Tensor:
@@ -330,16 +339,13 @@ def test_a_tensor_of_ours_that_is_not_transformers_own_is_refused(
         return tensor
 
     monkeypatch.setattr(TensorFiles, "_read", off)
-    monkeypatch.setattr(opening, "LARGEST_COPY", 0 if large else opening.LARGEST_COPY)
     for load in ("train, calibrate", "eesd", "evaluate-checkpoint", "small_lm", "outrider.load", "finetune-drafter"):
         with pytest.raises(UserError, match=f"{name} is another tensor than the one that transformers loads"):
             LOADERS[load](str(plain))
 
 
-def test_of_a_large_target_the_shapes_of_all_layers_are_known(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "LARGEST_COPY", 0)
+@pytest.mark.usefixtures("large")
+def test_of_a_large_target_the_shapes_of_all_layers_are_known(plain: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(plain, tmp_path / "model"))
     first_layers(str(path))
     without(LAST)(path)

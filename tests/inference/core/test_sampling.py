@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
     EtaLogitsWarper,
     LogitsProcessor,
     LogitsProcessorList,
@@ -151,6 +152,7 @@ def test_users_processors_see_exactly_their_branch() -> None:
 @pytest.mark.parametrize(
     "processor",
     [
+        EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([TEXT])),
         EtaLogitsWarper(1e-3),
         NoBadWordsLogitsProcessor([[3, 3], [9]], eos_token_id=None),
         NoRepeatNGramLogitsProcessor(2),
@@ -160,8 +162,11 @@ def test_users_processors_see_exactly_their_branch() -> None:
     ids=lambda processor: type(processor).__name__,
 )
 def test_any_processor_of_transformers(processor: LogitsProcessor) -> None:
-    found = Sampler(SamplingConfig(temperature=0.8), [processor]).probabilities(logits_of(), contexts())
-    torch.testing.assert_close(found, one_by_one([processor, TemperatureLogitsWarper(0.8)], logits_of()))
+    """A user's, and one of the target's own config; of some versions one sees the first of several rows alone."""
+    expected = one_by_one([processor, TemperatureLogitsWarper(0.8)], logits_of())
+    for options in ({"processors": [processor]}, {"own": [processor]}):
+        found = Sampler(SamplingConfig(temperature=0.8), **options).probabilities(logits_of(), contexts())
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
