@@ -59,6 +59,14 @@ COMMANDS = {
             "measure drafters on a target: losslessness, speed, a report",
         ),
         Command(
+            "measure_engine", "inference.measure_engine", "inference.settings.engine:EngineConfig",
+            "measure drafters in a serving engine, beside this runtime",
+        ),
+        Command(
+            "replay", "inference.replay", "inference.settings.evaluate:ReplayConfig",
+            "the exact τ of n-grams from recorded answers, without a target",
+        ),
+        Command(
             "compare_reports", "inference.compare_reports", "inference.settings.tools:CompareConfig",
             "compare two finished evaluations, prompt by prompt",
         ),

@@ -28,8 +28,8 @@ from outrider.inference.drafters.ngram.ngrams import open_table
 from outrider.inference.loading.targets import no_drafter_in
 from outrider.inference.serving.engine_worker import ir_command
 from outrider.inference.serving.proposer import serving_page
+from outrider.inference.settings.engine import python_in
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, NGRAMS, SMALL_LM, kind_in
-from outrider.inference.settings.method import python_in
 from outrider.train.parts.drafter import export
 from outrider.train.settings.export import Engine, ExportConfig
 

@@ -54,7 +54,6 @@ from outrider.inference.measure.bench import (
     render,
     require_fits,
 )
-from outrider.inference.measure.replay import evaluate_replay
 from outrider.inference.measure.results import Measured, append_result, begin_run, next_number, open_run, read_results
 from outrider.inference.measure.threads import load_average, machine_load, use_threads
 from outrider.inference.measure.time_limit import TimeLimit
@@ -64,13 +63,14 @@ from outrider.inference.report.page import make_page
 from outrider.inference.report.report import build_report, log_reports, markdown, relate_to_chain, write_reports
 from outrider.inference.report.served import served_faults
 from outrider.inference.report.wording import OWN_RUN, busy_sentences, measure_again
+from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 
 
 @rehearsable
 def evaluate(config: EvaluateConfig) -> None:
-    """evaluate-checkpoint: compare methods on the prompts, or replay recorded answers to them. Raises `UserError`."""
+    """evaluate-checkpoint: compare methods on the prompts; measure-engine: also in an engine. Raises `UserError`."""
     if config.plan:
         print(_plan(config), flush=True)
         return
@@ -80,11 +80,8 @@ def evaluate(config: EvaluateConfig) -> None:
         prompt_chars=config.prompt_chars,
         heldout_fraction=heldout_fraction(config),
     )
-    if config.engine is not None:
+    if isinstance(config, EngineConfig):
         config = replace(config, methods=config.all_methods, draft_tokens=())
-    if config.target == "replay":
-        evaluate_replay(config, prompts)
-        return
     with explained(lambda: evaluation_memory(config, find_target(config).config)):
         evaluate_checkpoint(config, prompts)
 
@@ -131,7 +128,7 @@ def _evaluate(
     """The names of the methods that were not lossless."""
     setup = find_setup(config)
     require_own_device(setup.device, state)
-    if config.engine is not None:
+    if isinstance(config, EngineConfig):
         from outrider.inference.evaluate.served import require_served, serve_methods  # imported only if requested
 
         require_served(config, setup, len(prompts), state.num_processes)
@@ -192,7 +189,7 @@ def _evaluate(
     state.wait_for_everyone()
     expected = len(done) + sum(gather_object([taken]))
     served: Mapping[str, Mapping[str, object]] = {}
-    if config.engine is not None:
+    if isinstance(config, EngineConfig):
         models = None  # the engine needs the memory
         drafters = {}
         gc.collect()

@@ -30,9 +30,9 @@ from outrider.inference.measure.threads import load_average, machine_load
 from outrider.inference.report.served import DRAFTED, PLAIN, UNREAD, Row, served_row
 from outrider.inference.serving.engine_process import EngineProcess, require_engine, running
 from outrider.inference.serving.proposer import PROPOSER, chain_rounds, environment
-from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.engine import MODULES, EngineConfig, draft_length, python_in, why_not
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import MODULES, MethodConfig, draft_length, python_in, why_not
+from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 
 FILE = "served.jsonl"
@@ -70,9 +70,8 @@ class Block:
     counts: tuple[int, ...] | None = None
 
 
-def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, processes: int = 1) -> None:
+def require_served(config: EngineConfig, setup: TargetSetup, prompts: int, processes: int = 1) -> None:
     """Raise `UserError` if the engine of `config` is not there, or cannot run this target on so many prompts."""
-    assert config.engine is not None
     most, devices = max(config.concurrency), ("cpu",) if config.engine == "openvino" else ("cpu", "cuda")
     require(most <= prompts, "concurrency", most, f"at most {prompts}, the number of prompts")
     require(processes == 1, "engine", config.engine, f"null with {processes} processes: an engine has its own")
@@ -89,9 +88,8 @@ def require_served(config: EvaluateConfig, setup: TargetSetup, prompts: int, pro
     require_engine(config.engine, python_in(config.engine_python))
 
 
-def served_methods(config: EvaluateConfig) -> dict[str, MethodConfig]:
+def served_methods(config: EngineConfig) -> dict[str, MethodConfig]:
     """The methods that the engine of `config` runs. Says which it cannot run."""
-    assert config.engine is not None
     reasons = {name: why_not(config.engine, method) for name, method in config.methods.items()}
     for name, reason in reasons.items():
         if reason is not None:
@@ -100,7 +98,7 @@ def served_methods(config: EvaluateConfig) -> dict[str, MethodConfig]:
 
 
 def measure_served(
-    config: EvaluateConfig,
+    config: EngineConfig,
     setup: TargetSetup,
     methods: Mapping[str, MethodConfig],
     rendered: Sequence[Sequence[int]],
@@ -131,7 +129,7 @@ def measure_served(
     return found
 
 
-def block_keys(config: EvaluateConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
+def block_keys(config: EngineConfig, method: str, positions: Sequence[int]) -> Iterator[BlockKey]:
     """All blocks of a method. None has fewer prompts than there are requests at a time."""
     where = config.engine_plain or config.engine_python
     engine = json.dumps([config.engine, where, config.engine_options], sort_keys=True)
@@ -173,13 +171,13 @@ def _measure(
     return Block(key, arms[DRAFTED][0].version, results, seconds, load_average(), arms[DRAFTED][0].counts)
 
 
-def sampling_of(config: EvaluateConfig, setup: TargetSetup) -> SamplingConfig:
+def sampling_of(config: EngineConfig, setup: TargetSetup) -> SamplingConfig:
     """How tokens are chosen, the target's own repetition penalty included."""
     inherited = setup.inherited.taken.get("repetition_penalty")
     return replace(config.sampling, repetition_penalty=config.sampling.repetition_penalty or inherited)
 
 
-def _asked(config: EvaluateConfig, sampling: SamplingConfig, eos: Collection[int]) -> Row:
+def _asked(config: EngineConfig, sampling: SamplingConfig, eos: Collection[int]) -> Row:
     """How the engine is to continue prompts. Greedy decoding reads the penalty of `sampling` alone."""
     read = [name for name in vars(sampling) if name != "temperature" and (sampling.temperature or "penalty" in name)]
     said = {name: getattr(sampling, name) for name in read if getattr(sampling, name) != getattr(GREEDY, name)}
@@ -188,7 +186,7 @@ def _asked(config: EvaluateConfig, sampling: SamplingConfig, eos: Collection[int
 
 
 def _begin(
-    config: EvaluateConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
+    config: EngineConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
 ) -> AbstractContextManager[Arm | None]:
     """An engine, with the drafter of `method` if it is given; None for a server without a twin that does not draft."""
     if config.engine not in MODULES:
@@ -213,7 +211,7 @@ def _begin(
     return running(python_in(config.engine_python), job, folder / f"{name}.log", variables)
 
 
-def _exported(config: EvaluateConfig, setup: TargetSetup, source: str, where: str, folder: Path) -> Path:
+def _exported(config: EngineConfig, setup: TargetSetup, source: str, where: str, folder: Path) -> Path:
     """The drafter in `where` as engines load it."""
     made = folder.resolve() / source
     if not made.exists():
@@ -232,7 +230,7 @@ def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Gener
 
 
 def serve_methods(
-    config: EvaluateConfig,
+    config: EngineConfig,
     setup: TargetSetup,
     rendered: Sequence[Sequence[int]],
     ours: Mapping[int, PromptResult],
@@ -273,7 +271,7 @@ def serve_methods(
 
 
 def _judged(
-    config: EvaluateConfig, setup: TargetSetup, blocks: Sequence[Block], known: Mapping[int, Sequence[int]], out: Path
+    config: EngineConfig, setup: TargetSetup, blocks: Sequence[Block], known: Mapping[int, Sequence[int]], out: Path
 ) -> dict[tuple[str, str], Row]:
     """By method and arm, the audit of the engine's texts that are not the `known` ones; nothing where all are."""
     model, audited = None, dict[tuple[str, str], Row]()

@@ -18,7 +18,7 @@ from outrider.inference.core.rounds import Generation
 from outrider.inference.loading.targets import TargetSetup
 from outrider.inference.report.served import UNREAD
 from outrider.inference.serving.engine_process import generation
-from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.engine import EngineConfig
 
 _COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)(?:_total)?(\{.*\})? (\S+)$", re.M)
 Told = Counter[str | int] | None
@@ -31,7 +31,7 @@ class EngineServer:
     round came by itself; or drafted tokens and how many were accepted (llama.cpp's answers); empty if it says neither.
     """
 
-    def __init__(self, config: EvaluateConfig, setup: TargetSetup, option: str, drafted: int) -> None:
+    def __init__(self, config: EngineConfig, setup: TargetSetup, option: str, drafted: int) -> None:
         """option: names its URL. drafted: the tokens of a draft, 0 without a drafter.
 
         Raises `UserError` for a server that is not there, does not stream, or has another model or length of drafts.

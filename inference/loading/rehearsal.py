@@ -49,8 +49,7 @@ _SET: Mapping[str, object] = {
 }  # fmt: skip
 _DEFAULT = (
     "revision", "wandb", "reading", "taps", "merge", "prompt_text", "doctor_lengths", "server", "server_model",
-    "server_timeout", "server_retries", "concurrency", "device_map", "engine", "engine_python", "engine_options",
-    "engine_plain", "draft_tokens", "wheel",
+    "server_timeout", "server_retries", "concurrency", "device_map", "wheel",
 )  # fmt: skip
 _MODELS = {
     "target": TARGET, "tokenizer": TARGET, SMALL_LM: SMALL_LM, "path": SMALL_LM, EAGLE3: EAGLE3, TABLE: TABLE,
@@ -199,7 +198,7 @@ def read_some(config: Any, wanted: Callable[[str], bool]) -> "PreTrainedConfig |
     wanted: whether to check the option with this dotted key. Raises `UserError` for unusable inputs.
     """
     target, tokenizer = None, None
-    if getattr(config, "target", None) not in (None, "replay") and wanted("target"):
+    if getattr(config, "target", None) is not None and wanted("target"):
         from outrider.draft_models.targets.open_target import open_target  # torch, which not every command needs
 
         target = open_target(config.target, config.revision, by_layers=getattr(config, "by_layers", False))

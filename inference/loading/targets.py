@@ -44,7 +44,7 @@ from outrider.inference.engines.blocked import can_pack
 from outrider.inference.engines.cpu.recorded import recorded
 from outrider.inference.loading.generation_config import Inherited, inherit, read_generation_config
 from outrider.inference.loading.templates import chat_template, trained_templates
-from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.evaluate import DraftingConfig, EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, Placed
 from outrider.inference.settings.method import MethodConfig, number
 from outrider.inference.shapes.shapes import find_shape
@@ -223,7 +223,7 @@ def run_settings(config: EvaluateConfig, setup: TargetSetup, prompts: Sequence[P
     }
 
 
-def load_drafters(config: EvaluateConfig, target: Any, **placed: Unpack[Placed]) -> Drafters:
+def load_drafters(config: DraftingConfig, target: Any, **placed: Unpack[Placed]) -> Drafters:
     """The model of every kind that `config` says the place of, for this target. Raises `UserError`."""
     for method in config.methods.values():
         if KINDS[method.source].layers:

@@ -22,16 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.base.errors import UserError, require
+from outrider.base.errors import UserError
 from outrider.base.files import is_text, require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
-from outrider.base.processes import join_processes
 from outrider.base.progress import counted
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
-from outrider.data_prep.text.prompt_records import Prompt
+from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.data_prep.text.sources import read_file
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.encoder import open_encoder
@@ -56,8 +55,7 @@ from outrider.inference.measure.statistics import (
     tau_text,
 )
 from outrider.inference.measure.threads import use_threads
-from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import NGRAMS
+from outrider.inference.settings.evaluate import ReplayConfig
 from outrider.inference.settings.method import MethodConfig
 
 CPU = torch.device("cpu")
@@ -248,15 +246,12 @@ def recordings(
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+def replay_answers(config: ReplayConfig) -> list[dict[str, Any]]:
     """Replay every method of `config` over recorded answers, and write report.json and report.md to `config.out_dir`.
 
     The report gives τ, overall and by category, and the drafting time of a round. Speed-ups would need a target.
     """
-    processes = join_processes().num_processes
-    require(processes == 1, "target", "replay", f"one process, not {processes}: it takes seconds")
-    assert config.tokenizer is not None
-    assert config.transcripts is not None
+    prompts = read_prompts(config.prompts, limit=config.num_prompts)
     out_dir = require_writable(config.out_dir)
     use_threads(config.threads)
     with only_run(out_dir, "results"):
@@ -273,8 +268,7 @@ def evaluate_replay(config: EvaluateConfig, prompts: Sequence[Prompt]) -> list[d
         write_atomically(out_dir / "report.md", table.encode())
         facts = {
             "target": "replay",
-            **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed")},
-            "table": config.where(NGRAMS),
+            **{key: getattr(config, key) for key in ("transcripts", "tokenizer", "max_new_tokens", "seed", "table")},
             "machine": describe_machine("cpu"),
             "made_with": provenance(),
         }

@@ -13,7 +13,7 @@ from outrider.base.progress import Stage
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.serving import engine_worker
 from outrider.inference.serving.engine_worker import Json
-from outrider.inference.settings.method import MODULES
+from outrider.inference.settings.engine import MODULES
 
 _SHOWN = 600  # characters of an engine's last words in an error
 _PATIENCE = 60  # seconds in which a Python starts

@@ -1,17 +1,15 @@
-"""Settings of a decoding method: its drafter, draft shape and stop rule; and which methods a serving engine can run."""
+"""Settings of a decoding method: its drafter, draft shape and stop rule."""
 
 import dataclasses
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 
 from outrider.base.errors import require, require_choice
 from outrider.base.settings import Count, Positive, Settings, Share, only, opt, require_default
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, NGRAMS, Kind
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, Kind
 from outrider.inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
@@ -265,61 +263,3 @@ class MethodConfig(Settings):
         """Whether something is chosen by costs measured here."""
         tree = self.structure
         return self.stop.needs_costs or AUTO in (tree.nodes, tree.max_depth, tree.widths, self.ngrams.nodes)
-
-
-# --- what serving engines run ---------------------------------------------------------------------------------------
-
-Engine = Literal["vllm", "openvino", "transformers"]
-MODULES: Mapping[str, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
-# How an engine that does not draft in all ways of vLLM can, in vLLM's words for its methods (see `Kind.served`).
-DRAFTS: Mapping[str, Collection[str]] = dict.fromkeys(("openvino", "transformers"), ("draft_model", "ngram"))
-_SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
-
-
-def why_not(engine: str, method: MethodConfig) -> str | None:
-    """Why `engine` cannot run `method`; None if it can. A server by its URL may be any engine."""
-    kind = KINDS[method.source]
-    if kind.served is None or kind.served not in DRAFTS.get(engine, (kind.served,)):
-        return f"it does not draft by {method.source}"
-    if method.verify != "exact":
-        return "it verifies exactly"
-    if kind.shaped and (method.structure.kind != "chain" or method.stop.rule != "fixed"):
-        return "it drafts chains of fixed length"
-    if method.stop.max_draft == AUTO:
-        return "the length of drafts is auto; draft_tokens says it"
-    if method.source == NGRAMS.name and replace(method.ngrams, depth=1, nodes=1) != _SERVED_NGRAMS:
-        return "n-grams are served with ngrams.evidence=mixed and no other option of them but depth"
-    return None
-
-
-def draft_length(method: MethodConfig) -> int:
-    """The tokens of a draft of a method that an engine can run."""
-    return method.stop.longest() if _has_stop(method) else method.ngrams.depth
-
-
-def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dict[str, MethodConfig]:
-    """`methods`, of which those that `engine` can run come once for each of `lengths`, as NAME_kLENGTH."""
-    found: dict[str, MethodConfig] = {}
-    for name, method in methods.items():
-        runs = why_not(engine, _with_length(method, 1)) is None
-        variants = {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs}
-        found |= variants or {name: method}
-    return found
-
-
-def _with_length(method: MethodConfig, count: int) -> MethodConfig:
-    if _has_stop(method):
-        return replace(method, stop=replace(method.stop, max_draft=count))
-    return replace(method, ngrams=replace(method.ngrams, depth=count))
-
-
-def _has_stop(method: MethodConfig) -> bool:
-    kind = KINDS[method.source]
-    return kind.shaped or "stop.max_draft" in kind.own
-
-
-def python_in(place: str | None) -> str:
-    """The Python of the environment in the directory `place`, or `place` itself; None: the one that is running."""
-    if place is None:
-        return sys.executable
-    return str(Path(place, "bin", "python").absolute()) if Path(place).is_dir() else place

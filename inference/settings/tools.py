@@ -6,46 +6,20 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Place, Positive, RunConfig, Seed, Settings, Url, free, opt, require_default
+from outrider.base.settings import Count, Place, Positive, RunConfig, Seed, Url, free, opt, require_default
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate
-from outrider.draft_models.targets.settings import DecodeDtype, DrafterFolder, Dtype, Head, Model, TableFolder
-from outrider.inference.settings.evaluate import Runtime
-from outrider.inference.settings.method import MethodConfig
+from outrider.draft_models.targets.settings import Dtype, Model
+from outrider.inference.settings.evaluate import DecodingConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatConfig(Settings):
+class ChatConfig(DecodingConfig):
     """chat: talk to a target in the terminal, with a drafter before it."""
 
-    target: Model | None = None
-    """model directory, GGUF file or Hub name; null: the one that the early exit was trained for"""
-    checkpoint: DrafterFolder | None = None
-    """directory of a drafter: an early exit, a small LM, an EAGLE-3 head or an n-gram table; null: none of its own"""
-    revision: str | None = free(None, "of the target on the Hub: branch, tag or commit")
-    small_lm: Model | None = opt(None, "causal LM, as `target`, for methods with source=small_lm")
-    eagle3: Head | None = opt(None, "EAGLE-3 head, a directory or Hub name, for methods with source=eagle3")
-    table: TableFolder | None = opt(None, "n-gram table directory, for methods with source=ngrams")
-    methods: dict[str, MethodConfig] = field(default_factory=dict)
-    """how to draft; method=NAME chooses a preset, the first is used until /method NAME; none: what fits the drafter"""
     max_new_tokens: Count = opt(512, "of an answer at most")
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    template: PromptTemplate = "auto"
-    """how the conversation is rendered, as evaluate-checkpoint's; auto: as in the drafter's training, else by the
-    tokenizer's chat template"""
     system: str | None = None
     """what stands before the conversation; null: what the chat template puts there itself"""
-    dtype: DecodeDtype = "auto"
-    """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU made for it; int8: linear layers in
-    whole numbers to ±127, which is another target (docs/evaluate.md)"""
-    device: str = opt("auto", "auto | cpu | cuda | cuda:N")
-    runtime: Runtime = opt("auto", "graphed: passes of fixed shape as CUDA graphs")
-    seed: int = opt(0, "of sampling")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = self.target is not None or self.checkpoint is not None
-        require(given, "target", None, "the model to talk to; or checkpoint=, an early exit that knows its target")
 
 
 @dataclass(frozen=True, kw_only=True)

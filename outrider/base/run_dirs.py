@@ -109,12 +109,16 @@ def _held_by(holder: Path) -> str:
 def changes(
     before: Mapping[str, object], now: Mapping[str, object], config: Settings | None = None
 ) -> list[tuple[str, object, object]]:
-    """The `differences` of two identities, without options of `config` newer than `before` that have their default."""
+    """The `differences` of two identities, without options of `config` that only one of them knows.
+
+    One that is newer than `before` has its default now; one that is gone was given no value.
+    """
 
     def is_new(key: str, old: object, new: object) -> bool:
         return old is ABSENT and not differences(default_at(config, key), new)
 
-    return [found for found in differences(before, json.loads(json.dumps(now))) if not is_new(*found)]
+    found = [one for one in differences(before, json.loads(json.dumps(now))) if not is_new(*one)]
+    return [(key, old, new) for key, old, new in found if not (config and new is ABSENT and old in ([], {}, None))]
 
 
 def check_identity(before: object, now: Mapping[str, object], where: Path, config: Settings | None = None) -> None:

@@ -78,7 +78,12 @@ def markdown(commands: Mapping[str, Command]) -> str:
         if groups:
             parts.append("Groups, chosen with `group=choice`:\n\n" + "\n".join(groups))
         rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
+        like = [other for other in commands.values() if other.load_settings() in schema.__mro__[1:]]
+        parts += [f"It has all options of {other.typed}, and these:" for other in like]
+        same = {field.name for other in like for field in dataclasses.fields(other.load_settings())} - {"out_dir"}
         for option in options_of(schema, compose_defaults(name, [])):
+            if option.key.partition(".")[0] in same:
+                continue
             cells = (f"`{option.key}`", option.kind, f"`{option.default}`" if option.default else "", option.meaning)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows))

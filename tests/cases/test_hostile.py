@@ -39,7 +39,7 @@ from outrider.inference.batch import client, server
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
-from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.tools import AuditConfig
 from tests.inference.batch.responding import ENDS, letter_tokenizer, responses, skipped
 from tests.inference.batch.serving import MODELS, Engine, replying, serving
@@ -152,8 +152,8 @@ def test_a_login_in_a_url_is_refused_and_not_shown(
     makes: list[Callable[[], object]] = [
         lambda: AuditConfig(target="t", server=url),
         lambda: GenerateConfig(target="t", server=url, data=DataConfig()),
-        lambda: EvaluateConfig(target="t", engine=url),
-        lambda: EvaluateConfig(target="t", engine="http://host", engine_plain=url),
+        lambda: EngineConfig(target="t", engine=url),
+        lambda: EngineConfig(target="t", engine="http://host", engine_plain=url),
     ]
     for make in makes:
         with pytest.raises(UserError, match=r"(server|engine|engine_plain)=.*expected .*http") as raised:
@@ -184,7 +184,7 @@ def test_what_is_written_and_printed_is_clean(
     assert clean(plain) == plain
     vllm: dict[str, Any] = {"engine": "vllm", "methods": {"a": preset("prompt_lookup")}}
     with pytest.raises(UserError, match="engine_options") as raised:
-        EvaluateConfig(target="t", engine_options={"hf_token": "tricky8"}, **vllm)
+        EngineConfig(target="t", engine_options={"hf_token": "tricky8"}, **vllm)
     assert "tricky" not in str(raised.value)
     words = ["audit", "+x=https://me:tricky@host", "y=hf_ABCDEFGH"]
     with patch.object(sys, "argv", words), only_run(tmp_path, "an audit"):

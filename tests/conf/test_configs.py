@@ -37,6 +37,8 @@ ROOT = Path(__file__).parent.parent.parent
 MANDATORY = {
     "build_trigrams": ["tokenizer=t"],
     "evaluate_checkpoint": ["checkpoint=c", "small_lm=d", "eagle3=e", "table=t"],
+    "measure_engine": ["checkpoint=c", "engine=vllm"],
+    "replay": ["transcripts=t", "tokenizer=t", "prompts=p"],
     "calibrate": ["checkpoint=c"],
     "export": ["checkpoint=c"],
     "compare_reports": ["compare=[a,b]"],
@@ -50,6 +52,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
 GROUPS = {
     p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in CONF_DIR.iterdir() if p.is_dir() and p.name[0] != "_"
 }
+COMPLETED = ("evaluate_checkpoint", "measure_engine", "replay")  # whose methods follow from the drafters
 REQUIRED = {"drafter=pretrained": ["drafter.path=x"], "data=local": ["data.path=x.jsonl"]}
 
 
@@ -406,7 +409,7 @@ def test_a_command_without_options_shows_its_usual_lines(
     used = [overrides for found, overrides in written_commands(lines) if found == command]
     assert 1 <= len(used) == len(lines) <= 3
     for overrides in used:
-        compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
+        compose_and_build(command, with_methods(overrides) if command in COMPLETED else overrides)
     main = importlib.import_module(f"outrider.{cli.COMMANDS[command].module}").main
     monkeypatch.setattr(sys, "argv", [command, "--help"])
     main()
@@ -424,7 +427,7 @@ def test_the_first_lines_are_of_different_commands() -> None:
     begun = written_commands(cli.usage())
     assert len({command for command, _ in begun}) == len(begun) == 3
     for command, overrides in begun:
-        compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
+        compose_and_build(command, with_methods(overrides) if command in COMPLETED else overrides)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

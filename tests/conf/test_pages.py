@@ -22,7 +22,7 @@ from outrider.data_prep.text.documents import encode
 from outrider.inference.evaluate_checkpoint import with_methods
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
-from tests.conf.test_configs import COMMANDS, ROOT, compose_and_build, written_commands
+from tests.conf.test_configs import COMMANDS, COMPLETED, ROOT, compose_and_build, written_commands
 from tests.families import FAMILIES
 from tests.tiny import byte_tokenizer
 
@@ -122,7 +122,7 @@ def test_commands_are_understood(monkeypatch: pytest.MonkeyPatch, page: str, lin
     words = shlex.split(line, comments=True)
     if entry:
         ((command, overrides),) = entry
-        compose_and_build(command, with_methods(overrides) if command == "evaluate_checkpoint" else overrides)
+        compose_and_build(command, with_methods(overrides) if command in COMPLETED else overrides)
     elif words[0] == "make" and line not in INSTALLING:
         options = [word for word in words[1:] if "=" in word]
         assert {*words[1:]} - {*options} <= MADE_BY_MAKE, page

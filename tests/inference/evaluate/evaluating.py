@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +19,7 @@ from outrider.data_prep.text.prompts import Prompt
 from outrider.inference.evaluate import compare
 from outrider.inference.measure.results import append_result, read_results
 from outrider.inference.report import report
+from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from tests.launched import launched
@@ -45,6 +47,11 @@ def evaluate(config: EvaluateConfig, prompts: Sequence[Prompt] = QUESTIONS) -> N
     config = replace(config, template="none") if config.template == "auto" else config
     with patch.object(report, "_save"):
         compare.evaluate_checkpoint(config, prompts)
+
+
+def in_engine(config: EvaluateConfig, **options: Any) -> EngineConfig:
+    """The same evaluation, measured in an engine too."""
+    return EngineConfig(**{field.name: getattr(config, field.name) for field in fields(config)} | options)
 
 
 def tokens(config: EvaluateConfig) -> dict[tuple[str, str], list[int]]:

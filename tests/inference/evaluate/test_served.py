@@ -26,19 +26,12 @@ from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult, rea
 from outrider.inference.measure.statistics import acceptance_by_position
 from outrider.inference.report.served import DRAFTED, PLAIN, schedule, schedule_lines, served_lines, served_row
 from outrider.inference.serving.proposer import NgramProposer
+from outrider.inference.settings.engine import DRAFTS, EngineConfig, draft_length, why_not, with_lengths
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import (
-    DRAFTS,
-    MethodConfig,
-    NgramConfig,
-    StopConfig,
-    draft_length,
-    why_not,
-    with_lengths,
-)
+from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
+from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine
 from tests.inference.serving import engine_stand_in
 from tests.tiny import byte_tokenizer
 
@@ -63,8 +56,8 @@ def stand_in(folder: Path, measured: EvaluateConfig, **plan: Any) -> Path:
     return python
 
 
-def served(config: EvaluateConfig, python: Path, **changes: Any) -> EvaluateConfig:
-    return replace(config, **{"engine": "transformers", "engine_python": str(python), "resume": True, **changes})
+def served(config: EvaluateConfig, python: Path, **changes: Any) -> EngineConfig:
+    return in_engine(config, **{"engine": "transformers", "engine_python": str(python), "resume": True, **changes})
 
 
 def report(config: EvaluateConfig) -> dict[str, Any]:
@@ -150,8 +143,8 @@ def test_the_worker_runs_transformers(config: MakeConfig, models: Path, tmp_path
     made = config("out", methods={"chain": METHODS["chain"], "lookup": MethodConfig("prompt_lookup")})
     texts = [prompt.turns[0] for prompt in QUESTIONS[:2]]
     run_command(
-        replace(made, engine="transformers", draft_tokens=(1, 2), prompt_text=texts, template="none",
-                target=str(models / "target"))
+        in_engine(made, engine="transformers", draft_tokens=(1, 2), prompt_text=texts, template="none",
+                  target=str(models / "target"))
     )  # fmt: skip
     reports = json.loads((Path(made.out_dir) / "report.json").read_text())["reports"]
     assert [r["method"] for r in reports] == ["chain_k1", "chain_k2", "lookup_k1", "lookup_k2"]
@@ -294,7 +287,7 @@ def test_the_words_on_a_difference() -> None:
 @pytest.mark.parametrize("prompts", [1, 5, 8, 13, 24, 100])
 def test_every_block_has_as_many_prompts_as_requests_at_a_time(prompts: int, config: MakeConfig) -> None:
     """Of as many as there are; each prompt is in one block of each repeat."""
-    made = config("out", engine="vllm", concurrency=(1, 4), repeats=2, methods={"chain": METHODS["chain"]})
+    made = in_engine(config("out", repeats=2, methods={"chain": METHODS["chain"]}), engine="vllm", concurrency=(1, 4))
     keys = [*block_keys(made, "chain", range(3, 3 + prompts))]
     for count in (1, 4):
         for repeat in (0, 1):
@@ -320,7 +313,7 @@ def test_every_block_has_as_many_prompts_as_requests_at_a_time(prompts: int, con
 def test_what_an_engine_cannot_measure_is_said_first(
     changes: dict[str, Any], device: str, taken: dict[str, Any], processes: int, named: str, config: MakeConfig
 ) -> None:
-    made = config("out", methods={"chain": METHODS["chain"]}, **{"engine": "vllm", **changes})
+    made = in_engine(config("out", methods={"chain": METHODS["chain"]}), **{"engine": "vllm", **changes})
     whole = SimpleNamespace(files=SimpleNamespace(wrapped=""), source="target")
     setup: Any = SimpleNamespace(device=torch.device(device), inherited=SimpleNamespace(taken=taken), target=whole)
     with pytest.raises(UserError, match=named):
@@ -329,7 +322,7 @@ def test_what_an_engine_cannot_measure_is_said_first(
 
 @pytest.mark.slow
 def test_an_engine_is_looked_for_before_anything_is_measured(config: MakeConfig) -> None:
-    made = config("out", methods={"chain": METHODS["chain"]}, engine="vllm", engine_python=__file__)
+    made = in_engine(config("out", methods={"chain": METHODS["chain"]}), engine="vllm", engine_python=__file__)
     with pytest.raises(UserError, match="engine_python"):
         evaluate(made)
     assert not list(Path(made.out_dir).glob("r*"))
@@ -436,14 +429,12 @@ def test_what_an_engine_cannot_run_is_said() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"draft_tokens": (3,)}, "draft_tokens"),
-        ({"concurrency": (4,)}, "concurrency"),
         ({"engine": "openvino", "concurrency": (4,)}, "concurrency"),
         ({"engine": "vllm", "methods": {"tree": METHODS["tree"]}}, "chains of fixed length"),
         ({"engine": "vllm", "dtype": "int8"}, "dtype"),
         ({"engine": "vllm", "stop_strings": ["a"]}, "stop_strings"),
-        ({"engine_python": __file__}, "engine_python"),
-        ({"engine_options": {"seed": 1}}, "engine_options"),
+        ({"engine": "http://a", "engine_options": {"seed": 1}}, "engine_options"),
+        ({"engine": "vllm", "debug": True}, "debug"),
         ({"engine": "vllm", "concurrency": (2, 2)}, "concurrency"),
         ({"engine": "vllm", "concurrency": ()}, "concurrency"),
         (
@@ -453,7 +444,7 @@ def test_what_an_engine_cannot_run_is_said() -> None:
         ({"engine": "vllm", "engine_options": {"speculative_config": 2}}, "draft_tokens say them"),
         ({"engine": "localhost:8000"}, r"engine='localhost:8000': expected .*vllm.*http://HOST:PORT"),
         ({"engine": "vllm", "engine_plain": "http://a"}, "engine_plain"),
-        ({"server_model": "a"}, "server_model"),
+        ({"engine": "vllm", "server_model": "a"}, "server_model"),
         ({"engine": "http://a", "engine_python": __file__}, "engine_python"),
         ({"engine": "http://a", "methods": {"one": METHODS["chain"], "two": METHODS["chain"]}}, "one method"),
         ({"engine": "http://a", "draft_tokens": (1, 2)}, "in one length"),
@@ -461,4 +452,4 @@ def test_what_an_engine_cannot_run_is_said() -> None:
 )
 def test_options_of_engines_act_or_are_refused(changes: dict[str, Any], named: str, config: MakeConfig) -> None:
     with pytest.raises(UserError, match=named):
-        config("out", **changes)
+        in_engine(config("out"), **changes)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +13,10 @@ from outrider.inference.batch import client
 from outrider.inference.evaluate.served import FOLDER
 from outrider.inference.measure.results import AUTOREGRESSIVE, read_results
 from outrider.inference.report.served import DRAFTED, PLAIN, served_lines
+from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate
+from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine
 from tests.inference.evaluate.server_stand_in import Plan, running
 from tests.tiny import byte_tokenizer
 
@@ -56,8 +56,8 @@ def decode(tokens: list[int]) -> str:
     return str(byte_tokenizer().decode(tokens, skip_special_tokens=True))
 
 
-def asked(made: EvaluateConfig, url: str, **changes: Any) -> EvaluateConfig:
-    return replace(made, **{"engine": url, "resume": True, **changes})
+def asked(made: EvaluateConfig, url: str, **changes: Any) -> EngineConfig:
+    return in_engine(made, **{"engine": url, "resume": True, **changes})
 
 
 def measured(made: EvaluateConfig, drafts: Plan, plain: Plan | None = None, **changes: Any) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_what_a_server_lacks_is_said_before_anything_is_measured(config: MakeCon
     with running(plan()) as gone:
         pass
     with pytest.raises(UserError, match=r"engine=.*/v1/models gave no reply"):
-        evaluate(replace(made, engine=gone))
+        evaluate(in_engine(made, engine=gone))
     for drafts, twin, changes, words in (
         (plan(streams=False), None, {}, "engine=.*it does not stream"),
         (plan(ends=False), None, {}, "engine=.*a stream without an end"),
@@ -202,5 +202,5 @@ def test_what_a_server_lacks_is_said_before_anything_is_measured(config: MakeCon
         (plan(read=str.upper), None, {}, "engine=.*a server of .*'ABCD' is 'abcd'"),
     ):
         with running(drafts) as url, running(twin or drafts) as other, pytest.raises(UserError, match=words):
-            evaluate(replace(made, engine=url, engine_plain=other if twin else None, **changes))
+            evaluate(in_engine(made, engine=url, engine_plain=other if twin else None, **changes))
     assert not list(Path(made.out_dir).glob("r*"))

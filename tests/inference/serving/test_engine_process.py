@@ -18,7 +18,7 @@ from outrider.base.errors import UserError
 from outrider.inference.core.rounds import Round
 from outrider.inference.serving.engine_process import require_engine, running
 from outrider.inference.serving.engine_worker import VLLM, Request, Transformers
-from outrider.inference.settings.method import python_in
+from outrider.inference.settings.engine import python_in
 from tests.tiny import random_prompt, save_target
 
 JOB = {"engine": "vllm"}

@@ -8,9 +8,9 @@ import pytest
 from outrider.data_prep.settings import FetchConfig
 from outrider.data_prep.targets import fetch_target
 from outrider.inference.evaluate.compare import evaluate
-from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.engine import MODULES, Engine, EngineConfig, why_not
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import MODULES, Engine, MethodConfig, NgramConfig, StopConfig, why_not
+from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
 from tests.tiers import typical_where
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ def test_an_engine_drafts_as_we_do(engine: Engine, tmp_path: Path) -> None:
     if engine != "transformers" and not place.exists():
         pytest.skip("make engines installs it")
     fetch_target(FetchConfig(out_dir=str(tmp_path / "target")))
-    config = EvaluateConfig(
+    config = EngineConfig(
         target=str(tmp_path / "target"), checkpoint=str(DRAFTERS / "eesd"), small_lm=str(DRAFTERS / "small_lm"),
         table=str(DRAFTERS / "trigrams"), template="none", prompt_text=TEXTS, max_new_tokens=64, device="cpu",
         methods={name: one for name, one in METHODS.items() if why_not(engine, one) is None},

@@ -1,0 +1,120 @@
+"""Settings of measure-engine, and which methods a serving engine can run, in which lengths of drafts."""
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from outrider.base.errors import require
+from outrider.base.settings import Count, Place, Url, free, only, require_default
+from outrider.base.words import SECRET_NAME
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import KINDS, NGRAMS
+from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig
+
+Engine = Literal["vllm", "openvino", "transformers"]
+MODULES: Mapping[str, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
+# How an engine that does not draft in all ways of vLLM can, in vLLM's words for its methods (see `Kind.served`).
+DRAFTS: Mapping[str, Collection[str]] = dict.fromkeys(("openvino", "transformers"), ("draft_model", "ngram"))
+_SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
+
+
+def why_not(engine: str, method: MethodConfig) -> str | None:
+    """Why `engine` cannot run `method`; None if it can. A server by its URL may be any engine."""
+    kind = KINDS[method.source]
+    if kind.served is None or kind.served not in DRAFTS.get(engine, (kind.served,)):
+        return f"it does not draft by {method.source}"
+    if method.verify != "exact":
+        return "it verifies exactly"
+    if kind.shaped and (method.structure.kind != "chain" or method.stop.rule != "fixed"):
+        return "it drafts chains of fixed length"
+    if method.stop.max_draft == AUTO:
+        return "the length of drafts is auto; draft_tokens says it"
+    if method.source == NGRAMS.name and replace(method.ngrams, depth=1, nodes=1) != _SERVED_NGRAMS:
+        return "n-grams are served with ngrams.evidence=mixed and no other option of them but depth"
+    return None
+
+
+def draft_length(method: MethodConfig) -> int:
+    """The tokens of a draft of a method that an engine can run."""
+    return method.stop.longest() if _has_stop(method) else method.ngrams.depth
+
+
+def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dict[str, MethodConfig]:
+    """`methods`, of which those that `engine` can run come once for each of `lengths`, as NAME_kLENGTH."""
+    found: dict[str, MethodConfig] = {}
+    for name, method in methods.items():
+        runs = why_not(engine, _with_length(method, 1)) is None
+        variants = {f"{name}_k{count}": _with_length(method, count) for count in lengths if runs}
+        found |= variants or {name: method}
+    return found
+
+
+def _with_length(method: MethodConfig, count: int) -> MethodConfig:
+    if _has_stop(method):
+        return replace(method, stop=replace(method.stop, max_draft=count))
+    return replace(method, ngrams=replace(method.ngrams, depth=count))
+
+
+def _has_stop(method: MethodConfig) -> bool:
+    kind = KINDS[method.source]
+    return kind.shaped or "stop.max_draft" in kind.own
+
+
+def python_in(place: str | None) -> str:
+    """The Python of the environment in the directory `place`, or `place` itself; None: the one that is running."""
+    if place is None:
+        return sys.executable
+    return str(Path(place, "bin", "python").absolute()) if Path(place).is_dir() else place
+
+
+_SERVED = only(engine=get_args(Engine))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EvaluateConfig):
+    """measure-engine: evaluate-checkpoint, and the same methods in a serving engine that can run them."""
+
+    engine: Engine | Url = free()
+    """the engine (docs/deploy.md), which runs without a drafter and with each; or the URL of an OpenAI-compatible
+    server that runs already, with the drafter and draft length of one method"""
+    engine_plain: Url | None = free(None)
+    """with engine=URL: the same server without a drafter; null: no speed-up is said"""
+    server_model: str | None = free(None, "with engine=URL: the target's name there; null: the first one that it lists")
+    engine_python: Annotated[Annotated[str, Place("an environment with the engine")] | None, _SERVED] = free(None)
+    """directory of the engine's environment, or its Python; null: the one that runs this"""
+    engine_options: Annotated[dict[str, Any], _SERVED] = free(factory=dict)
+    """of the engine itself, as +engine_options.NAME=VALUE"""
+    concurrency: tuple[Count, ...] = free((1,), "requests to the engine at a time, one measurement for each")
+    draft_tokens: tuple[Count, ...] = ()
+    """lengths K of the drafts of all methods that the engine runs, one method for each; empty: their own"""
+    out_dir: str = free("runs/engine", "where the report goes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        engine, own = self.engine, self.engine_options.get("speculative_config", {})
+        of_urls = ("engine_plain", "server_model") if engine in MODULES else ()
+        of_many = ("concurrency",) if engine in ("openvino", "transformers") else ()
+        for name in ("stop_strings", "debug", *of_urls, *of_many):
+            require_default(self, name, f"engine={engine} does not read it")
+        chosen = isinstance(own, Mapping) and not own.keys() & {"method", "model", "num_speculative_tokens"}
+        plain = not any(map(SECRET_NAME.search, self.engine_options))
+        for key, fits, expected in (
+            ("dtype", self.dtype != "int8", f"another one with engine={engine}"),
+            ("concurrency", len({*self.concurrency}) == len(self.concurrency) > 0, "numbers, each once"),
+            ("engine_options", plain, "no key, as reports have them: set HF_TOKEN or the engine's own variable"),
+            ("engine_options", chosen, "no drafter and no length: method and draft_tokens say them"),
+        ):
+            require(fits, key, getattr(self, key), expected)
+        reasons = {name: why_not(engine, method) for name, method in self.all_methods.items()}
+        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        runs = [reason for reason in reasons.values() if reason is None]
+        require(bool(runs), "engine", engine, f"a method that it can run ({told})")
+        one = engine in MODULES or len(runs) == 1
+        require(one, "engine", engine, f"one method in one length, as a server has one drafter ({told})")
+
+    @property
+    def all_methods(self) -> dict[str, MethodConfig]:
+        """The methods, those that the engine runs in all lengths of drafts."""
+        return with_lengths(self.engine, self.methods, self.draft_tokens)
