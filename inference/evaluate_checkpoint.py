@@ -26,12 +26,15 @@ def with_methods(options: Sequence[str]) -> list[str]:
     return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
 
 
-@entry("evaluate_checkpoint", EvaluateConfig, complete=with_methods)
-def main(config: EvaluateConfig) -> None:
+def run(config: EvaluateConfig) -> None:
+    """Measure as the settings say, also in an engine."""
     # Imported after the config is checked, as torch and transformers take seconds to import.
     from outrider.inference.evaluate.compare import evaluate
 
     evaluate(config)
+
+
+main = entry("evaluate_checkpoint", EvaluateConfig, complete=with_methods)(run)
 
 
 if __name__ == "__main__":

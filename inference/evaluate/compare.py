@@ -29,6 +29,7 @@ from outrider.draft_models.card import add_report
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.core.rounds import Clock
 from outrider.inference.doctor.scores import refuse, table
+from outrider.inference.evaluate.served import require_served, serve_methods
 from outrider.inference.loading.memory_plan import describe, dtype_of, evaluation_memory, explained, planned_device
 from outrider.inference.loading.rehearsal import rehearsable
 from outrider.inference.loading.targets import (
@@ -129,8 +130,6 @@ def _evaluate(
     setup = find_setup(config)
     require_own_device(setup.device, state)
     if isinstance(config, EngineConfig):
-        from outrider.inference.evaluate.served import require_served, serve_methods  # imported only if requested
-
         require_served(config, setup, len(prompts), state.num_processes)
     turns = [[render(setup, prompt, [turn]) for turn in prompt.turns] for prompt in prompts]
     rendered = [first for first, *_ in turns]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from annotated_types import Ge
 
@@ -19,7 +19,7 @@ from outrider.draft_models.targets.settings import (
     RehearsedConfig,
     TableFolder,
 )
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, DrafterPlugin, Kind, kind_in
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, Plugin, kind_in
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
@@ -59,7 +59,7 @@ class DraftingConfig(Settings):
         given: str | None = kind.option and (getattr(self, kind.option, None) or self.drafters.get(kind.option))
         return given
 
-    def plugin(self, kind: Kind) -> DrafterPlugin[Any]:
+    def plugin(self, kind: Kind) -> Plugin:
         """The `DrafterPlugin` of `kind`, which reads models as these options say."""
         return kind.load_plugin()
 
@@ -175,7 +175,7 @@ class EvaluateConfig(RehearsedConfig, DecodingConfig):
         if self.where(EAGLE3) is None:
             require_default(self, "reading", "a run without an EAGLE-3 head does not read it")
 
-    def plugin(self, kind: Kind) -> DrafterPlugin[Any]:
+    def plugin(self, kind: Kind) -> Plugin:
         """The `DrafterPlugin` of `kind`, which reads models as these options say."""
         return kind.load_plugin().reading(self.reading)
 

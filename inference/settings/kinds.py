@@ -116,6 +116,9 @@ class DrafterPlugin(ABC, Generic[Model]):
         """A new drafter for one generation (see `new_drafter`)."""
 
 
+Plugin = DrafterPlugin[Any]  # of a kind that is only known when it runs
+
+
 @dataclass(frozen=True)
 class Trained:
     """Of a training: its seconds, and the settings of its data (see `DataConfig`); None where it is not recorded."""
@@ -191,10 +194,10 @@ class Kind:
         """The folder of a calibration head for the model in `where`; None: the kind has none."""
         return None if self.calibration is None else Path(where) / self.calibration
 
-    def load_plugin(self) -> DrafterPlugin[Any]:
+    def load_plugin(self) -> "Plugin":
         """Its `DrafterPlugin`."""
         module, _, name = self.plugin.partition(":")
-        plugin: DrafterPlugin[Any] = getattr(import_module(module), name)
+        plugin: Plugin = getattr(import_module(module), name)
         return plugin
 
 
