@@ -1,7 +1,7 @@
 """replay: recorded greedy answers stand in for a target, and give the exact τ of drafters that read tokens only."""
 
 from outrider.commands import entry
-from outrider.inference.evaluate_checkpoint import with_methods
+from outrider.commands.evaluating import with_methods
 from outrider.inference.settings.evaluate import ReplayConfig
 
 

@@ -31,6 +31,7 @@ from outrider.base.run_dirs import check_identity
 from outrider.base.words import option
 from outrider.cli import print_anything, say
 from outrider.commands import config_for, reported
+from outrider.commands.evaluating import with_methods
 from outrider.data_prep.python_docs import own_split, write_prompts
 from outrider.data_prep.settings import PromptsConfig
 from outrider.data_prep.text.prompts import read_prompts
@@ -43,7 +44,6 @@ from outrider.draft_models.early_exit.model import USE
 from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch.generate import run_identity
-from outrider.inference.evaluate_checkpoint import with_methods
 from outrider.inference.loading.rehearsal import read_some
 from outrider.train.auto_run import Choice, Look, pipeline_of
 from outrider.train.pipeline_settings import STEPS, PipelineConfig, StepConfig

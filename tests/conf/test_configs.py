@@ -22,8 +22,8 @@ from outrider import cli
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.commands import CONF_DIR, build, explain, how_to_go_on, look_for_places, register
+from outrider.commands.evaluating import with_methods
 from outrider.commands.options import choices_of, compose_defaults, settings_of
-from outrider.inference.evaluate_checkpoint import with_methods
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig, StopConfig

@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 
 from outrider.base import settings
 from outrider.base.errors import UserError
+from outrider.commands.evaluating import with_methods
 from outrider.data_prep.text.documents import encode
-from outrider.inference.evaluate_checkpoint import with_methods
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
 from tests.conf.test_configs import COMMANDS, COMPLETED, ROOT, compose_and_build, written_commands

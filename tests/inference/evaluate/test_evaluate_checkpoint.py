@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.commands.evaluating import with_methods
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer, open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.verify import verify_greedy
-from outrider.inference.evaluate_checkpoint import main, with_methods
+from outrider.inference.evaluate_checkpoint import main
 from outrider.inference.loading.targets import end_tokens, heldout_fraction
 from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
 from outrider.inference.settings.evaluate import EvaluateConfig

@@ -1,0 +1,34 @@
+"""What the commands share that measure methods: the methods that follow from the drafters, and the evaluation."""
+
+import os
+from collections.abc import Sequence
+
+from outrider.commands import value_of
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
+
+
+def with_methods(options: Sequence[str]) -> list[str]:
+    """`options` and, if they choose no method, that of every given drafter, or prompt lookup without a drafter.
+
+    Raises `UserError` for a drafter's directory that cannot be read.
+    """
+    places = [place for place, option in enumerate(options) if "=" in option and not option.startswith("-")]
+    given = {options[place].partition("=")[0].lstrip("+~"): value_of(options[place]) for place in places}
+    asked = {key.split(".")[0].split("@")[0] for key in given}
+    if asked & {"method", "experiment"}:
+        return [*options]
+    presets = presets_of({key: os.path.expanduser(value) for key, value in given.items() if isinstance(value, str)})
+    if not presets and "drafters" in asked:
+        return [*options]
+    presets = presets or [PROMPT_LOOKUP.name]
+    end = places[-1] + 1 if places else 0  # Hydra takes no option after a flag and its value
+    return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
+
+
+def run(config: EvaluateConfig) -> None:
+    """Measure as the settings say, also in an engine."""
+    # Imported after the config is checked, as torch and transformers take seconds to import.
+    from outrider.inference.evaluate.compare import evaluate
+
+    evaluate(config)
