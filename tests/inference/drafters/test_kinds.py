@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import outrider
 from outrider.base.errors import UserError
 from outrider.base.files import FOLDERS as SOURCES
 from outrider.base.streams import Streams
@@ -104,15 +103,6 @@ def test_it_decodes_and_is_reported(
     (tmp_path / "tokens.json").write_text("[97, 99]")
     with pytest.raises(UserError, match="other settings: cycle="):  # it is part of what a resumed run must agree on
         evaluate(config("out", methods=made.methods, drafters=made.drafters, resume=True))
-
-
-def test_python_knows_it(cycle: Kind, tiny_models: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokens.json").write_text("[97, 98]")
-    given = {"method": MethodConfig("cycle"), "drafters": {"cycle": str(tmp_path / "tokens.json")}}
-    model = outrider.load(str(tiny_models / TARGET), device="cpu", **given)
-    alone = outrider.load(str(tiny_models / TARGET), device="cpu")
-    assert model.generate("to be or ", max_new_tokens=12) == alone.generate("to be or ", max_new_tokens=12)
-    assert model.drafters == {"cycle": [97, 98]}
 
 
 def test_settings_know_it(cycle: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
