@@ -219,7 +219,10 @@ BROKEN = all_pairs([("early_exit", "opt_tree"), ("small_lm", "chain"), ("eagle3"
 def test_after_an_exception_in_a_round_the_next_generation_is_right(
     target: Target, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, shaped: tuple[str, str], fault: str
 ) -> None:
-    """The same stack, source and structure are used again, for a shorter text and for a longer one."""
+    """The same stack, source and structure are used again, for a shorter text and for a longer one.
+
+    So they are after a generation that nobody reads to its end.
+    """
     source, structure = shaped
     drafter, selector = target.source(source), TokenSelector()
     # Drafts of one token are often right as a whole, which leaves a token waiting for the drafter.
@@ -235,6 +238,11 @@ def test_after_an_exception_in_a_round_the_next_generation_is_right(
             read_into(emitted, rounds)
     assert bool(emitted) == (fault != "the prefill")
     assert emitted == target.text_after(random_prompt(30), 20)[: len(emitted)]
+    assert not torch.is_inference_mode_enabled()
+    abandoned = speculative(target.stack, ModelDrafter(drafter, shape), random_prompt(30), **options)
+    for _ in zip(range(2), abandoned, strict=False):
+        pass
+    del abandoned
     assert not torch.is_inference_mode_enabled()
     for length, count in ((4, 12), (50, 12)):
         rounds = list(checked(target, runtime, ModelDrafter(drafter, shape), random_prompt(length), count))

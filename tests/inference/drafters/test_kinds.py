@@ -162,6 +162,21 @@ def test_a_head_is_known_by_its_tensors(tmp_path: Path, tiny_models: Path) -> No
     assert kind_in(str(tiny_models / TARGET)) == KINDS["small_lm"]
 
 
+def test_a_head_there_decodes(tiny_models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = EvaluateConfig(
+        checkpoint=str(tiny_models / EAGLE3), target=str(tiny_models / TARGET), methods={"m": MethodConfig("eagle3")},
+        prompt_text=["once upon"], max_new_tokens=8, device="cpu", compare_transformers=False,
+        out_dir=str(tmp_path / "out"),
+    )  # fmt: skip
+    command(config)
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert (report["drafter"], report["draft_vocabularies"]["eagle3"]["tokens"]) == (config.checkpoint, 256)
+    assert report["doctor"] == {}  # it was written here
+    capsys.readouterr()
+    command(replace(config, plan=True))
+    assert "eagle3's weights: " in capsys.readouterr().out
+
+
 def test_what_is_no_drafter_is_refused(
     models: Path, tmp_path: Path, config: Callable[..., EvaluateConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:

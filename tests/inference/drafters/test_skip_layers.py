@@ -21,6 +21,7 @@ from outrider.inference.core.tree import ROOT, DraftTree
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.skip_layers import SkipLayersSource, skipped_layers
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
+from outrider.inference.loading.rehearsal import small
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.shapes.factory import make_structure
@@ -109,3 +110,9 @@ def test_which_layers_are_skipped() -> None:
         skipped_layers(None, 2)
     with pytest.raises(UserError, match=r"skip=\(1,\): expected None, its default: source=small_lm does not read it"):
         MethodConfig("small_lm", skip=(1,))
+
+
+def test_a_rehearsal_leaves_out_layers_that_a_tiny_model_has(tiny_models: Path) -> None:
+    method = MethodConfig("skip_layers", skip=(20, 21))
+    rehearsed = small(EvaluateConfig(target="t", methods={"m": method}), tiny_models.parent, tiny_models)
+    assert rehearsed.methods == {"m": MethodConfig("skip_layers")}

@@ -1,6 +1,7 @@
 """Weights in another order: the same numbers; chosen where they are measured to be faster."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from transformers.models.phimoe.configuration_phimoe import PhimoeConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from outrider.base.errors import UserError
-from outrider.inference.engines.cpu.at_once import PanelLinear
+from outrider.inference.engines.cpu.at_once import REPEATS, PanelLinear
 from outrider.inference.engines.cpu.linear import PANEL
 from outrider.inference.engines.cpu.recorded import recorded, settle
 from outrider.inference.engines.packing import (
+    LAYOUTS,
     TIMED_ROWS,
     PackedLinear,
     can_pack,
@@ -113,6 +115,40 @@ def test_panels_are_no_choice_for_layers_that_do_not_fit_or_run_another_way(monk
     assert fastest_layout(layers_of(3), clock, small=0) == "panels"
     assert fastest_layout(layers_of(3), clock, panels=False, small=0) == "blocked"
     assert fastest_layout(layers_of(3, outputs=PANEL + 1), clock, small=0) == "blocked"
+
+
+@needs_onednn
+def test_a_first_pass_and_a_single_slow_one_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: dict[tuple[str, int], int] = {}
+
+    def cost(layout: str, rows: int) -> float:
+        count = calls[layout, rows] = calls.get((layout, rows), 0) + 1
+        slow = layout == "blocked" and count in (1, 3)
+        return 50.0 if slow else 0.5 if layout == "blocked" else 1.0
+
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch), small=0) == "blocked"
+
+
+@needs_onednn
+def test_one_layer_is_timed_as_in_a_round_not_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which one that has just run is in a cache, where blocks are quicker."""
+    ran: list[nn.Module] = []
+
+    def cost(layout: str, rows: int) -> float:
+        near = any(one is ran[-1] for one in ran[-4:-1])
+        return 1 if near and layout == "blocked" else {"plain": 2, "blocked": 4, "panels": 3}[layout]
+
+    assert fastest_layout(layers_of(1), machine(cost, monkeypatch, ran), small=0) == "plain"
+
+
+@needs_onednn
+def test_layouts_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What slows a machine for a while slows all of them."""
+    ran: list[tuple[int, str]] = []
+    clock = machine(lambda layout, rows: ran.append((rows, layout)) or 1.0, monkeypatch)  # type: ignore[func-returns-value]
+    fastest_layout(layers_of(3), clock, small=0)
+    turns = [(rows, layout) for rows in TIMED_ROWS for _ in range(1 + REPEATS) for layout in LAYOUTS]
+    assert [one for one, _ in groupby(ran)] == turns
 
 
 @needs_onednn

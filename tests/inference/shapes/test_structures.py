@@ -287,6 +287,10 @@ def test_shape_files(tmp_path: Path) -> None:
         read_shape(tmp_path / "missing.json")
 
 
+def test_plain_probs_are_float32() -> None:
+    assert plain_probs(torch.zeros(2, 4, dtype=torch.bfloat16), (0, 1)).dtype == torch.float32
+
+
 def as_drafted(tree: DraftTree) -> tuple:
     return tree.tokens.tolist(), tree.parents, tree.rows
 

@@ -1,5 +1,6 @@
 """Compiled products: those of a linear layer, in the fewest bytes, and no row's depends on the others."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -164,6 +165,27 @@ def test_after_a_norm(kind: str, dtype: torch.dtype, way: str) -> None:
     apart = torch.cat([panels.after(weight, 0.1, many[:, row : row + 1]) for row in range(many.shape[1])], dim=1)
     assert torch.equal(panels.after(weight, 0.1, many), apart)
     assert panels.after(weight.double(), 0.1, x) is None
+
+
+def test_any_number_of_threads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than panels, too."""
+    panels, x = PanelLinear(make_linear("float32")), normal(4, IN)
+    head, weight, y = PanelLinear(make_linear("float32", inputs=WHOLE)), torch.ones(WHOLE), normal(4, WHOLE)
+    alone, normed = panels(x), head.after(weight, 1e-5, y)
+    assert normed is not None
+    monkeypatch.setattr(layout, "SHARE", 0)
+    for threads in (2, 3, OUT // PANEL + 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(panels(x), alone)
+        assert torch.equal(head.after(weight, 1e-5, y), normed)
+
+
+def test_a_copy_outlives_what_it_was_copied_from() -> None:
+    panels, x = PanelLinear(make_linear("bfloat16")), normal(2, IN)
+    expected, copied = panels(x), copy.deepcopy(panels)
+    for tensor in (panels._panels, panels._scales, panels._biases):
+        tensor.zero_()
+    assert torch.equal(copied(x), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
