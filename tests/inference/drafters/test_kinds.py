@@ -1,6 +1,7 @@
 """Kinds of drafters in commands: one from outside, what `checkpoint` holds, and those without a directory of ours."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,20 @@ def test_a_checkpoint_is_what_lies_there(tiny_models: Path, name: str, folder: s
             replace(config, **{str(other.option): "b"})
         with pytest.raises(UserError, match=f"checkpoint=.*: expected an early-exit .*holds {name}, for method="):
             replace(config, methods={"m": MethodConfig()})
+
+
+@pytest.mark.parametrize("name", ["early_exit", "small_lm", "eagle3"])
+def test_with_another_calibration_head_it_is_another_drafter(tiny_models: Path, tmp_path: Path, name: str) -> None:
+    """So that a resumed run goes on with the head that it began with."""
+    where, kind = shutil.copytree(tiny_models / FOLDERS[name], tmp_path / name), KINDS[name]
+    found = [kind.load_plugin().identity(str(where))]
+    for facts in ("{}", '{"l2": 1}'):
+        (where / str(kind.calibration)).mkdir(exist_ok=True)
+        (where / str(kind.calibration) / "calibration.json").write_text(facts)
+        found.append(kind.load_plugin().identity(str(where)))
+    (key,) = (key for key in found[0] if key.endswith("calibration"))
+    assert len({one[key] for one in found}) == 3
+    assert all({**one, key: None} == {**found[0], key: None} for one in found)
 
 
 def test_a_head_is_known_by_its_tensors(tmp_path: Path, tiny_models: Path) -> None:
