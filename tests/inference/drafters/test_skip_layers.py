@@ -14,20 +14,16 @@ from torch import nn
 from transformers import DynamicCache
 
 from outrider.base.errors import UserError
-from outrider.base.streams import Streams
-from outrider.inference.core.decode import speculative
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.tree import ROOT, DraftTree
-from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.skip_layers import SkipLayersSource, skipped_layers
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.loading.rehearsal import small
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.method import MethodConfig, StopConfig
-from outrider.inference.shapes.factory import make_structure
+from outrider.inference.settings.method import MethodConfig
 from tests.graph_contract import keep_contracts
 from tests.inference.evaluate.evaluating import evaluate
-from tests.tiny import open_stack, random_prompt, reference_generate, save_target
+from tests.tiny import open_stack, random_prompt, save_target
 
 
 def logits_without(model: Any, skip: Sequence[int], text: Sequence[int], draft: Sequence[int]) -> torch.Tensor:
@@ -69,29 +65,6 @@ def test_draft_logits_are_those_of_the_layers_left_over_the_whole_targets_cache(
         source.commit([], [])
         session.commit(session.path(path))
         text = [*text, root, *((a, b, c)[node] for node in path)]
-
-
-def test_layers_that_change_nothing_are_skipped_for_nothing(tmp_path: Path) -> None:
-    """A target whose second and third layer add nothing: without those every draft is right, without others not."""
-    path = save_target(tmp_path, "llama", kv_heads=2, peak=6.0)
-    model, stack = open_stack(path)
-    for layers in (model.model.layers, stack.layers):
-        for layer in layers[1:3]:
-            layer.self_attn.o_proj.weight.data.zero_()
-            layer.mlp.down_proj.weight.data.zero_()
-    expected = reference_generate(model, random_prompt(20), 31)
-
-    def accepted(skip: tuple[int, ...]) -> float:
-        shape = make_structure(MethodConfig("skip_layers", stop=StopConfig(max_draft=5)), Streams(0))
-        rounds = list(
-            speculative(stack, ModelDrafter(SkipLayersSource(skip), shape), random_prompt(20), max_new_tokens=31)
-        )
-        assert [token for r in rounds for token in r.tokens] == expected
-        return sum(r.accepted for r in rounds) / sum(r.drafted for r in rounds)
-
-    assert accepted((1, 2)) == accepted((2,)) == 1.0
-    assert accepted((0,)) < 1.0
-    assert accepted((3,)) < 1.0
 
 
 @pytest.mark.parametrize("skip", [(4,), (-1,), (1, 1), (), (0, 1, 2, 3)])
