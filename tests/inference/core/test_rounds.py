@@ -27,10 +27,7 @@ from outrider.inference.shapes.factory import Structure, make_structure
 from tests.known_targets import Target, targets, tokens_of
 from tests.pairwise import all_pairs, each_value
 from tests.tiers import typical_where
-from tests.tiny import (
-    method_of,
-    random_prompt,
-)
+from tests.tiny import method_of, random_prompt
 
 SOURCES = ("early_exit", "early_exit, first layer", "early_exit, two layers", "small_lm", "skip_layers", "eagle3")
 STRUCTURES = {
