@@ -20,14 +20,28 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer
+from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.batch.directory import Response, Shard
 from outrider.inference.batch.tasks import TopK
+from outrider.inference.core.decode import speculative
+from outrider.inference.core.drafter import DraftModel
+from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.shapes.factory import Chain
+from outrider.inference.stopping.rules import FixedLength
 from outrider.train.core import run_dir
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
 from outrider.train.settings.fit import FitConfig
 from tests.forked import Fork
-from tests.tiny import LAYERS, byte_tokenizer, make_drafter, open_stack, save_target
+from tests.tiny import (
+    LAYERS,
+    byte_tokenizer,
+    make_drafter,
+    open_stack,
+    random_prompt,
+    reference_generate,
+    save_target,
+)
 
 ROOT = Path(__file__).parents[2]
 TEXT = "the quick brown fox jumps over the lazy dog "
@@ -141,6 +155,22 @@ def calibrating(folder: Path, out_dir: Path, **changes: Any) -> CalibrateConfig:
     return replace(settings, **changes)
 
 
+def require_lossless(source: DraftModel, model: Any, stack: LayerStack) -> None:
+    """Drafts of `source` change no token that `model`, which `stack` runs, generates."""
+    prompt, drafter = random_prompt(20), ModelDrafter(source, Chain(FixedLength(4)))
+    rounds = speculative(stack, drafter, prompt, max_new_tokens=20)
+    assert [token for r in rounds for token in r.tokens] == reference_generate(model, prompt, 20)
+
+
+def by_document(model: Any, row: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each document of a packed row [T]: where it is, bool [T], and the logits of `model` for it alone."""
+    for document in sorted(set(row["documents"].tolist()) - {-1}):
+        part = row["documents"] == document
+        with torch.no_grad():
+            logits = model(row["input_ids"][part][None]).logits[0]
+        yield part, logits
+
+
 def log(out_dir: Path) -> list[dict[str, float]]:
     """The lines of a run's log."""
     return [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
@@ -164,6 +194,11 @@ def launch(script: str, config: Any) -> Fork:
 def options_of(config: Any) -> list[str]:
     """The command line that says every option of `config`."""
     return list(_overrides("", asdict(config)))
+
+
+def command(name: str, config: Any, out_dir: Path) -> list[str]:
+    """For `sharded_job.run_command`: the training command of that name, as `config` has it but into `out_dir`."""
+    return [f"outrider.train.{name}", *options_of(replace(config, out_dir=str(out_dir)))]
 
 
 def _overrides(prefix: str, value: Any) -> Iterator[str]:

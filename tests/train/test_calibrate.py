@@ -17,8 +17,7 @@ from outrider.base.errors import UserError
 from outrider.base.processes import join_processes
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split
-from outrider.draft_models.calibration import META_FILE, WEIGHTS_FILE, load_calibration, save_calibration
-from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.calibration import META_FILE, WEIGHTS_FILE, load_calibration
 from outrider.draft_models.early_exit.checkpoint import read_meta, save_pretrained
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer
@@ -44,7 +43,6 @@ from outrider.train.parts.capture import EXAMPLES, Drafting, Text, capture, capt
 from outrider.train.recipes import calibration
 from outrider.train.recipes.calibration import calibrate
 from tests.fitted_heads import fitted_head
-from tests.full_disk import largest_file
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, make_drafter, open_stack, random_prompt, save_target
 from tests.train.jobs import CALIBRATING as FIT
 from tests.train.jobs import calibrating, interrupted_at, same, save_for_calibration
@@ -119,16 +117,6 @@ def test_a_recorded_answer_that_was_cut_is_captured_as_far_as_it_goes(tmp_path: 
     recorded = partial(replay, session=partial(RecordedSession, vocabulary=VOCABULARY))
     again = capture(Drafting(recorded, draft_model, 30, 4), Text(prompt, answer))
     assert all(torch.equal(again[name], live[name]) for name in ("position", "confidence", "label"))
-
-
-def test_a_full_disk_leaves_the_previous_head(tmp_path: Path) -> None:
-    previous = CalibrationHead(4, 4)
-    torch.nn.init.ones_(previous.target)
-    save_calibration(tmp_path, previous, "a" * 64, {})
-    with largest_file(1024), pytest.raises(UserError, match=r"calibration\.safetensors: cannot be written"):
-        save_calibration(tmp_path, CalibrationHead(400, 400), "a" * 64, {})
-    assert torch.equal(load_calibration(tmp_path, "a" * 64).target, previous.target)
-    assert {path.name for path in tmp_path.iterdir()} == {WEIGHTS_FILE, META_FILE}
 
 
 class Texts:

@@ -33,6 +33,15 @@ def drawn_rounds(bias: float, scale: float, count: int, seed: int) -> dict[str, 
     return {"logits": scale * logits.flatten(), "position": torch.arange(1, 5).repeat(count), "label": labels.flatten()}
 
 
+def confident(drawn: dict[str, torch.Tensor]) -> tuple[CalibrationHead, dict[str, torch.Tensor]]:
+    """A head that says the logits of drawn rounds, and the rounds as they are captured."""
+    head, tokens = CalibrationHead(1, 1).requires_grad_(False), len(drawn["label"])
+    head.draft.fill_(1.0)
+    batch = {"target_hidden": torch.zeros(tokens, 1), "draft_hidden": drawn["logits"][:, None]}
+    batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((tokens,), 0.5)}
+    return head, batch
+
+
 def test_temperatures_undo_what_scaled_the_logits() -> None:
     drawn = drawn_rounds(1.0, 2.5, 4000, 0)
     rounds = rounds_of(**drawn)
@@ -61,11 +70,7 @@ def test_short_rounds_and_few_of_them() -> None:
 
 
 def test_a_head_is_tempered_on_one_half_and_judged_on_the_other() -> None:
-    drawn = drawn_rounds(1.0, 2.5, 2000, 1)
-    head = CalibrationHead(1, 1).requires_grad_(False)
-    head.draft.fill_(1.0)
-    batch = {"target_hidden": torch.zeros(8000, 1), "draft_hidden": drawn["logits"][:, None]}
-    batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((8000,), 0.5)}
+    head, batch = confident(drawn_rounds(1.0, 2.5, 2000, 1))
     found = temper(head, batch)
     assert found["rounds"] == 1000
     assert found["ece_after"] < 0.6 * found["ece_before"]
@@ -77,12 +82,8 @@ def test_temperatures_that_do_not_help_are_not_kept() -> None:
     """Logits that were right: what a half of few rounds fits is noise, on the other half worse than none."""
     kept, fitted = [], []
     for seed in range(12):
-        drawn = drawn_rounds(0.5, 1.0, 260, seed)
-        head = CalibrationHead(1, 1).requires_grad_(False)
-        head.draft.fill_(1.0)
-        tokens = len(drawn["label"])
-        batch = {"target_hidden": torch.zeros(tokens, 1), "draft_hidden": drawn["logits"][:, None]}
-        batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((tokens,), 0.5)}
+        head, batch = confident(drawn_rounds(0.5, 1.0, 260, seed))
+        tokens = len(batch["label"])
         found = temper(head, batch)
         kept.append(found["kept"])
         assert (head.temperature == 1).all() or found["kept"]
@@ -161,11 +162,7 @@ def test_the_papers_head_sees_hidden_states_alone() -> None:
         head = model.folded()
         assert torch.equal(predict(head, captured), predict(head, surer)) is not odds
     assert gradients[True] - gradients[False] == {"odds"}
-    drawn = drawn_rounds(1.0, 2.5, 2000, 1)
-    tempered = CalibrationHead(1, 1).requires_grad_(False)
-    tempered.draft.fill_(1.0)
-    batch = {"target_hidden": torch.zeros(8000, 1), "draft_hidden": drawn["logits"][:, None]}
-    batch |= {"position": drawn["position"], "label": drawn["label"], "confidence": torch.full((8000,), 0.5)}
+    tempered, batch = confident(drawn_rounds(1.0, 2.5, 2000, 1))
     assert not temper(tempered, batch, keep=False)["kept"]
     assert tempered.temperature.tolist() == [1.0] * 10
 

@@ -18,11 +18,7 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, load_head, open_head, stored_tokens
 from outrider.draft_models.targets.open_target import load_config
-from outrider.inference.core.decode import speculative
 from outrider.inference.drafters.eagle3 import PLUGIN, Eagle3Source
-from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.rules import FixedLength
 from outrider.train.parts.target_states import (
     DONE_FILE,
     GROUP,
@@ -36,8 +32,8 @@ from outrider.train.parts.target_states import (
     with_states,
 )
 from outrider.train.recipes.eagle3 import train_eagle3
-from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, random_prompt, reference_generate, save_target
-from tests.train.jobs import FIT, heading, log, same
+from tests.tiny import VOCABULARY, byte_tokenizer, open_stack, save_target
+from tests.train.jobs import FIT, heading, log, require_lossless, same
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +72,7 @@ def test_a_trained_head_is_lossless_and_better(sure: Path, tmp_path: Path, corpu
     assert len(head.draft_tokens) == 60
     model, stack = open_stack(sure)
     head.use_embedding(stack.embed_tokens.weight)
-    prompt = random_prompt(20)
-    rounds = list(
-        speculative(stack, ModelDrafter(Eagle3Source(head), Chain(FixedLength(4))), prompt, max_new_tokens=20)
-    )
-    assert [t for r in rounds for t in r.tokens] == reference_generate(model, prompt, 20)
+    require_lossless(Eagle3Source(head), model, stack)
 
 
 def test_the_parts_of_a_new_head(sure: Path, tmp_path: Path, corpus: DataConfig) -> None:

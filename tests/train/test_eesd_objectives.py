@@ -23,7 +23,7 @@ from outrider.train.recipes.early_exit import EarlyExitStudent, evaluation_of, t
 from outrider.train.settings.drafters import EesdConfig
 from tests.tiers import quick_where, typical_where
 from tests.tiny import LAYERS, VOCABULARY, byte_tokenizer, save_target
-from tests.train.jobs import FIT, distilling, log, same, save_responses
+from tests.train.jobs import FIT, by_document, distilling, log, same, save_responses
 
 K = 5
 
@@ -45,9 +45,8 @@ def own_logits(opened: OpenTarget, row: dict[str, Tensor], layers: list[int] | N
     model = opened.layers(layers, dtype=torch.float32)
     model.set_attn_implementation("eager")
     found = torch.zeros(len(row["labels"]), VOCABULARY)
-    for document in set(row["documents"].tolist()) - {-1}:
-        part = row["documents"] == document
-        found[part] = model(row["input_ids"][part][None]).logits[0]
+    for part, logits in by_document(model, row):
+        found[part] = logits
     return found
 
 
@@ -149,8 +148,7 @@ def test_the_analytic_tau_uses_the_best_distribution_available(
             decode_prompts=prompts, decode_tokens=8, eval_batch_rows=3,
         )  # fmt: skip
         student = make_student(opened, objective, cached)
-        evaluate = evaluation_of(run, opened, known if cached else text, student)
-        metrics = evaluate(student, 1)
+        metrics = evaluation_of(run, opened, known if cached else text, student)(student, 1)
         assert metrics.get("tau_analytic") == (None if expected is None else pytest.approx(expected, rel=2e-3))
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from tests.launched import free_port, launched
 from tests.tiers import typical_where
 from tests.train import sharded_job
 from tests.train.fit_job import TinyModel
-from tests.train.jobs import FIT, distilling, finetuning, heading, options_of
+from tests.train.jobs import FIT, command, distilling, finetuning, heading
 
 ROOT = Path(__file__).parent.parent.parent
 ZERO3 = {  # conf/accelerate/zero3.yaml leaves parameters of fewer than 100,000 elements whole
@@ -136,10 +136,20 @@ def test_processes_that_share_equal_one(
     assert "refused optimizer=muon: works on whole matrices" in out
     check_tiny(tmp_path, alone(gpus))
     if commands:
-        check_adapters(tmp_path / "adapters", tmp_path / "adapters-alone", target)
-        check_early_exit(tmp_path / "early_exit", tmp_path / "early_exit-alone")
-        check_steps(tmp_path / "steps", tmp_path / "steps-alone")
-        check_frozen(tmp_path / "frozen", tmp_path / "frozen-alone")
+        pairs = {name: (tmp_path / name, tmp_path / f"{name}-alone") for name in commands}
+        # The frozen weights are shared out as well, which decoding needs while training, and the export at its end.
+        check_same(*pairs["adapters"], ["eval_tau"])
+        check_same(*pairs["early_exit"], ["eval_tau", "eval_top1", "eval_top1_target"], WEIGHTS_FILE)
+        # An EAGLE-3 head reads embedding and head of the target beside their modules.
+        check_same(*pairs["steps"], ["eval_tau", "eval_agree_1", "eval_agree_3"])
+        # A head's matrix that is not trained is shared out too, and saved with it.
+        check_same(*pairs["frozen"], [])
+        for name in ("adapters", "early_exit"):
+            assert max(curve(tmp_path / name, "eval_tau").values()) > 1
+        head, before = (load_file(path / "model.safetensors")["lm_head.weight"] for path in pairs["frozen"])
+        assert torch.equal(head, before)
+        after, start = (load_file(path / "model.safetensors") for path in (tmp_path / "adapters", target))
+        assert any((after[name] - start[name]).abs().max() > 1e-2 for name in start)
 
 
 def check_tiny(together: Path, alone: Path) -> None:
@@ -179,49 +189,17 @@ def reference_runs(folder: Path, target: Path, corpus: DataConfig) -> dict[str, 
     train_eagle3(steps)
     frozen = replace(steps, train_head=False, fit=replace(FIT, steps=2), out_dir=str(folder / "frozen-alone"))
     train_eagle3(frozen)
-    return {
-        "frozen": ["outrider.train.eagle3", *options_of(replace(frozen, out_dir=str(folder / "frozen")))],
-        "steps": ["outrider.train.eagle3", *options_of(replace(steps, out_dir=str(folder / "steps")))],
-        "adapters": [
-            "outrider.train.finetune_drafter",
-            *options_of(replace(adapters, out_dir=str(folder / "adapters"))),
-        ],
-        "early_exit": ["outrider.train.eesd", *options_of(replace(exits, out_dir=str(folder / "early_exit")))],
-    }
+    runs = {"frozen": ("eagle3", frozen), "steps": ("eagle3", steps)}
+    runs |= {"adapters": ("finetune_drafter", adapters), "early_exit": ("eesd", exits)}
+    return {name: command(module, config, folder / name) for name, (module, config) in runs.items()}
 
 
-def check_adapters(together: Path, alone: Path, start: Path) -> None:
-    """The frozen weights are shared out as well, which decoding needs while training, and the export at its end."""
-    assert curve(together, "eval_tau") == curve(alone, "eval_tau")
-    assert max(curve(together, "eval_tau").values()) > 1
-    assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
-    one, other, before = (load_file(folder / "model.safetensors") for folder in (alone, together, start))
-    assert any((one[name] - before[name]).abs().max() > 1e-2 for name in before)
-    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
-
-
-def check_early_exit(together: Path, alone: Path) -> None:
-    for name in ("eval_tau", "eval_top1", "eval_top1_target"):
-        assert curve(together, name) == curve(alone, name)
-    assert max(curve(together, "eval_tau").values()) > 1
-    assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
-    one, other = (load_file(folder / WEIGHTS_FILE) for folder in (alone, together))
-    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
-
-
-def check_steps(together: Path, alone: Path) -> None:
-    """An EAGLE-3 head reads embedding and head of the target beside their modules."""
-    for name in ("eval_tau", "eval_agree_1", "eval_agree_3"):
+def check_same(together: Path, alone: Path, curves: Sequence[str], file: str = "model.safetensors") -> None:
+    """The same evaluations, about the same losses and weights."""
+    for name in curves:
         assert curve(together, name) == curve(alone, name)
     assert curve(together, "loss") == pytest.approx(curve(alone, "loss"), rel=1e-4)
-    one, other = (load_file(folder / "model.safetensors") for folder in (alone, together))
-    torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
-
-
-def check_frozen(together: Path, alone: Path) -> None:
-    """A head's matrix that is not trained is shared out too, and saved with it."""
-    one, other = (load_file(folder / "model.safetensors") for folder in (alone, together))
-    assert torch.equal(other["lm_head.weight"], one["lm_head.weight"])
+    one, other = (load_file(folder / file) for folder in (alone, together))
     torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
 
 

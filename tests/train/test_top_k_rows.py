@@ -1,12 +1,11 @@
 """Rows with the target's cached top-k: what they say, where they come from, and training on them."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.documents import encode
@@ -15,11 +14,9 @@ from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.losses import IGNORE
 from outrider.inference.batch.directory import Response, Shard
 from outrider.inference.batch.tasks import TopK
-from outrider.train.parts.top_k_rows import load_top_k_rows
-from outrider.train.recipes.small_lm import finetune_drafter
-from outrider.train.settings.drafters import DrafterConfig
+from outrider.train.parts.top_k_rows import TopKRows, load_top_k_rows
 from tests.tiny import byte_tokenizer, open_stack
-from tests.train.jobs import CHAT, FIT, TEXT, finetuning, log, same, save_responses
+from tests.train.jobs import CHAT, TEXT, save_responses
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -57,27 +54,17 @@ def test_cached_rows_say_what_the_target_says(tmp_path: Path, target: Path, chat
     assert max(int((shorter[i]["documents"] >= 0).sum()) for i in range(len(shorter))) <= 30
 
 
-@pytest.mark.slow
-def test_a_cached_run_learns_and_resumes(tmp_path: Path, target: Path, small: Path) -> None:
-    data = save_responses(target, tmp_path / "responses")
-    run = finetuning(target, data, tmp_path / "out", teacher="cached", drafter=DrafterConfig(path=str(small)),
-                 seq_len=64, fit=replace(FIT, steps=18, lr=6e-3, log_every=1, save_every=6))  # fmt: skip
-    finetune_drafter(run)
-    losses = [line["loss"] for line in log(tmp_path / "out") if "loss" in line]
-    assert losses[-1] < 0.7 * losses[0]
-    before = load_file(tmp_path / "out" / "model.safetensors")
-    shutil.rmtree(tmp_path / "out" / "checkpoint-18")
-    finetune_drafter(replace(run, resume=True))
-    assert same(before, load_file(tmp_path / "out" / "model.safetensors"))
+def texts_of(rows: TopKRows) -> set[str]:
+    """The documents in all rows."""
+    parts = [(rows[i]["input_ids"], rows[i]["documents"]) for i in range(len(rows))]
+    return {str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}}
 
 
 def test_cached_rows_are_of_the_files_and_records_asked_for(tmp_path: Path, target: Path) -> None:
     data = replace(save_responses(target, tmp_path / "responses"), heldout_fraction=0.5)
 
-    def texts(**changes: object) -> set[str]:
-        rows = load_top_k_rows(replace(data, **changes), byte_tokenizer(CHAT), 120)
-        parts = [(rows[i]["input_ids"], rows[i]["documents"]) for i in range(len(rows))]
-        return {str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}}
+    def texts(**changes: Any) -> set[str]:
+        return texts_of(load_top_k_rows(replace(data, **changes), byte_tokenizer(CHAT), 120))
 
     every = texts()
     first = texts(path=str(tmp_path / "responses" / "responses-00000.jsonl"))
@@ -126,13 +113,10 @@ def test_cached_needs_responses_with_top_k(tmp_path: Path, target: Path, corpus:
 
 def test_heldout_distributions_are_not_trained_on(tmp_path: Path, target: Path) -> None:
     data = replace(save_responses(target, tmp_path / "responses"), heldout_fraction=0.5)
-    texts = []
-    for split in ("train", "heldout"):
-        rows = load_top_k_rows(data, byte_tokenizer(), 120, split)
-        parts = [(rows[i]["input_ids"], rows[i]["documents"]) for i in range(len(rows))]
-        texts.append({str(ids[own == n].tolist()) for ids, own in parts for n in set(own.tolist()) - {-1}})
-    assert all(texts)
-    assert not texts[0] & texts[1]
-    every, few = (load_top_k_rows(data, byte_tokenizer(), 120, "heldout", max_rows=most) for most in (None, 2))
-    assert len(every) > len(few) == 2
-    assert torch.equal(every[1]["top_logprobs"], few[1]["top_logprobs"])
+    train, heldout = (load_top_k_rows(data, byte_tokenizer(), 120, split) for split in ("train", "heldout"))
+    assert texts_of(train)
+    assert texts_of(heldout)
+    assert not texts_of(train) & texts_of(heldout)
+    few = load_top_k_rows(data, byte_tokenizer(), 120, "heldout", max_rows=2)
+    assert len(heldout) > len(few) == 2
+    assert torch.equal(heldout[1]["top_logprobs"], few[1]["top_logprobs"])

@@ -7,7 +7,7 @@ started in test_sharding.py.
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,52 +32,70 @@ from tests.train.jobs import (
     CALIBRATING,
     FIT,
     calibrating,
+    command,
     distilling,
     finetuning,
     heading,
     log,
-    options_of,
     save_for_calibration,
 )
 from tests.train.sharded_job import run_command
 
 
-@dataclass(frozen=True)
-class Runs:
-    """The same runs by two processes, in NAME, and by one, in NAME-alone."""
-
-    folder: Path
-    said: str  # by the two processes
-    head: dict[str, Tensor]  # the calibration that one process left
-
-
-def train(folder: Path, small: Path, corpus: DataConfig) -> Runs:
-    drafted = save_for_calibration(folder / "drafted")
-    target = str(drafted / "target")
-    exits = distilling(Path(target), corpus, folder / "exit-alone", fit=replace(FIT, steps=6))
+@pytest.mark.slow
+def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConfig) -> None:
+    drafted = save_for_calibration(tmp_path / "drafted")
+    target, left = drafted / "target", drafted / "drafter" / calibration.WEIGHTS_FILE
+    one = {name: tmp_path / f"{name}-alone" for name in ("fit", "exit", "adapters", "steps", "head")}
+    exits = distilling(target, corpus, one["exit"], fit=replace(FIT, steps=6))
     # On-policy steps too: what a row samples depends on the row, not on the process that has it.
     adapters = finetuning(
-        Path(target), corpus, folder / "adapters-alone", drafter=DrafterConfig(path=str(small)), on_policy=0.5,
-        lora_rank=2,
-    )  # fmt: skip
-    steps = heading(Path(target), corpus, folder / "steps-alone")
-    head = calibrating(drafted, folder / "head-alone", fit=replace(CALIBRATING, epochs=None, steps=8))
-    fit_tiny(folder / "fit-alone", optimizer="adamw")
+        target, corpus, one["adapters"], drafter=DrafterConfig(path=str(small)), on_policy=0.5, lora_rank=2
+    )
+    steps = heading(target, corpus, one["steps"])
+    head = calibrating(drafted, one["head"], fit=replace(CALIBRATING, epochs=None, steps=8))
+    fit_tiny(one["fit"], optimizer="adamw")
     train_early_exit(exits)
     finetune_drafter(adapters)
     train_eagle3(steps)
     calibrate(head)
-    alone = load_file(drafted / "drafter" / calibration.WEIGHTS_FILE)
-    (drafted / "drafter" / calibration.WEIGHTS_FILE).unlink()
-    modules = {"exit": ("outrider.train.eesd", exits), "adapters": ("outrider.train.finetune_drafter", adapters)}
-    modules["steps"] = ("outrider.train.eagle3", steps)
-    modules["head"] = ("outrider.train.calibrate", head)
-    commands = [
-        [module, *options_of(replace(config, out_dir=str(folder / name)))] for name, (module, config) in modules.items()
-    ]
-    (folder / "commands.json").write_text(json.dumps(commands))
-    assert launched(2, lambda state: do_what_is_said(folder, state.process_index)) == [0, 0], said_in(folder)
-    return Runs(folder, said_in(folder), alone)
+    calibrated = load_file(left)
+    left.unlink()
+    runs = {"exit": ("eesd", exits), "adapters": ("finetune_drafter", adapters), "steps": ("eagle3", steps)}
+    runs |= {"head": ("calibrate", head)}
+    commands = [command(module, config, tmp_path / name) for name, (module, config) in runs.items()]
+    (tmp_path / "commands.json").write_text(json.dumps(commands))
+    statuses = launched(2, lambda state: do_what_is_said(tmp_path, state.process_index))
+    said = "".join(path.read_text() for path in sorted(tmp_path.glob("said-*.txt")))
+    assert statuses == [0, 0], said
+
+    assert "processes=2" in said
+    assert said.count("step=8/8 loss=") == 2  # rank 0 only, of the loop and of the head
+    for entry, reference in zip(log(tmp_path / "fit"), log(one["fit"]), strict=True):
+        assert entry["loss"] == pytest.approx(reference["loss"], rel=1e-9)
+        assert entry["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-9)
+
+    def same(name: str, file: str, rtol: float, atol: float) -> dict[str, Tensor]:
+        """What one process made, of which two made the same."""
+        made, reference = (load_file(folder / file) for folder in (tmp_path / name, one[name]))
+        torch.testing.assert_close(made, reference, rtol=rtol, atol=atol)
+        return reference
+
+    same("fit", f"checkpoint-8/{WEIGHTS_FILE}", 1e-9, 1e-12)
+    exit_head = same("exit", checkpoint.WEIGHTS_FILE, 1e-4, 1e-5)["head.weight"]
+    merged = same("adapters", "model.safetensors", 1e-4, 1e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
+    eagle3 = same("steps", "model.safetensors", 1e-4, 1e-4)
+    # They share out what is to be captured, in the order of the texts, and the rows of a step.
+    same("head", next((one["head"] / "captured").iterdir()).relative_to(one["head"]).as_posix(), 1e-4, 1e-4)
+    torch.testing.assert_close(load_file(left), calibrated, rtol=1e-3, atol=1e-4)
+    # All of them did learn.
+    start = load_file(target / "model.safetensors")["lm_head.weight"]
+    assert (exit_head - start).abs().max() > 1e-3
+    assert any(
+        (merged[name] - before).abs().max() > 1e-3 for name, before in load_file(small / "model.safetensors").items()
+    )
+    assert (eagle3["norm.weight"] - eagle3["midlayer.hidden_norm.weight"]).abs().max() > 1e-3
+    assert calibrated["target"].abs().max() > 1e-3
 
 
 def do_what_is_said(folder: Path, rank: int) -> None:
@@ -88,61 +106,6 @@ def do_what_is_said(folder: Path, rank: int) -> None:
     fit_job.main(f"{folder}/fit", json.dumps({"micro_batch_rows": 2, "optimizer": "adamw"}), "0")
     for words in json.loads((folder / "commands.json").read_text()):
         run_command(*words)
-
-
-def said_in(folder: Path) -> str:
-    return "".join(path.read_text() for path in sorted(folder.glob("said-*.txt")))
-
-
-@pytest.mark.slow
-def test_two_train_what_one_trains(tmp_path: Path, small: Path, corpus: DataConfig) -> None:
-    runs = train(tmp_path, small, corpus)
-    check_the_loop(runs)
-    check_an_early_exit(runs)
-    check_adapters(runs, small)
-    check_an_eagle3_head(runs)
-    check_a_calibration_head(runs)
-
-
-def check_the_loop(runs: Runs) -> None:
-    two, one = (load_file(runs.folder / name / "checkpoint-8" / WEIGHTS_FILE) for name in ("fit", "fit-alone"))
-    torch.testing.assert_close(two, one, rtol=1e-9, atol=1e-12)
-    assert runs.said.count("step=8/8 loss=") == 2  # rank 0 only, of the loop and of the head
-    for entry, reference in zip(log(runs.folder / "fit"), log(runs.folder / "fit-alone"), strict=True):
-        assert entry["loss"] == pytest.approx(reference["loss"], rel=1e-9)
-        assert entry["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-9)
-
-
-def check_an_early_exit(runs: Runs) -> None:
-    assert "processes=2" in runs.said
-    two, one = (load_file(runs.folder / name / checkpoint.WEIGHTS_FILE) for name in ("exit", "exit-alone"))
-    start = load_file(runs.folder / "drafted/target/model.safetensors")["lm_head.weight"]
-    assert (one["head.weight"] - start).abs().max() > 1e-3  # it did train
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
-
-
-def check_adapters(runs: Runs, small: Path) -> None:
-    two, one, start = (
-        load_file(folder / "model.safetensors")
-        for folder in (runs.folder / "adapters", runs.folder / "adapters-alone", small)
-    )
-    assert any((one[name] - start[name]).abs().max() > 1e-3 for name in one)
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)  # Adam makes steps of lr = 3e-3 of tiny gradients too
-
-
-def check_an_eagle3_head(runs: Runs) -> None:
-    two, one = (load_file(runs.folder / name / "model.safetensors") for name in ("steps", "steps-alone"))
-    assert (one["norm.weight"] - one["midlayer.hidden_norm.weight"]).abs().max() > 1e-3  # it did train
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-4)
-
-
-def check_a_calibration_head(runs: Runs) -> None:
-    """They share out what is to be captured, and the rows of a step."""
-    together = load_file(runs.folder / "drafted/drafter" / calibration.WEIGHTS_FILE)
-    assert runs.head["target"].abs().max() > 1e-3  # it did learn
-    torch.testing.assert_close(together, runs.head, rtol=1e-3, atol=1e-4)
-    mine, theirs = (load_file(next((runs.folder / name / "captured").iterdir())) for name in ("head-alone", "head"))
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # in the order of the texts
 
 
 @pytest.mark.parametrize(("micro", "processes"), [(1, 1), (4, 1), (2, 2), (3, 4)])
