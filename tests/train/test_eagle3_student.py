@@ -167,6 +167,19 @@ def test_loss_and_gradients_are_those_of_drafts_place_by_place(case: Case) -> No
     assert_same(case)
 
 
+def test_what_is_watched_is_of_drafts_place_by_place(case: Case) -> None:
+    sums, accepted = case.student.judged(case.batch, STEPS)
+    wanted, tokens = torch.full_like(accepted, torch.nan), torch.tensor(case.facts.draft_tokens)
+    with torch.no_grad():
+        for (b, place, step), logits in drafts(case, leaves(case)).items():
+            at = place + 1 + step
+            if case.batch["labels"][b, at] != IGNORE:
+                q = torch.zeros(VOCABULARY).index_copy(0, tokens, logits.softmax(-1))
+                wanted[b, at, step] = torch.minimum(case.logits[b, at].softmax(-1), q).sum()
+    torch.testing.assert_close(accepted, wanted, equal_nan=True)
+    assert sums[:, 0].tolist() == (~wanted.isnan()).sum((0, 1)).tolist()
+
+
 def test_long_rows_and_recomputed_steps_are_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Band, "BLOCK", 5)
     case.student.gradient_checkpointing_enable()
