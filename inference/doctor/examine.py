@@ -53,9 +53,9 @@ def examine(
     asked = [(rendered[number], prompts[number].category) for number in chosen]
     scores, said = judge(recordings(models.stack, asked, boundaries_of(examinees), new, setup.eos), examinees)
     findings = {name: compare(examinee, scores[name]) for name, examinee in examinees.items()}
-    template = setup.chat_template if any(prompt.chat for prompt in prompts) else None
+    trained, template = config.trained(), setup.chat_template if any(prompt.chat for prompt in prompts) else None
     for name, examinee in examinees.items():
-        facts = [*examinee.facts, *training_facts(examinee.data, setup.tokenizer, template), UNSEEN]
+        facts = [*examinee.facts, *training_facts(trained[name].data, setup.tokenizer, template), UNSEEN]
         findings[name]["facts"] = [fact._asdict() for fact in facts]
         known = examinee.known_tokens
         findings[name]["coverage"] = None if known is None else coverage(known, said)

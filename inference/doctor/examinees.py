@@ -93,14 +93,13 @@ class Examinee:
     """A drafter to examine.
 
     declared: as its config declares. others: variants with one difference. known_tokens: its draft vocabulary; None:
-    all tokens. data: the data settings in its training record; None: not recorded.
+    all tokens.
     """
 
     declared: Variant
     others: Sequence[Variant] = ()
     known_tokens: Sequence[int] | None = None
     facts: Sequence[Fact] = ()
-    data: object = None
 
     @property
     def boundaries(self) -> set[int]:
@@ -169,19 +168,14 @@ def numbers(stored: object, run: torch.dtype) -> Fact:
     return Fact("numbers", f"stored in {said}, run in {here}" + ", whose range is smaller" * narrow, narrow)
 
 
-def recorded_settings(record: Mapping[str, object]) -> Mapping[str, object]:
-    """The settings in a training record; empty if it has none."""
-    settings = record.get("settings")
-    return settings if isinstance(settings, dict) else {}
-
-
 def made_for(record: Mapping[str, object], target: OpenTarget) -> Fact:
     """Whether the target is the one of the training, as far as its `record` tells."""
     if not record:
         return Fact("made for", "not known: no record of its training")
-    name = record.get("target", "a target not said")
+    name, settings = record.get("target", "a target not said"), record.get("settings")
     try:
-        differs = construct(Fingerprint, recorded_settings(record).get("target")).differences(target.fingerprint)
+        trained = construct(Fingerprint, settings.get("target") if isinstance(settings, dict) else None)
+        differs = trained.differences(target.fingerprint)
     except UserError:
         return Fact("made for", f"{name}, whose weights were not recorded")
     if not differs:
@@ -235,7 +229,6 @@ def examine_exit(
             Fact("made for", f"{meta.fingerprint.target}, whose digests are this target's"),
             numbers(meta.dtype, stack.dtype),
         ],
-        data=meta.training.get("data"),
     )
 
 
@@ -250,7 +243,6 @@ def examine_lm(
         Variant(DECLARED, partial(draft_by_lm, lm)),
         known_tokens=plugin.known_tokens(where),
         facts=[made_for(record, target), numbers(stored, lm.dtype)],
-        data=recorded_settings(record).get("data"),
     )
 
 
@@ -290,7 +282,6 @@ def examine_head(plugin: Eagle3Plugin, model: Eagle3, where: str, target: OpenTa
         variants,
         known_tokens=None if declared.draft_tokens is None else declared.draft_tokens.tolist(),
         facts=list(_head_facts(stored, record, declared, tensors, target)),
-        data=recorded_settings(record).get("data"),
     )
 
 

@@ -288,13 +288,13 @@ def report(
     page = make_page(reports, results, lambda ids: str(setup.tokenizer.decode(list(ids))))
     write_reports(out_dir, reports, results, texts, page)
     print(markdown(reports))
-    for kind in KINDS.values():
-        where = config.where(kind)
-        if config.card and kind.card and where is not None and Path(where).is_dir():
+    for name, where in config.places.items() if config.card else ():
+        if KINDS[name].card and Path(where).is_dir():
             add_report(Path(where), markdown(reports))
     log_reports(config.wandb, out_dir, reports, settings)
     if any(map(busy_sentences, reports)):
-        print(measure_again(sys.argv[1:], out_dir), flush=True)
+        command = ("outrider", "measure-engine") if isinstance(config, EngineConfig) else ("evaluate-checkpoint",)
+        print(measure_again(sys.argv[1:], out_dir, command), flush=True)
     print(f"report: {out_dir / 'report.html'}", flush=True)
     wrong = [made["method"] for made in reports if not is_lossless(made) or served_faults(made)]
     return [OWN_RUN] if target_differs(reports[0]) else wrong
@@ -311,7 +311,7 @@ def _facts(
     runs = done.values()
     return {
         "target": setup.target.source,
-        "drafter": " + ".join(where for where in map(config.where, KINDS.values()) if where) or "none",
+        "drafter": " + ".join(config.places.values()) or "none",
         "dtype": setup.numbers,
         "computes_in": setup.floats,
         "device": str(setup.device),

@@ -115,9 +115,8 @@ def evaluation_memory(config: EvaluateConfig, target: PreTrainedConfig) -> list[
         copies = ("the same, packed for the runtime", "a copy that is packed, while models are loaded")
         held += [Held(copy, weight_bytes(target, place)) for copy in copies]
     held += [Held("caches of plain decoding", cache_bytes(target, place) + pass_bytes(target, place))]
-    for kind in KINDS.values():
-        where = config.where(kind)
-        held += [] if where is None else drafter_memory(kind, config.plugin(kind), where, target, place)
+    for name, where in config.places.items():
+        held += drafter_memory(KINDS[name], config.plugin(KINDS[name]), where, target, place)
     return held
 
 

@@ -20,7 +20,7 @@ from outrider.base.streams import Streams
 from outrider.base.words import listed
 from outrider.data_prep.text.prompt_records import Prompt
 from outrider.data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
-from outrider.draft_models.early_exit.checkpoint import open_target_of, read_meta
+from outrider.draft_models.early_exit.checkpoint import open_target_of
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.int8 import quantise
 from outrider.draft_models.targets.model_files import layer_stack, load_causal_lm
@@ -45,7 +45,7 @@ from outrider.inference.engines.cpu.recorded import recorded
 from outrider.inference.loading.generation_config import Inherited, inherit, read_generation_config
 from outrider.inference.loading.templates import chat_template, trained_templates
 from outrider.inference.settings.evaluate import DraftingConfig, EvaluateConfig
-from outrider.inference.settings.kinds import KINDS, Placed
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, Placed
 from outrider.inference.settings.method import MethodConfig, number
 from outrider.inference.shapes.shapes import find_shape
 from outrider.inference.sizing.policy import Tuning
@@ -161,7 +161,7 @@ def heldout_fraction(config: EvaluateConfig) -> float:
     default = DataConfig.heldout_fraction
     if config.early_exit is None or config.held is None:
         return default
-    data = read_meta(config.early_exit).training.get("data", {})
+    data: Any = EARLY_EXIT.load_plugin().trained(config.early_exit).data or {}
     try:
         sources = {part.get("source") for part in (data, *data.get("mix", {}).values())}
         fraction = data["heldout_fraction"] if "python_stdlib" in sources else default
@@ -229,10 +229,8 @@ def load_drafters(config: DraftingConfig, target: Any, **placed: Unpack[Placed])
         if KINDS[method.source].layers:
             KINDS[method.source].load_plugin().require_fits(method, target.config.num_hidden_layers)
     drafters: dict[str, object] = {}
-    for kind in KINDS.values():
-        where = config.where(kind)
-        if where is not None:
-            drafters[kind.name] = config.plugin(kind).load(where, target, config.methods, **placed)
+    for name, where in config.places.items():
+        drafters[name] = config.plugin(KINDS[name]).load(where, target, config.methods, **placed)
     for tree in (method.structure for method in config.methods.values() if method.structure.kind == "static"):
         find_shape(tree.shape, number(tree.nodes))  # invalid shapes fail before the target is loaded
     return {name: model for name, model in drafters.items() if model is not None}

@@ -8,7 +8,6 @@ from outrider.base.errors import UserError
 from outrider.base.settings import construct
 from outrider.data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.kinds import KINDS
 
 _PLAIN = ("text", "code")  # layouts without conversations
 
@@ -18,9 +17,7 @@ def trained_templates(config: EvaluateConfig, tokenizer: PreTrainedTokenizerBase
 
     Kinds without such a record are left out. Raises `UserError` for an unreadable record.
     """
-    places = {kind.name: where for kind in KINDS.values() if (where := config.where(kind)) is not None}
-    records = {name: config.plugin(KINDS[name]).trained(where).data for name, where in places.items()}
-    found = {name: templates_of(data, tokenizer) for name, data in records.items()}
+    found = {name: templates_of(one.data, tokenizer) for name, one in config.trained().items()}
     return {name: templates for name, templates in found.items() if templates}
 
 

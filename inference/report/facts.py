@@ -31,7 +31,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
     """For each kind of drafter with a draft vocabulary: its size, and its coverage of the target's own text, overall
     and by category."""
     found = {}
-    for name, where in drafter_folders(config).items():
+    for name, where in config.places.items():
         tokens = config.plugin(KINDS[name]).known_tokens(where)
         if tokens is not None:
             shares = coverage(tokens, ((result.category, result.answer) for result in results))
@@ -41,8 +41,7 @@ def draft_vocabularies(config: EvaluateConfig, results: Sequence[PromptResult]) 
 
 def trained_seconds(config: EvaluateConfig) -> dict[str, float]:
     """Seconds of training by kind of drafter, where recorded."""
-    found = {name: KINDS[name].load_plugin().trained(where).seconds for name, where in drafter_folders(config).items()}
-    return {name: seconds for name, seconds in found.items() if seconds is not None}
+    return {name: one.seconds for name, one in config.trained().items() if one.seconds is not None}
 
 
 def digests(settings: Report) -> dict[str, str]:
@@ -58,11 +57,6 @@ def digests(settings: Report) -> dict[str, str]:
         for name, value in found.items()
         if value is not None
     }
-
-
-def drafter_folders(config: EvaluateConfig) -> dict[str, str]:
-    """The path of each kind's model."""
-    return {kind.name: where for kind in KINDS.values() if (where := config.where(kind)) is not None}
 
 
 def drafter_lines(report: Report) -> list[str]:
@@ -88,10 +82,9 @@ def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dic
     """By kind of drafter: the overlap of prompts and training text, or `why` it is unknown."""
     found: dict[str, dict[str, Any]] = {}
     read: dict[str, dict[str, Any]] = {}
-    for name, where in drafter_folders(config).items():
-        data = config.plugin(KINDS[name]).trained(where).data
-        key = json.dumps(data, sort_keys=True)  # drafters of the same target often share their training text
-        read[key] = read.get(key) or overlap(data, prompts)
+    for name, one in config.trained().items():
+        key = json.dumps(one.data, sort_keys=True)  # drafters of the same target often share their training text
+        read[key] = read.get(key) or overlap(one.data, prompts)
         found[name] = read[key]
     return found
 

@@ -31,10 +31,10 @@ def busy_sentences(report: Report) -> list[str]:
     return [f"{busy} Do not quote these speeds; no speed is judged.{calmer}"] if busy else []
 
 
-def measure_again(words: Sequence[str], out_dir: Path) -> str:
+def measure_again(words: Sequence[str], out_dir: Path, command: Sequence[str] = ("evaluate-checkpoint",)) -> str:
     """The command that measures the same once more. words: the options of the first time, whose results are kept."""
     same = {word.partition("=")[0]: word for word in [*words, option("out_dir", f"{out_dir}-again"), "resume=false"]}
-    return f"measure the same again: {' '.join(map(in_shell, ['evaluate-checkpoint', *same.values()]))}"
+    return f"measure the same again: {' '.join(map(in_shell, [*command, *same.values()]))}"
 
 
 def recommendation(reports: Sequence[Report]) -> str:

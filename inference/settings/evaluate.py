@@ -19,7 +19,7 @@ from outrider.draft_models.targets.settings import (
     RehearsedConfig,
     TableFolder,
 )
-from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, Plugin, kind_in
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, Plugin, Trained, kind_in
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
@@ -58,6 +58,15 @@ class DraftingConfig(Settings):
         """Where the model of `kind` lies, None where that is not said or it has none."""
         given: str | None = kind.option and (getattr(self, kind.option, None) or self.drafters.get(kind.option))
         return given
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where the model of each kind lies that has one, by the kind's name."""
+        return {kind.name: where for kind in KINDS.values() if (where := self.where(kind)) is not None}
+
+    def trained(self) -> dict[str, Trained]:
+        """What is recorded of the training of each of these models. Raises `UserError` if a record cannot be read."""
+        return {name: self.plugin(KINDS[name]).trained(where) for name, where in self.places.items()}
 
     def plugin(self, kind: Kind) -> Plugin:
         """The `DrafterPlugin` of `kind`, which reads models as these options say."""

@@ -140,7 +140,6 @@ def test_the_record_of_a_training_is_reported(clinic: Clinic, tmp_path: Path) ->
         examinee = examinee_in(clinic, where)
         [fact] = [fact for fact in examinee.facts if fact.name == "made for"]
         assert fact.said.startswith(f"base, {said}")
-        assert examinee.data == {"source": "python_stdlib"}
 
 
 def test_only_boundaries_that_are_read_are_recorded(clinic: Clinic, tmp_path: Path) -> None:

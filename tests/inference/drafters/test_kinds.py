@@ -29,7 +29,6 @@ from outrider.inference.loading.rehearsal import small
 from outrider.inference.loading.targets import find_target
 from outrider.inference.measure import probe
 from outrider.inference.measure.arms import make_arms
-from outrider.inference.report.facts import drafter_folders
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Kind, kind_in, register
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
@@ -141,9 +140,9 @@ LOOKUP = {"m": MethodConfig("prompt_lookup")}
 def test_a_checkpoint_is_what_lies_there(tiny_models: Path, name: str, folder: str) -> None:
     where, methods = str(tiny_models / folder), {"m": MethodConfig(name)}
     config = EvaluateConfig(checkpoint=where, target="t", methods=methods)
-    assert drafter_folders(config) == {name: where}
+    assert config.places == {name: where}
     debug = small(replace(config, debug=True), tiny_models.parent, tiny_models)
-    assert drafter_folders(debug) == {name: where}
+    assert debug.places == {name: where}
     if name != "early_exit":  # which knows its target
         with pytest.raises(UserError, match=f"target=None: expected the model.*holds {name}, for method="):
             replace(config, target=None)
