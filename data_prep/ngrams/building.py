@@ -13,7 +13,7 @@ from outrider.base.files import require_writable
 from outrider.base.run_dirs import check_identity, only_run
 from outrider.base.settings import default_at
 from outrider.data_prep.ngrams.counting import count_order, kept_from, merged
-from outrider.data_prep.ngrams.token_shards import Shards, passages, tokenise, whole_documents
+from outrider.data_prep.ngrams.token_shards import PIECE, SHARD_CHARACTERS, Shards, passages, tokenise, whole_documents
 from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.records import Counts, warn_of_unused
 from outrider.data_prep.text.sources import read_records
@@ -26,12 +26,12 @@ from outrider.draft_models.targets.vocabulary import vocabulary_digest
 _GB = 10**9
 
 
-def build_table(config: TrigramConfig) -> None:
+def build_table(config: TrigramConfig, *, shard: int = SHARD_CHARACTERS, piece: int = PIECE) -> None:
     """Read, tokenise and count a corpus. Writes a `TrigramTable` to `config.out_dir` and prints one line of figures.
 
     An unfinished table is in `<out_dir>.building`; `config.resume` continues with the shards there. Only the first
     process of a launcher builds, with `config.workers` processes; the others return. Raises `UserError` for a bad
-    corpus, tokenizer or path. `out_dir` always holds a complete table or none.
+    corpus, tokenizer or path. `out_dir` always holds a complete table or none. shard, piece: see `tokenise`.
     """
     if int(os.environ.get("RANK", "0")):
         return
@@ -60,7 +60,11 @@ def build_table(config: TrigramConfig) -> None:
             )
         require_writable(work / "shards")
         with _tidily(work):
-            _build(config, encoder, others, work, began)
+            documents = passages(read_records(config.data, "train", counts := Counts()), config.text, encoder)
+            shards = tokenise(
+                documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes, shard, piece
+            )
+            _build(config, encoder, others, work, began, counts, shards)
 
 
 @contextmanager
@@ -81,10 +85,16 @@ def _tidily(work: Path) -> Iterator[None]:
         raise
 
 
-def _build(config: TrigramConfig, encoder: Encoder, others: list[TrigramTable], work: Path, began: float) -> None:
-    counts = Counts()
-    documents = passages(read_records(config.data, "train", counts), config.text, encoder)
-    shards = tokenise(documents, config.tokenizer, config.revision, encoder, work / "shards", config.processes)
+def _build(
+    config: TrigramConfig,
+    encoder: Encoder,
+    others: list[TrigramTable],
+    work: Path,
+    began: float,
+    counts: Counts,
+    shards: Shards,
+) -> None:
+    """Count `shards` and write the table; counts: of the records that they were made of."""
     if not shards.tokens:
         found = ", ".join(f"{name}={count}" for name, count in counts.items() if count) or "nothing"
         why = counts.first or "give more data"

@@ -100,11 +100,19 @@ def _written(record: Record, encoder: Encoder | None, size: int) -> Iterator[Pas
 
 
 def tokenise(
-    documents: Iterable[Passage], source: str, revision: str | None, encoder: Encoder, folder: Path, workers: int
+    documents: Iterable[Passage],
+    source: str,
+    revision: str | None,
+    encoder: Encoder,
+    folder: Path,
+    workers: int,
+    shard: int = SHARD_CHARACTERS,
+    piece: int = PIECE,
 ) -> Shards:
     """Write the missing shards of `documents` to `folder`, with `workers` processes.
 
-    source, revision: the origin of `encoder`, which the processes open again. Other files in `folder` are removed.
+    source, revision: the origin of `encoder`, which the processes open again. shard, piece: characters of a shard, and
+    of what is tokenised at once. Other files in `folder` are removed.
     Raises `UserError`.
     """
     dtype, digest = token_type(encoder.vocabulary), hashlib.sha256()
@@ -113,8 +121,8 @@ def tokenise(
 
     def missing() -> Iterator[_Job]:
         nonlocal count
-        pieces = _pieces(documents, encoder)
-        for batch in batches(pieces, lambda one: len(one.text) or 4 * len(one.ids), SHARD_CHARACTERS):
+        pieces = _pieces(documents, encoder, piece)
+        for batch in batches(pieces, lambda one: len(one.text) or 4 * len(one.ids), shard):
             name = _digest(identity, batch)
             digest.update(name.encode())
             paths.append(folder / f"{len(paths):06d}-{name[:32]}.safetensors")
@@ -232,7 +240,7 @@ def _readable(ids: np.ndarray, encoder: Encoder) -> list[np.ndarray]:
     return [first, *(other[1:] for other in others)]
 
 
-def _pieces(documents: Iterable[Passage], encoder: Encoder) -> Iterator[Passage]:
+def _pieces(documents: Iterable[Passage], encoder: Encoder, most: int) -> Iterator[Passage]:
     """The documents, with long ones split (see `data_prep.text.documents`)."""
 
     def encode(texts: list[str]) -> list[np.ndarray]:
@@ -240,7 +248,7 @@ def _pieces(documents: Iterable[Passage], encoder: Encoder) -> Iterator[Passage]
 
     for document in documents:
         text = document.text
-        for start, stop in spans(text, encode, PIECE):
+        for start, stop in spans(text, encode, most):
             last = stop == len(text)
             yield document if start == 0 and last else Passage(text[start:stop], document.ends and last, start > 0)
 

@@ -55,19 +55,20 @@ def prove_weights(model: PreTrainedModel, layers: Sequence[int], theirs: PreTrai
             )
 
 
-def prove_layers(model: PreTrainedModel, name: str) -> None:
+def prove_layers(model: PreTrainedModel, name: str, largest: int = LARGEST_COPY, few: int = FEW_TOKENS) -> None:
     """Raise `NotByLayersError` unless a `LayerStack` of `model` agrees with its own forward (see `_difference`).
 
     Weights of 16 bits are compared in float32. If a copy of the whole is too large, a copy of some layers is compared
     (see `_one_of_each_kind`), and the whole coarsely. name: the model's option and value, for the message.
+    largest: bytes of a copy; few: tokens of the vocabulary of one of some layers.
     """
     if next(model.parameters()).dtype not in (torch.bfloat16, torch.float16):
         _prove_layers(model, name, EXACT)
-    elif _copied_bytes(model) <= LARGEST_COPY:
+    elif _copied_bytes(model) <= largest:
         _prove_layers(copy.deepcopy(model).float(), name, EXACT)
     else:
         _prove_layers(model, name, ROUNDED)
-        _prove_layers(_one_of_each_kind(model), name, EXACT)
+        _prove_layers(_one_of_each_kind(model, few), name, EXACT)
 
 
 def _copied_bytes(model: PreTrainedModel) -> int:
@@ -93,8 +94,8 @@ def _prove_layers(model: PreTrainedModel, name: str, allowed: float) -> None:
             )
 
 
-def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
-    """A float32 copy of `model` with the first layer of every kind, in their order, and its first tokens.
+def _one_of_each_kind(model: PreTrainedModel, few: int = FEW_TOKENS) -> PreTrainedModel:
+    """A float32 copy of `model` with the first layer of every kind, in their order, and its first `few` tokens.
 
     Layers are of the same kind if they are called in the same way, have the same entries in the config's lists, and
     consist of the same modules with the same switches.
@@ -106,7 +107,7 @@ def _one_of_each_kind(model: PreTrainedModel) -> PreTrainedModel:
         first.setdefault((call, str([values[index] for values in by_layer]), str(made_of)), index)
     embed = model.get_input_embeddings()
     outer = [*embed.parameters(), *model.get_output_embeddings().parameters()]
-    cut: dict[int, object] = {id(weight): nn.Parameter(weight[:FEW_TOKENS].detach().float(), False) for weight in outer}
+    cut: dict[int, object] = {id(weight): nn.Parameter(weight[:few].detach().float(), False) for weight in outer}
     copied = pick_layers(model, list(first.values()), cut).float()
     own = copied.get_input_embeddings()
     assert isinstance(own, nn.Embedding)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerFast
 
 from outrider.base.errors import UserError
-from outrider.data_prep.ngrams import building, token_shards
-from outrider.data_prep.ngrams.building import build_table
+from outrider.data_prep.ngrams import building
+from outrider.data_prep.ngrams.token_shards import Shards
 from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.ngrams.table import TABLE_FILE, TrigramTable
@@ -25,6 +26,7 @@ from tests.gguf_files import save_plain_target, write_gguf
 from tests.ngram_reading import successors
 
 ROOT = Path(__file__).parents[3]
+build_table = partial(building.build_table, shard=1500)
 
 
 def write_jsonl(path: Path, records: Sequence[object]) -> Path:
@@ -33,9 +35,8 @@ def write_jsonl(path: Path, records: Sequence[object]) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> TrigramConfig:
+def config(tmp_path: Path, model: str) -> TrigramConfig:
     """300 texts in about 20 shards; one process."""
-    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 1500)
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in sentences(300)])
     data = DataConfig(source="local", path=str(corpus), heldout_fraction=0.0)
     return TrigramConfig(
@@ -179,51 +180,41 @@ def test_a_sum_that_is_not_what_one_build_would_be_is_said(
 # ---------------------------------------------------------------------------------------------------- resuming
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, shards: int) -> list[str]:
-    """Kill the build at this many shards; the names of the shards written from now on."""
-    real, written = token_shards._write_shard, list[str]()
-
-    def write(path: Path, *arguments: Any) -> int:
-        if len(written) == shards:
-            raise KeyboardInterrupt
-        written.append(path.name)
-        return real(path, *arguments)
-
-    monkeypatch.setattr(token_shards, "_write_shard", write)
-    return written
+def break_off(config: TrigramConfig, records: int) -> dict[str, int]:
+    """Build until a record that is damaged, then mend it; the shards that are there, with their times."""
+    corpus = Path(config.data.path[0])
+    whole = corpus.read_text()
+    corpus.write_text("".join(whole.splitlines(keepends=True)[:records]) + "cut")
+    with pytest.raises(UserError, match="not valid JSON"):
+        build_table(config)
+    corpus.write_text(whole)
+    assert not Path(config.out_dir).exists()
+    return {path.name: path.stat().st_mtime_ns for path in Path(f"{config.out_dir}.building/shards").iterdir()}
 
 
-def test_a_killed_build_goes_on_where_it_was(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_ended_early_goes_on_where_it_was(config: TrigramConfig) -> None:
     whole = replace(config, out_dir=f"{config.out_dir}.whole")
     build_table(whole)
-    with monkeypatch.context() as patch:
-        before = interrupt_after(patch, 7)
-        with pytest.raises(KeyboardInterrupt):
-            build_table(config)
-    assert not Path(config.out_dir).exists()
+    before = break_off(config, 120)
     with pytest.raises(UserError, match=r"table\.building holds an unfinished build; resume=true"):
         build_table(config)
-    after = interrupt_after(monkeypatch, 10**6)
+    after = break_off(replace(config, resume=True), 240)
+    assert len(after) > len(before) > 5
+    assert before.items() <= after.items()
     build_table(replace(config, resume=True))
-    assert len(before) == 7
-    assert len(after) > 7
-    assert not set(before) & set(after)
     assert content(config.out_dir) == content(whole.out_dir)
     assert not Path(f"{config.out_dir}.building").exists()
 
 
 def test_resuming_after_the_corpus_or_the_tokenizer_changed(
-    config: TrigramConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+    config: TrigramConfig, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     texts = sentences(300)
     texts[0] = texts[0][::-1]  # of the same length, so that only its shard is another
     changed = with_records(config, [{"text": text} for text in texts])
     for other in (changed, replace(changed, tokenizer=str(tmp_path / "tokenizer"), out_dir=f"{config.out_dir}.hf")):
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, 7)
-            with pytest.raises(KeyboardInterrupt):
-                build_table(replace(config, out_dir=other.out_dir))
+        break_off(replace(config, out_dir=other.out_dir), 120)
         build_table(replace(other, resume=True))
         require_same_counts(TrigramTable.open(other.out_dir), expected(other, texts))
 
@@ -294,17 +285,16 @@ def test_a_damaged_table_does_not_merge(config: TrigramConfig) -> None:
         build_table(replace(config, merge=(config.out_dir,), out_dir=f"{config.out_dir}.both"))
 
 
-def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is merged with it; nothing is counted before."""
-    config = replace(config, suffixes=True)
-    build_table(config)
-    facts = TrigramTable.open(config.out_dir).facts
-    monkeypatch.setattr(building, "SORT_BYTES", 10**9 // (facts["tokens"] + facts["documents"]))
-    build_table(replace(config, out_dir=f"{config.out_dir}.alone"))
-    both = replace(config, merge=(config.out_dir,), out_dir=f"{config.out_dir}.both")
-    with pytest.raises(UserError, match=r"memory_gb=1\.0: expected at least 2\.0 for suffixes=true"):
-        build_table(both)
-    assert not Path(both.out_dir).exists()
+def test_sorting_a_corpus_that_memory_does_not_hold(config: TrigramConfig) -> None:
+    """With what is merged with it."""
+    build_table(config := replace(config, suffixes=True))
+    table = TrigramTable.open(config.out_dir)
+    shards = Shards([], [], table.suffixes.tokens.dtype, table.facts["tokens"], table.facts["documents"], "")
+    one = building.SORT_BYTES * len(table.suffixes.tokens)
+    building._require_room_to_sort(shards, [], one)
+    building._require_room_to_sort(shards, [table], 2 * one)
+    with pytest.raises(UserError, match=r"memory_gb=.*: expected at least .* for suffixes=true"):
+        building._require_room_to_sort(shards, [table], 2 * one - 1)
 
 
 @pytest.mark.parametrize("size", [4096, 12_000, 40_000])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from outrider.base.errors import UserError
-from outrider.data_prep.ngrams import counting, token_shards
+from outrider.data_prep.ngrams import counting
 from outrider.data_prep.ngrams.counting import count_order, kept_from, merged, ranges, runs_of
 from outrider.data_prep.ngrams.token_shards import Passage, tokenise
 from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY
@@ -19,9 +19,7 @@ from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
 
 @pytest.mark.parametrize(("vocabulary", "memory"), [(300, 10**4), (300, 10**6), (MAX_VOCABULARY, 10**4)])
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_blocks_and_ranges_of_any_size_count_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary: int, memory: int, order: int
-) -> None:
+def test_blocks_and_ranges_of_any_size_count_the_same(tmp_path: Path, vocabulary: int, memory: int, order: int) -> None:
     """Order 4 of the largest vocabulary needs 84 bits an n-gram, so it takes the sort for wide ones."""
     rng = np.random.default_rng(order)
     known = rng.choice(vocabulary, 12, replace=False)
@@ -30,8 +28,7 @@ def test_blocks_and_ranges_of_any_size_count_the_same(
     encoder = Encoder(lambda batch: [documents[int(text)].tolist() for text in batch], {}, None, "")
     encoder = encoder._replace(pieces={"last": vocabulary - 1})
     (tmp_path / "shards").mkdir()
-    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
-    shards = tokenise(texts, "", None, encoder, tmp_path / "shards", 1)
+    shards = tokenise(texts, "", None, encoder, tmp_path / "shards", 1, shard=30)
     assert len(shards.paths) > 30
     runs = runs_of(shards, order, vocabulary, memory, tmp_path / "runs")
     assert len(runs.bounds) == 1 if memory == 10**6 else len(runs.bounds) > 10

@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from outrider.base.errors import UserError
-from outrider.data_prep.ngrams import token_shards
 from outrider.data_prep.ngrams.token_shards import (
     Passage,
     Shards,
@@ -79,15 +78,14 @@ def test_ids_with_gaps_are_kept_whole(tmp_path: Path) -> None:
     assert read_shard(shards.paths[0])[0].tolist() == [2**16] == [encoder.vocabulary - 1]
 
 
-def test_documents_over_several_shards_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_over_several_shards_are_whole(tmp_path: Path) -> None:
     """Of no token, of one shard, over two and over many, in shards of three passages."""
-    monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", 30)
     rng = np.random.default_rng(0)
     parts = [rng.integers(0, 9, rng.integers(0, 4)).tolist() for _ in range(60)]
     continues = [bool(number and rng.random() < 0.7) for number in range(60)]
     texts = [Passage(f"{number:010d}", False, goes_on) for number, goes_on in enumerate(continues)]
     encoder = Encoder(lambda batch: [parts[int(text)] for text in batch], {"last": 8}, None, "")
-    shards = tokenise(texts, "", None, encoder, tmp_path, 1)
+    shards = tokenise(texts, "", None, encoder, tmp_path, 1, shard=30)
     assert len(shards.paths) > 10 < sum(shards.continued) + 5
     documents: list[list[int]] = []
     for part, goes_on in zip(parts, continues, strict=True):
@@ -113,13 +111,12 @@ def test_no_process_outlives_a_killed_build(tmp_path: Path, model: str) -> None:
         "from outrider.data_prep.ngrams import token_shards\n"
         "from outrider.draft_models.targets.encoder import open_encoder\n"
         "folder, model = sys.argv[1:]\n"
-        "token_shards.SHARD_CHARACTERS = 5\n"
         "def texts():\n"
         "    for _ in range(9):\n"
         "        yield token_shards.Passage('you there', True)\n"
         "    print(*(child.pid for child in multiprocessing.active_children()), flush=True)\n"
         "    time.sleep(60)\n"
-        "token_shards.tokenise(texts(), model, None, open_encoder(model, None), pathlib.Path(folder), 2)\n"
+        "token_shards.tokenise(texts(), model, None, open_encoder(model, None), pathlib.Path(folder), 2, 5)\n"
     )
     run = subprocess.Popen([sys.executable, "-c", script, tmp_path, model], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     assert run.stdout is not None

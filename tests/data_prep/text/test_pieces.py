@@ -13,7 +13,6 @@ import sentencepiece
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.data_prep.ngrams import token_shards
 from outrider.data_prep.ngrams.building import build_table
 from outrider.data_prep.settings import TrigramConfig
 from outrider.data_prep.text import documents
@@ -150,13 +149,9 @@ def test_training_text_is_the_same_in_pieces(
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte-level", "bytes", "llama-like"])
 @pytest.mark.slow
 def test_a_table_of_long_texts_is_the_table_of_the_whole(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    model: str,
-    tokenizers: dict[str, PreTrainedTokenizerFast],
+    tmp_path: Path, kind: str, model: str, tokenizers: dict[str, PreTrainedTokenizerFast]
 ) -> None:
-    """Cut within a shard and over shards, with blocks smaller than a shard: the same bytes."""
+    """Cut within a shard and over shards: the same bytes."""
     source = model
     if kind != "sentencepiece":
         source = str(tmp_path / "tokenizer")
@@ -172,12 +167,9 @@ def test_a_table_of_long_texts_is_the_table_of_the_whole(
         min_count=1, workers=1, out_dir=str(tmp_path / "whole"),
     )  # fmt: skip
     build_table(config)
-    monkeypatch.setattr(token_shards, "PIECE", 240)
-    for shard, block in ((10**6, 10**6), (500, 10**6), (500, 100)):
-        monkeypatch.setattr(token_shards, "SHARD_CHARACTERS", shard)
-        monkeypatch.setattr("outrider.data_prep.ngrams.counting._LARGEST_BLOCK", block)
-        cut = replace(config, out_dir=str(tmp_path / f"cut-{shard}-{block}"))
-        build_table(cut)
+    for shard in (10**6, 500):
+        cut = replace(config, out_dir=str(tmp_path / f"cut-{shard}"))
+        build_table(cut, shard=shard, piece=240)
         require_same_counts(TrigramTable.open(cut.out_dir), TrigramTable.open(config.out_dir))
 
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.base.errors import UserError
 from outrider.commands import CONF_DIR, build, register
-from outrider.data_prep.text import rows as rows_module
 from outrider.data_prep.text.documents import Document
 from outrider.data_prep.text.rows import COUNTS, interleave, load_rows, pack, rows_taken
 from outrider.data_prep.text.settings import DataConfig, MixPart
@@ -171,18 +170,6 @@ def test_the_counts_are_printed_on_one_line(data, tokenizer, capsys, monkeypatch
     monkeypatch.setenv("RANK", "1")
     load_rows(data(records), tokenizer, 40, "train")
     assert " records=" not in capsys.readouterr().out
-
-
-def test_a_conversation_of_which_only_the_first_token_is_answered_teaches_nothing(data, tokenizer, monkeypatch):
-    """There is none before it to say it, so the conversation takes no room in a row of others."""
-    kinds = iter(([True, False, False], [False, True, True], [True, False, False]))
-
-    def encode(batch, *_):
-        return [Document(np.array([5, 6, 7]), np.array(next(kinds)), whole=True) for _ in batch]
-
-    monkeypatch.setattr(rows_module, "encode", encode)
-    rows = load_rows(data([talk("Hello", "there")] * 3), tokenizer, 40, "train")
-    assert {"unsupervised": 2, "rows": 1, "tokens": 3, "supervised": 2}.items() <= rows.counts.items()
 
 
 def test_a_row_without_a_label_is_dropped(data, make_tokenizer):

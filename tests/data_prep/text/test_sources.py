@@ -288,21 +288,11 @@ def test_the_hub_datasets_are_read_in_their_own_layout(hub, name, streaming):
         assert [m["content"] for m in records[0]["messages"]] == ["q", "a"]
 
 
-def test_a_hub_that_does_not_answer_is_explained(monkeypatch):
-    config = DataConfig(source="hub", path="some/data")
-    expected = r"path=some/data: cannot read split 'train' .*ConnectionError: no route.*HF_TOKEN.*HF_HUB_OFFLINE"
-
-    def unreachable(*_, **__):
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match=expected):
-        list(read_records(config, "train"))
-
-    def breaks_off(*_, **__):
-        yield {"text": "x"}
-        raise ConnectionError("no route")
-
-    monkeypatch.setattr(datasets, "load_dataset", breaks_off)
-    with pytest.raises(UserError, match=expected):
-        list(read_records(config, "train"))
+def test_what_cannot_be_had_from_the_hub_is_explained(tmp_path, monkeypatch):
+    """A dataset that is not there, and one that breaks off while it is read."""
+    monkeypatch.chdir(tmp_path)
+    Path("broken").mkdir()
+    Path("broken/train.jsonl").write_text(lines(ROWS) + '{"text": "cut')
+    for path in ("./nowhere", "./broken"):
+        with pytest.raises(UserError, match=rf"path={path}: cannot read split 'train' .*HF_TOKEN.*HF_HUB_OFFLINE"):
+            list(read_records(DataConfig(source="hub", path=path), "train"))

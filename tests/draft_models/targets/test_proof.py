@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,15 @@ import torch
 
 from outrider.base.errors import UserError
 from outrider.draft_models.targets import attention, proof
-from outrider.draft_models.targets import open_target as opening
 from outrider.draft_models.targets.model_files import decoder_layers, layer_stack, spec_of
 from outrider.draft_models.targets.open_target import open_target
-from outrider.draft_models.targets.proof import ROUNDED, prove_layers
+from outrider.draft_models.targets.proof import ROUNDED
 from outrider.draft_models.targets.stack import LayerStack, call_layer
 from tests.families import FAMILIES, LAYERS, save_family
 from tests.tiers import quick_where
 from tests.tiny import unproven
 
-
-@pytest.fixture(autouse=True)
-def _no_whole_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "LARGEST_COPY", 0)
-    monkeypatch.setattr(opening, "LARGEST_COPY", 0)
+prove_layers = partial(proof.prove_layers, largest=0)  # no copy of the whole is made
 
 
 def load(path: Path, family: str) -> Any:
@@ -104,14 +100,13 @@ def test_a_small_effect_is_refused_in_a_large_target(
 
 def test_a_small_effect_in_one_kind_of_layers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large vocabulary a few tokens are enough to see it."""
-    monkeypatch.setattr(proof, "FEW_TOKENS", 50)
     model = load(tmp_path, "gemma3_text")
 
     def off(layer: Any, call: Any, hidden: Any, mask: Any, rotary: Any, cache: Any) -> Any:
         out = call_layer(layer, call, hidden, mask, rotary, cache)
         return out if call.slides else hidden + 1.01 * (out - hidden)
 
-    prove_layers(model, "target=large")
+    prove_layers(model, "target=large", few=50)
     monkeypatch.setattr("outrider.draft_models.targets.stack.call_layer", off)
     with pytest.raises(UserError, match=r"differ .* \(rounding: up to 1e-04\)"):
-        prove_layers(model, "target=large")
+        prove_layers(model, "target=large", few=50)
