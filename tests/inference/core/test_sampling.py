@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
     EtaLogitsWarper,
+    LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -116,7 +118,8 @@ def test_equals_generate(config: SamplingConfig, generate: dict, users: bool, ta
     So are those with the options by which the evaluation calls it.
     """
     model, _ = open_stack(target)
-    processors = [NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.1), Recorder()] if users else []
+    own = [NoRepeatNGramLogitsProcessor(2), RepetitionPenaltyLogitsProcessor(1.1), LogitNormalization(), Recorder()]
+    processors = own if users else []
     sampler = Sampler(config, processors)
     model.generation_config.pad_token_id = 0
     for seed, options in enumerate(({"do_sample": True, "top_k": 0, **generate}, generate_options(config))):
@@ -147,6 +150,26 @@ def test_users_processors_see_exactly_their_branch() -> None:
     assert torch.equal(logits, logits_of())  # theirs may write to its input, but not to ours
     for row, path in zip(found, PATHS, strict=True):
         assert row[(*TEXT, *path)[-1]] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "own"),
+    [
+        (RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}, False),
+        (EncoderRepetitionPenaltyLogitsProcessor, {}, True),  # older ones see the first row alone
+    ],
+)
+def test_rows_are_given_at_once_to_what_treats_them_alike(
+    kind: type, asked: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To transformers' own: not to a user's in the place of one."""
+    rows: list[int] = []
+    monkeypatch.setattr(kind, "__call__", lambda _, ids, scores: [rows.append(len(ids)), scores][1])
+    made = [kind.__new__(kind)]
+    for users in ([], made):
+        rows.clear()
+        Sampler(SamplingConfig(**asked), users, own=made if own else ()).probabilities(logits_of(), contexts())
+        assert (sum(rows), max(rows) > 1) == (len(PATHS), not users and not own)
 
 
 @pytest.mark.parametrize(
