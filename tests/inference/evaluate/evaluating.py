@@ -73,7 +73,13 @@ def processes(config: EvaluateConfig) -> int:
     return json.loads((Path(config.out_dir) / "report.json").read_text())["reports"][0]["processes"]
 
 
-def killed_after(config: EvaluateConfig, prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def refused(config: EvaluateConfig, why: str, prompts: Sequence[Prompt] = QUESTIONS) -> None:
+    """The evaluation ends for that reason, before any weights are read."""
+    with patch.object(compare, "load_models", None), pytest.raises(UserError, match=why):
+        evaluate(config, prompts)
+
+
+def killed_after(config: EvaluateConfig, prompts: int) -> None:
     """`evaluate`, whose process is killed as by SIGKILL when that many prompts are done: nothing is cleaned up."""
 
     def run() -> None:
@@ -82,7 +88,7 @@ def killed_after(config: EvaluateConfig, prompts: int, monkeypatch: pytest.Monke
             if len(read_results(Path(config.out_dir))) == prompts:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr(compare, "append_result", append)
+        compare.append_result = append  # in a fork
         evaluate(config)
 
     job = multiprocessing.get_context("fork").Process(target=run)

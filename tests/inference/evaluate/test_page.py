@@ -340,7 +340,7 @@ def test_nothing_is_asked_of_it_where_it_is_disabled(tmp_path: Path, fake: FakeW
 def test_without_the_package_it_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.base.wandb_config.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     config = EvaluateConfig(
         target="nowhere",
         checkpoint="nowhere",

@@ -1,6 +1,7 @@
 """Replay against the live target, what is read from recordings, and the command."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,12 @@ from sentencepiece import SentencePieceTrainer
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
+from outrider.commands import config_for
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
 from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
-from outrider.inference import evaluate_checkpoint
 from outrider.inference.core.decode import speculative
 from outrider.inference.loading.targets import new_drafter
 from outrider.inference.measure.replay import (
@@ -24,10 +25,12 @@ from outrider.inference.measure.replay import (
     read_transcripts,
     recordings,
     replay,
+    replay_answers,
     replay_turns,
 )
-from outrider.inference.replay import main
+from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, NgramConfig
+from tests.inference.evaluate.evaluating import refused
 from tests.tiny import open_stack, random_prompt, reference_generate, save_target
 
 METHODS = {
@@ -127,22 +130,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
                                                   "other_table")}  # fmt: skip
 
 
-def run(files: dict[str, str], out_dir: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+def run(files: dict[str, str], out_dir: Path, *overrides: str) -> None:
     given = [f"transcripts={files['answers.jsonl']}", f"tokenizer={files['pieces.model']}",
              f"prompts={files['questions.jsonl']}", f"table={files['table']}", f"out_dir={out_dir}",
              *overrides]  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["replay", *given])
-    main()
+    replay_answers(config_for("inference/replay.py", given))
 
 
-def test_the_command(
-    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_command(files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     threads = torch.get_num_threads()
     try:
         methods = ["method=[aded,ngrams,prompt_lookup]", "+method@methods.best_first=aded"]
         methods += ["methods.best_first.ngrams.search=best_first", "methods.best_first.ngrams.depth=10"]
-        run(files, tmp_path, monkeypatch, *methods, f"threads={threads + 1}")
+        run(files, tmp_path, *methods, f"threads={threads + 1}")
         assert torch.get_num_threads() == threads + 1
     finally:
         torch.set_num_threads(threads)
@@ -162,24 +162,19 @@ def test_the_command(
     ("overrides", "message"),
     [
         (["method=ngrams", "table={other_table}"], "built with another tokenizer"),
-        (["method=ngrams", "table=nowhere"], "table=nowhere: no such directory or file"),
+        (["method=ngrams", "table=nowhere"], "nowhere/table.safetensors: no readable n-gram table"),
         (["method=ngrams", "table=null"], "table=None: expected an n-gram table directory (outrider build-trig"),
         (["method=ngrams_recycled"], "methods.ngrams_recycled.ngrams.recycle=8: expected 0"),
-        (["method=ngrams", "tokenizer=none.model"], "no such directory or file"),
-        (["method=ngrams", "transcripts=none.jsonl"], "no such directory or file"),
+        (["method=ngrams", "tokenizer=none.model"], "tokenizer=none.model: no usable tokenizer"),
+        (["method=ngrams", "transcripts=none.jsonl"], "transcripts=none.jsonl: no such file"),
         (["method=eesd_fixed"], "methods.eesd_fixed='early_exit': expected a drafter of tokens"),
         (["method=prompt_lookup", "+drafters.small_lm=x"], "drafters.small_lm='x': expected null: no model runs"),
         (["method=ngrams", "target=replay"], "target"),
     ],
 )
-def test_bad_input(
-    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
-    overrides: list[str], message: str,
-) -> None:  # fmt: skip
-    with pytest.raises(SystemExit) as ended:
-        run(files, tmp_path, monkeypatch, *(override.format(**files) for override in overrides))
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+def test_bad_input(files: dict[str, str], tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        run(files, tmp_path, *(override.format(**files) for override in overrides))
 
 
 @pytest.mark.parametrize(
@@ -220,12 +215,8 @@ def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert vocabulary.vocabulary_digest == vocabulary_digest(tokenizer.get_vocab())
 
 
-def test_a_live_target_refuses_another_tokenizers_table(
-    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_live_target_refuses_another_tokenizers_table(files: dict[str, str], tmp_path: Path) -> None:
     target = save_target(tmp_path / "target")
-    argv = [f"target={target}", f"table={files['table']}", "method=ngrams", f"out_dir={tmp_path / 'out'}"]
-    monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", *argv, "num_prompts=1"])
-    with pytest.raises(SystemExit):
-        evaluate_checkpoint.main()
-    assert "built with another tokenizer" in capsys.readouterr().err
+    methods = {"m": MethodConfig("ngrams")}
+    config = EvaluateConfig(target=str(target), table=files["table"], methods=methods, out_dir=str(tmp_path / "out"))
+    refused(config, "built with another tokenizer")

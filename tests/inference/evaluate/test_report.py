@@ -30,7 +30,6 @@ from outrider.inference.measure.statistics import (
     verdict,
 )
 from outrider.inference.measure.threads import machine_load
-from outrider.inference.report import report as whole_report
 from outrider.inference.report.lossless import is_lossless
 from outrider.inference.report.page import make_page
 from outrider.inference.report.report import (
@@ -241,21 +240,22 @@ def test_report_by_hand() -> None:
     assert build_report("m", profiled, facts(), seed=0)["seconds"]["draft"] == pytest.approx(6 * 2.0 / 40)
 
 
-def test_a_report_is_never_beside_the_files_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Killed(str):
+    """A page whose writing is the end of its process."""
+
+    def encode(self, *_: object) -> bytes:
+        raise KeyboardInterrupt
+
+
+def test_a_report_is_never_beside_the_files_of_another_run(tmp_path: Path) -> None:
     """It is the first to go and the last to come: a run that is killed meanwhile leaves none."""
     made = results()
     texts = {(r.prompt_id, arm): "" for r in made for arm in r.generations}
-    written = [build_report("m", made, facts(), seed=0)], made, texts, "a page"
-
-    def die(*_: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(whole_report, "_save", lambda *_: None)  # plots take long
-    write_reports(tmp_path, *written)
+    written = [build_report("m", made, facts(), seed=0)], made, texts
+    write_reports(tmp_path, *written, "a page")
     assert (tmp_path / "report.json").exists()
-    monkeypatch.setattr(whole_report, "markdown", die)
     with pytest.raises(KeyboardInterrupt):
-        write_reports(tmp_path, *written)
+        write_reports(tmp_path, *written, Killed())
     assert not (tmp_path / "report.json").exists()
 
 

@@ -70,17 +70,14 @@ def timed(
     return list(read_results(Path(made.out_dir))), json.loads((Path(made.out_dir) / "report.json").read_text())
 
 
-def test_no_prompt_is_taken_once_the_time_is_over(
-    config: Callable[..., EvaluateConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_prompt_is_taken_once_the_time_is_over(config: Callable[..., EvaluateConfig]) -> None:
     """A look before the first prompt and one after each: with 10 s a look the seventh is over at 80 s."""
     taken, report = timed(config, "timed", minutes=80 / 60, seconds=10)
     assert taken == spread_order(8)[:7]
     assert (report["prompts"], report["prompts_given"]) == (7, 8)
     page = (Path(config("timed").out_dir) / "report.md").read_text()
     assert "7 of 8 prompts, as many as 1.33 minutes held ×" in page
-    with monkeypatch.context() as patch:
-        patch.setattr(compare, "load_models", None)  # its time was over: nothing is loaded or done again
+    with patch.object(compare, "load_models", None):  # its time was over: nothing is loaded or done again
         assert timed(config, "timed", minutes=80 / 60, seconds=10, resume=True) == (taken, report)
     assert sorted(timed(config, "timed", minutes=5, seconds=1, resume=True)[0]) == list(range(8))
 
