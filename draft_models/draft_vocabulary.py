@@ -114,7 +114,7 @@ def fit_rows(model: PreTrainedModel, size: int, special: Mapping[str, object]) -
 def _replace_rows(
     model: PreTrainedModel, read: Callable[[Tensor], Tensor], said: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """Replace the rows of embedding and head by `read` and `said` of them; said: None to leave tied ones tied."""
+    """Replace the rows of the embedding by `read` of them, and those of the head by `said`. None keeps both tied."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embedding, nn.Embedding)
     assert isinstance(head, nn.Linear)

@@ -153,11 +153,11 @@ def print_anything() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.encoding.lower() in ("ascii", "ansi_x3.4-1968"):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # what is typed there is hardly anything else
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # almost every terminal sends UTF-8
 
 
 def say(text: str) -> None:
-    """Print `text`; whoever reads it may leave before its end, as `head` does."""
+    """Print `text`. The reader may close the pipe before its end, as `head` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

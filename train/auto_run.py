@@ -43,7 +43,7 @@ Device = Literal["cpu", "cuda"]
 # Tokens of a target's answers from which a drafter learns enough to pay: none of three drafters did from 281,548
 # (benchmarks/results/drafters_smollm2_cpu.json), and two did from 360,000 (1.19 and 1.12 times, answers_smollm2.json).
 ENOUGH_TOKENS = 300_000
-# Drafters in the order in which they are worth their minutes. On a CPU an EAGLE-3 head learns from 196 tokens a second,
+# Drafters, the one that gains most for its minutes first. On a CPU an EAGLE-3 head learns from 196 tokens a second,
 # an early exit from 1,090 and a small LM from 2,490 (drafters_smollm2_cpu.json); on a GPU the head guesses best in
 # equal time (drafters_trainings_cuda.json).
 ORDER: Mapping[Device, tuple[str, ...]] = {
@@ -57,7 +57,7 @@ _PARAMETERS = 5e8  # of a target on a CPU, from which on they are fewer, so that
 _ALWAYS = (NGRAMS.name, PROMPT_LOOKUP.name)
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
-_MORE = 1.2  # times the minutes in which all prompts are answered at the rate of the first ones
+_MORE = 1.2  # minutes given for the answers, over those expected from the speed of the first answers
 _HELDOUT = 8  # answers that a training holds out at least, of so many prompts
 _QUICK = 1.5  # minutes of all that neither loads a target nor has a limit: prompts, table, pages, exports
 _FEWEST = 2.0  # minutes that answers and report need at least: no `minutes` is below the sum of the two

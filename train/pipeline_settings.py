@@ -177,7 +177,7 @@ class PipelineConfig(RunConfig):
 
 
 def _filled(option: str, places: Mapping[str, str]) -> str:
-    """`option` with `places` for their placeholders; each value in it that has one is read as the text it then is."""
+    """`option` with its placeholders replaced by `places`. A value with a placeholder is always a string."""
 
     def fill(value: re.Match[str]) -> str:
         given, quote = value[2] or value[0], value[1] or ""

@@ -228,8 +228,7 @@ def require_said(reading: Reading, shapes: Shapes, dialect: Written, target: Pre
     if lost:
         said = ", ".join(f"{name}={wanted[name]!r}" for name in lost)
         raise UserError(
-            f"dialect={dialect}: has no word for {said} of this head, and its readers would take it for another one; "
-            "take another dialect"
+            f"dialect={dialect}: has no word for {said}, so its readers would run another head; take another dialect"
         )
 
 

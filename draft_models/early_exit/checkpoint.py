@@ -251,7 +251,7 @@ def as_causal_lm(drafter: EarlyExit, target: OpenTarget, dtype: torch.dtype) -> 
     last = target.config.num_hidden_layers - 1
     model = target.layers([*range(drafter.exit_layer), *(last for _ in own)], dtype=dtype)
     for layer, trained in zip(decoder_layers(model)[drafter.exit_layer :], own, strict=True):
-        layer.load_state_dict(trained.state_dict(), assign=True)  # what it held may be the next one's too
+        layer.load_state_dict(trained.state_dict(), assign=True)  # the old weights may be the next layer's too
     final_norm(model).load_state_dict(drafter.norm.state_dict())
     if drafter.head is None:
         head = model.get_output_embeddings()
@@ -278,7 +278,7 @@ def _require_ordinary(model: PreTrainedModel, architecture: str) -> None:
 
 
 def _put_head(model: PreTrainedModel, own: nn.Linear, tokens: torch.Tensor | None) -> None:
-    """Give `model` the head `own`, which may be over `tokens` alone; it is then no longer the embedding."""
+    """Give `model` the head `own`, which may have rows for `tokens` only. It is not tied to the embedding."""
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Linear)
     for name, parameter in own.named_parameters():

@@ -130,7 +130,7 @@ class _Made:
     layout: TensorProcessor
 
     def stored(self) -> Stored:
-        """It, not read yet. Raises `UserError` if it does not lie in the file, or has another size there."""
+        """The tensor, not read yet. Raises `UserError` if it is outside the file, or has another size there."""
         size = self.file.path.stat().st_size
         for place in self.places:
             if math.prod(place.shape) * len(self.places) != math.prod(self.shape):
@@ -142,7 +142,7 @@ class _Made:
         return Stored(dtype, self.shape, lambda: self.read().to(dtype))
 
     def read(self) -> Tensor:
-        """It, in float32, which has every value of the other types."""
+        """The tensor in float32, which can hold every value of the other types."""
         joined: dict[str, dict[str, Tensor]] = {"tensors": {}}  # where a layout leaves what it joins of several tensors
         for place in self.places:
             names = {place.name.removesuffix(".weight"): self.name}
@@ -164,7 +164,7 @@ class _Made:
 
 
 def _end(file: GgufFile, place: TensorPlace) -> int:
-    """The byte after a tensor."""
+    """The position of the first byte after a tensor."""
     return place.begin + math.prod(place.shape[:-1]) * _row_size(file, place)[1]
 
 

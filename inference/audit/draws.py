@@ -118,7 +118,7 @@ def p_values(draws: Draws, first: Sequence[int] = ()) -> dict[str, float]:
     steps, centred = (torch.arange(n + 1) / n)[:, None], draws.u - 0.5
     distance = float(torch.maximum(steps[1:] - u, u - steps[:-1]).max())
     correlation = float(12 * (centred[1:] * centred[:-1]).sum(0).abs().max()) / math.sqrt(n)
-    # What rounding may add, taken off: errors of random sign, and a bias. Twice over, as the server rounds otherwise.
+    # Subtract what rounding may add: errors of random sign, and a bias. Twice that, as the server rounds differently.
     rounding = 2 * (float(draws.shift.square().sum().sqrt()) + abs(float(draws.shift.sum())))
     total = float(draws.score.sum())
     growth = LAMBDAS * math.copysign(max(0.0, abs(total) - rounding), total) - draws.cumulants.sum(0)

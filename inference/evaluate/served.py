@@ -59,7 +59,7 @@ class Block:
     """Prompts that an engine continued in both arms, without a drafter and with one.
 
     results: a repeat is one more turn of a prompt. seconds: by arm, of all prompts together. counts: of a server's
-    drafts (see `EngineServer`). A server without a twin that does not draft has one arm.
+    drafts (see `EngineServer`). A server alone, without a second one that does not draft, has one arm.
     """
 
     key: BlockKey
@@ -188,7 +188,7 @@ def _asked(config: EngineConfig, sampling: SamplingConfig, eos: Collection[int])
 def _begin(
     config: EngineConfig, setup: TargetSetup, longest: int, folder: Path, name: str, method: MethodConfig | None
 ) -> AbstractContextManager[Arm | None]:
-    """An engine, with the drafter of `method` if it is given; None for a server without a twin that does not draft."""
+    """An engine, with the drafter of `method` if it is given. None: there is no second server that does not draft."""
     if config.engine not in MODULES:
         option, length = ("engine_plain", 0) if method is None else ("engine", draft_length(method))
         return nullcontext(EngineServer(config, setup, option, length) if getattr(config, option) else None)
@@ -223,7 +223,7 @@ def _exported(config: EngineConfig, setup: TargetSetup, source: str, where: str,
 
 
 def _by_the_table(table: TrigramTable, most: int, result: PromptResult) -> Generation:
-    """The rounds of the engine's text by what `NgramProposer` drafts there: table and text alone decide."""
+    """The rounds of the engine's text, drafted as `NgramProposer` drafts there, from the table and the text alone."""
     text = result.generations[result.reference].tokens
     rounds = chain_rounds(table, result.prompt, text, most)
     return Generation(text, 0.0, 0.0, tuple(Round(said, many, len(said) - 1, many, 0.0) for many, said in rounds))

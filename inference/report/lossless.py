@@ -111,7 +111,7 @@ def judgement_lines(reports: Sequence[Report]) -> list[str]:
 
 
 def wrong_arms(reports: Sequence[Report]) -> list[str]:
-    """The arms that said something else than the target alone."""
+    """The arms whose text is not that of the target alone."""
     if target_differs(reports[0]):
         return ["the target's own run, plain decoding,"]
     return [report["method"] for report in reports if not is_lossless(report)]

@@ -18,10 +18,10 @@ from outrider.inference.measure.statistics import MIN_PROMPTS, decode_statistics
 from outrider.inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
 from outrider.inference.settings.kinds import EAGLE3, KINDS
 
-LARGEST_DIFFERENCE = 0.02  # of the acceptance at a depth, that is not spoken of
+LARGEST_DIFFERENCE = 0.02  # differences of acceptance at a depth up to this are not reported
 _DRAWS = 2000
 PLAIN, DRAFTED = "plain", "drafted"  # the arms of an engine
-UNREAD = "unread"  # among a generation's totals: its text is not tokenised as it was said, so its tokens are not known
+UNREAD = "unread"  # in a generation's totals: its text has another tokenisation, so the ids it was sent as are unknown
 _USUAL = 3  # tokens of a draft
 Row = dict[str, Any]
 Counts = npt.NDArray[np.int64]

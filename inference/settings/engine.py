@@ -15,7 +15,7 @@ from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig
 
 Engine = Literal["vllm", "openvino", "transformers"]
 MODULES: Mapping[str, str] = {"vllm": "vllm", "openvino": "openvino_genai", "transformers": "transformers"}
-# How an engine that does not draft in all ways of vLLM can, in vLLM's words for its methods (see `Kind.served`).
+# The ways of drafting of engines that have fewer than vLLM, by vLLM's names (see `Kind.served`).
 DRAFTS: Mapping[str, Collection[str]] = dict.fromkeys(("openvino", "transformers"), ("draft_model", "ngram"))
 _SERVED_NGRAMS = NgramConfig(evidence="mixed", depth=1, nodes=1)  # by `NgramProposer`, which drafts chains of any depth
 
@@ -42,7 +42,7 @@ def draft_length(method: MethodConfig) -> int:
 
 
 def with_lengths(engine: str, methods: Mapping[str, MethodConfig], lengths: Sequence[int]) -> dict[str, MethodConfig]:
-    """`methods`, of which those that `engine` can run come once for each of `lengths`, as NAME_kLENGTH."""
+    """`methods`. Each one that `engine` can run is repeated for each of `lengths`, as NAME_kLENGTH."""
     found: dict[str, MethodConfig] = {}
     for name, method in methods.items():
         runs = why_not(engine, _with_length(method, 1)) is None
@@ -116,5 +116,5 @@ class EngineConfig(EvaluateConfig):
 
     @property
     def all_methods(self) -> dict[str, MethodConfig]:
-        """The methods, those that the engine runs in all lengths of drafts."""
+        """The methods; each one that the engine runs is repeated for each length of drafts."""
         return with_lengths(self.engine, self.methods, self.draft_tokens)

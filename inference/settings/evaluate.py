@@ -30,7 +30,7 @@ Threads = Count | Literal["auto"] | None
 
 @dataclass(frozen=True, kw_only=True)
 class DraftingConfig(Settings):
-    """Methods, and where the models of their drafters lie that need no target."""
+    """Methods, and the paths of drafters that can be loaded without a target."""
 
     table: TableFolder | None = None
     """n-gram table directory (`outrider build-trigrams`), for methods with source=ngrams"""
@@ -55,13 +55,13 @@ class DraftingConfig(Settings):
             require(name in others, f"drafters.{name}", where, f"one of {known}")
 
     def where(self, kind: Kind) -> str | None:
-        """Where the model of `kind` lies, None where that is not said or it has none."""
+        """The path of the model of `kind`; None if no path is given, or the kind has no model."""
         given: str | None = kind.option and (getattr(self, kind.option, None) or self.drafters.get(kind.option))
         return given
 
     @property
     def places(self) -> dict[str, str]:
-        """Where the model of each kind lies that has one, by the kind's name."""
+        """The paths of all models that are given, by the name of their kind."""
         return {kind.name: where for kind in KINDS.values() if (where := self.where(kind)) is not None}
 
     def trained(self) -> dict[str, Trained]:
@@ -112,7 +112,7 @@ class DecodingConfig(DraftingConfig):
         require(has_target, "target", None, f"the model that is to decode{self._instead()}")
 
     def where(self, kind: Kind) -> str | None:
-        """Where the model of `kind` lies, None where that is not said or it has none."""
+        """The path of the model of `kind`; None if no path is given, or the kind has no model."""
         if self.checkpoint is not None and kind == (self.held or EARLY_EXIT):
             return self.checkpoint
         return None if kind == EARLY_EXIT else super().where(kind)
@@ -129,7 +129,7 @@ class DecodingConfig(DraftingConfig):
 
     @property
     def by_layers(self) -> bool:
-        """Whether any of its methods, or a drafter that it names for none of them, is about layers of the target."""
+        """Whether a method, or a drafter that no method uses, needs single layers of the target."""
         used = {method.source for method in self.methods.values()}
         return any(kind.layers and (kind.name in used or self.where(kind) is not None) for kind in KINDS.values())
 

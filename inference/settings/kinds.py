@@ -34,7 +34,7 @@ Model = TypeVar("Model")
 
 
 class Placed(TypedDict, total=False):
-    """Where the model of a kind that runs one goes."""
+    """The dtype and the device of a drafter's model."""
 
     dtype: "torch.dtype"
     device: "torch.device | str"

@@ -1,6 +1,6 @@
-"""Functions that numba compiles once: what it makes of them is kept where the user's other caches are.
+"""Functions that numba compiles once. The compiled code is kept in the user's folder of caches.
 
-numba by itself would keep it beside the source. Where NUMBA_CACHE_DIR names a folder, that is the place of ours too.
+By default numba keeps it beside the source. NUMBA_CACHE_DIR names another folder.
 """
 
 import sys
@@ -18,13 +18,13 @@ from outrider.base.progress import speaks
 
 Function = TypeVar("Function", bound=Callable[..., object])
 _settings = vars(numba.config)
-LONG = 0.5  # seconds that are worth a word
+LONG = 0.5  # seconds of compiling that are reported
 
 
 def kept(function: Function, *, inline: Literal["never", "always"] = "never", counted: bool = True) -> Function:
     """`function`, compiled by `njit` and kept on disk; other threads run while it does.
 
-    counted: references to arrays are; without that it can make none.
+    counted: whether numba counts references to arrays; a function without counting cannot create arrays.
     """
     with _in_our_folder():
         compiled: Function = numba.njit(cache=True, nogil=True, inline=inline, _nrt=counted)(function)  # type: ignore[call-overload]

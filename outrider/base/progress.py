@@ -24,7 +24,7 @@ INTERVAL = 10.0  # seconds without output before a line is printed; a call that 
 RELAY = "OUTRIDER_RELAY"  # the environment of a command whose starter hands every line of output to `relayed`
 _MARK = "\x1eprogress\t"  # what such a command's progress begins with
 _SHAPE = "{desc} |{bar:20}| {elapsed}"
-_RISE = 1.2  # an estimate of the time left that is so much above an earlier one is not told
+_RISE = 1.2  # an estimate of the time left is not shown if it exceeds an earlier one by this factor
 
 
 class Stage(AbstractContextManager["Stage"]):
@@ -137,7 +137,7 @@ def relayed(line: str) -> bool:
 
 
 def speaks() -> bool:
-    """Whether this is the process that says for all of them what is going on."""
+    """Whether this is the process that shows the progress of all processes."""
     return os.environ.get("RANK", "0") == "0" and parent_process() is None
 
 
@@ -166,7 +166,7 @@ class _Bar(tqdm):
             super().clear(nolock)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Say what is going on, if it is time to; tqdm calls it. Returns whether there is a bar now."""
+        """Show the active stages, if it is time to; tqdm calls it. Returns whether there is a bar now."""
         self.miniters, stages = 2, [*_stages]
         with suppress(OSError, ValueError):  # the stream is closed
             if self._is_drawn:

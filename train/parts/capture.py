@@ -40,7 +40,7 @@ _REMEDY = "make others with outrider generate-responses temperature=0 top_k_logi
 
 
 class Text(NamedTuple):
-    """What is continued: token ids, and the target's greedy answer to them where it is on record."""
+    """Token ids to continue, and the target's greedy answer to them if it is on record."""
 
     prompt: list[int]
     answer: list[int] | None = None

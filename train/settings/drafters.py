@@ -33,7 +33,7 @@ OF_A_NEW_EXIT = ("exit_layer", "exit_depth", "train_head", "train_layer", "draft
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterTraining(TargetConfig):
-    """What the training of any drafter is told."""
+    """The settings that all trainings of drafters have."""
 
     data: DataConfig
     fit: FitConfig
@@ -60,7 +60,7 @@ class DrafterTraining(TargetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TaughtTraining(DrafterTraining):
-    """One that may learn from distributions of the target that are cached."""
+    """A training that can learn from cached distributions of the target."""
 
     teacher: Teacher = "online"
     """where any objective but cross_entropy has the target's distribution from: the whole target, run along, or cached
@@ -97,7 +97,7 @@ class EesdConfig(TaughtTraining):
     exit_layer: Count | None = opt(None, "of a new one: N, the target layers under the exit layer; null: 8 % of them")
     exit_depth: Count = opt(1, "of a new one: transformer layers of the exit")
     train_head: bool = True
-    """of a new one; false: share the target's head, the thing to do with a large vocabulary"""
+    """of a new one; false: share the target's head, recommended for a large vocabulary"""
     draft_vocabulary: Count | None = None
     """of a new one: tokens that it predicts, the text's most frequent; null: all"""
     train_layer: bool = True
@@ -144,7 +144,7 @@ class EesdConfig(TaughtTraining):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(RehearsedConfig):
-    """Train the calibration head of a drafter on what became of the tokens it drafted.
+    """Train the calibration head of a drafter on the outcomes of its drafted tokens.
 
     The texts that are continued are known by what is captured of them, drafter and target by their digests.
     """
@@ -170,7 +170,7 @@ class CalibrateConfig(RehearsedConfig):
     new_tokens: Annotated[int, Ge(3)] = 128
     """per prompt, greedy; the first is the prefill's, and the last is never drafted"""
     max_draft: Count = opt(10, "tokens drafted every round: the paper's positions")
-    l2: Annotated[float, Ge(0)] = opt(1000.0, "penalty on the head's weights: what so many tokens weigh")
+    l2: Annotated[float, Ge(0)] = opt(1000.0, "penalty on the head's weights, as strong as the loss of so many tokens")
     odds: bool = True
     """false: the paper's head, which sees the hidden states alone: not the draft's own log-odds, and no temperatures"""
     dtype: RunDtype = "auto"

@@ -221,7 +221,7 @@ def make_first_head(
 
 
 def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Plan:
-    """Of a training of a head of this reading with the whole target."""
+    """The memory plan of a head with this reading, trained with the whole target."""
     stack = layer_stack(nn.Module.to(empty_model(target), frozen_dtype(config.frozen_dtype, planned_device())))
     head = Eagle3(reading, all_tokens=reading.draft_vocabulary == reading.vocabulary)
     student = head_on(HeadOnTarget, stack, head, config)
@@ -232,7 +232,7 @@ def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) 
 
 
 def head_memory(config: Eagle3Config, student: HeadOnTarget) -> list[Held]:
-    """Of each device in a training of `student`, which may have no weights."""
+    """The memory of each device in a training of `student`, which may be without weights."""
     reading = student.head.reading
     return fit_memory(config, student, len(reading.taps) * reading.target_hidden, reading.vocabulary)
 

@@ -181,7 +181,7 @@ class MixedDrafter(_OverText):
 
     def _learn(self, ids: np.ndarray, start: int, stop: int) -> None:
         self.mixture.learn(ids, start, stop)
-        if self._verified is not None:  # only now, as these tokens were chosen from these very rows
+        if self._verified is not None:  # only now: these tokens were chosen from these rows
             recycle(self.mixture.recycled, ids, *self._verified)
             self._verified = None
 
