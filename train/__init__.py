@@ -1,1 +1,1 @@
-"""Training commands. Recipes for each trained model are in recipes/, the shared training code is in core/."""
+"""Training commands. recipes/ has a file for each thing trained, to be read from top to bottom; core/ has the loop."""

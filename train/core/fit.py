@@ -111,7 +111,10 @@ def fit(
         return FitResult(done, done, metrics, before.seconds)
 
     if config.gradient_checkpointing:
-        _enable_gradient_checkpointing(model)
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None:
+            raise UserError("gradient_checkpointing=true: this model does not support it")
+        enable()
     if state.is_main_process:
         shutil.rmtree(out_dir / run_dir.STAGING, ignore_errors=True)  # left by killed runs
         cut_log(out_dir, done)
@@ -204,10 +207,3 @@ def _autocast(model: nn.Module, precision: str, device: torch.device) -> Iterato
         yield
     finally:
         model.__dict__.pop("forward", None)
-
-
-def _enable_gradient_checkpointing(model: nn.Module) -> None:
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if enable is None:
-        raise UserError("gradient_checkpointing=true: this model does not support it")
-    enable()

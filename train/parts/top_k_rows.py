@@ -22,7 +22,7 @@ from outrider.data_prep.text.records import (
     to_record,
     warn_of_unused,
 )
-from outrider.data_prep.text.rows import PackedRows, load_rows, pack
+from outrider.data_prep.text.rows import pack
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split, is_heldout, resolve_paths
 from outrider.draft_models.losses import IGNORE
@@ -89,22 +89,6 @@ class TopKRows:
             "top_logprobs": padded(self._logprobs[places].float()),
             "tail": padded(self._tail[places].float()),
         }
-
-
-TaughtRows = PackedRows | TopKRows
-
-
-def load_taught_rows(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_len: int,
-    split: Split,
-    *,
-    cached: bool,
-    max_rows: int | None = None,
-) -> TaughtRows:
-    """The rows of one split, at most `max_rows`, with the target's top-k if it is `cached`."""
-    return (load_top_k_rows if cached else load_rows)(config, tokenizer, seq_len, split, max_rows=max_rows)
 
 
 def load_top_k_rows(

@@ -36,7 +36,6 @@ from outrider.train.students.calibration import (
     find_target,
     kind_to_calibrate,
     load_decoder,
-    longest_prompt,
     texts_of,
     warn_of_template,
     with_its_heldout,
@@ -75,7 +74,7 @@ def prepare(config: CalibrateConfig, kind: Kind, state: PartialState) -> "Traini
 
     settings = {name: value for name, value in config.deciding().items() if name not in ("fit", "l2", "odds")}
     settings |= {"drafter": digest, "target": digest_of(known), "dtype": str(dtype), "ends": sorted(ends)}
-    texts = texts_of(config, target, longest_prompt(config, target, position_limits({kind.name: model})))
+    texts = texts_of(config, target, position_limits({kind.name: model}))
     captured = capture_splits(Path(config.out_dir), settings, texts, load, TimeLimit(config.minutes), state)
     learned, heldout = captured["train"], only_tested(captured["heldout"])
     heldout = {name: value.to(state.device) for name, value in heldout.items()}

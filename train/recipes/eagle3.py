@@ -10,17 +10,27 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from outrider.base.errors import warn
 from outrider.base.processes import from_main, say
+from outrider.base.streams import Streams
 from outrider.data_prep.text.rows import PackedRows, load_rows
 from outrider.draft_models.draft_vocabulary import places
-from outrider.draft_models.eagle3.checkpoint import TRAINING_FILE, StoredHead, open_head, save_head, use_of
+from outrider.draft_models.eagle3.checkpoint import (
+    TRAINING_FILE,
+    StoredHead,
+    make_head,
+    new_head,
+    open_head,
+    save_head,
+    use_of,
+)
 from outrider.draft_models.eagle3.model import Eagle3
-from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.eagle3.reading import Reading, require_target
 from outrider.draft_models.losses import IGNORE, head_product, rows_cross_entropy, rows_divergence
 from outrider.draft_models.targets.fingerprint import model_identity
 from outrider.draft_models.targets.open_target import OpenTarget, open_target, stored_dtype
@@ -37,7 +47,6 @@ from outrider.train.students.eagle3 import (
     head_on,
     head_plan,
     judge_steps,
-    make_first_head,
     reading_of,
     supervised,
 )
@@ -69,16 +78,18 @@ def prepare(
     rows = load_rows(config.data, target.tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows)
     tokens = from_main(state, lambda: pick_tokens(config.draft_vocabulary, target, rows, heldout))
-    made_from: dict[str, object] = {
-        "target": asdict(from_main(state, lambda: target.fingerprint)),
-        "data_key": rows.key,
-    }
-    made_from |= {"taps": list(reading.taps)}
+    fingerprint = from_main(state, lambda: target.fingerprint)
+    made_from = {"target": asdict(fingerprint), "data_key": rows.key, "taps": list(reading.taps)}
     dtype = frozen_dtype(config.frozen_dtype, state.device)
 
     def build() -> Eagle3Student:
         stack = target.stack(dtype=dtype, device=state.device)
-        head = make_first_head(config, target.config, stored, reading, tokens, stack)
+        if stored is None:
+            own = None if tokens is None else tokens.to(state.device)
+            head = new_head(reading, stack, own, Streams(config.fit.seed).number("weights", bits=63))
+        else:
+            require_target(reading, target.config, stored.source)
+            head = make_head(reading, stored.weights(torch.float32, state.device), stored.source)
         return head_on(Eagle3Student, stack, head, config)
 
     taught: PackedRows | RowsWithStates = rows

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from outrider.base.processes import from_main, say
+from outrider.data_prep.text.rows import load_rows
 from outrider.draft_models.card import CARD_FILE
 from outrider.draft_models.draft_vocabulary import places
 from outrider.draft_models.early_exit.checkpoint import from_pretrained, parts_below, read_meta, save_pretrained
@@ -37,7 +38,7 @@ from outrider.train.parts.drafter import (
     write_drafters_card,
 )
 from outrider.train.parts.heldout import Decoding, HeldOutText, MovedNorms
-from outrider.train.parts.top_k_rows import load_taught_rows
+from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.settings.drafters import EesdConfig
 from outrider.train.students.early_exit import ExitOnFrozenLayers, exit_on, exit_plan, layers_read, with_shape
 
@@ -66,7 +67,8 @@ def prepare(
     reads_all = config.online or config.decode_prompts > 0
     fingerprint = from_main(state, lambda: target.fingerprinted(fetch=reads_all))
     trained_on = from_main(state, lambda: parts_below(target.files, target.config, exit_layer))
-    load = partial(load_taught_rows, config.data, target.tokenizer, config.seq_len, cached=config.teacher == "cached")
+    kind = load_top_k_rows if config.teacher == "cached" else load_rows
+    load = partial(kind, config.data, target.tokenizer, config.seq_len)
     rows, heldout = load("train"), load("heldout", max_rows=config.eval_rows)
 
     begun = None if start is None else from_pretrained(start, target.config, fingerprint, dtype=torch.float32)

@@ -1,7 +1,6 @@
 """Small LMs as drafters: trained on text, or distilled from the target.
 
-`prepare` makes target, rows and student; `SmallLMStudent.forward` is the training step with its loss; the loop around
-it is train/core/loop.py.
+`prepare` makes rows and student; `SmallLMStudent.forward` is the step with its loss; train/core/loop.py is the loop.
 """
 
 from collections.abc import Callable
@@ -46,7 +45,7 @@ from outrider.train.parts.drafter import (
 )
 from outrider.train.parts.heldout import Decoding, HeldOutText, MovedNorms, judged, packed_hidden
 from outrider.train.parts.on_policy import OnPolicy
-from outrider.train.parts.top_k_rows import load_taught_rows
+from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.settings.drafters import FinetuneConfig
 from outrider.train.students.small_lm import (
     SmallLMAndTeacher,
@@ -77,7 +76,8 @@ def prepare(
     require_vocabulary(config.draft_vocabulary, target.config)
     for whose, model in (("target", target.config), ("drafter", shape)):
         require_context(model, config.seq_len, config.decode_tokens, whose)
-    rows = load_taught_rows(config.data, target.tokenizer, config.seq_len, "train", cached=config.teacher == "cached")
+    load = load_top_k_rows if config.teacher == "cached" else load_rows
+    rows = load(config.data, target.tokenizer, config.seq_len, "train")
     heldout = load_rows(config.data, target.tokenizer, config.seq_len, "heldout", max_rows=config.decode_prompts)
 
     own = None if config.drafter.path is None else tokens_of_finished(config, target.config)

@@ -119,12 +119,8 @@ class EesdConfig(TaughtTraining):
         super().__post_init__()
         for name in OF_A_NEW_EXIT if self.start is not None else ():
             require_default(self, name, f"start={self.start} has decided it")
-        require(
-            self.train_layer or self.fit.optimizer == "adamw",
-            "fit.optimizer",
-            self.fit.optimizer,
-            "adamw for train_layer=false: muon is for a layer's matrices",
-        )
+        plain, why = self.fit.optimizer == "adamw", "adamw for train_layer=false: muon is for a layer's matrices"
+        require(self.train_layer or plain, "fit.optimizer", self.fit.optimizer, why)
         require(self.train_layer or self.exit_depth == 1, "exit_depth", self.exit_depth, "1 with train_layer=false")
 
     @property
@@ -240,36 +236,18 @@ class FinetuneConfig(TaughtTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.on_policy == 0 or (self.objective != "cross_entropy" and self.teacher == "online"),
-            "on_policy",
-            self.on_policy,
-            "0 without a target in the loop: give a divergence as objective and teacher=online",
-        )
-        require(
-            1 <= self.on_policy_tokens < self.seq_len or self.on_policy == 0,
-            "on_policy_tokens",
-            self.on_policy_tokens,
-            f"at least 1 and less than seq_len ({self.seq_len})",
-        )
-        require(
-            self.on_policy == 0 or self.minutes is None,
-            "minutes",
-            self.minutes,
-            "null with on_policy: its steps take longer than the others",
-        )
-        require(
-            self.lora_alpha is None or self.lora_rank > 0,
-            "lora_alpha",
-            self.lora_alpha,
-            "null, or a positive number with a lora_rank",
-        )
-        require(
-            self.lora_rank == 0 or self.drafter.path is not None,
-            "lora_rank",
-            self.lora_rank,
-            "0 for a drafter from random weights, which adapters cannot train; or drafter.path",
-        )
+        on_text, fits = self.on_policy == 0, 1 <= self.on_policy_tokens < self.seq_len
+        target_at_hand = "0 without a target in the loop: give a divergence as objective and teacher=online"
+        require(on_text or self.online, "on_policy", self.on_policy, target_at_hand)
+        within = f"at least 1 and less than seq_len ({self.seq_len})"
+        require(on_text or fits, "on_policy_tokens", self.on_policy_tokens, within)
+        steady = on_text or self.minutes is None
+        require(steady, "minutes", self.minutes, "null with on_policy: its steps take longer than the others")
+        known = self.lora_alpha is None or self.lora_rank > 0
+        require(known, "lora_alpha", self.lora_alpha, "null, or a positive number with a lora_rank")
+        adapted = self.lora_rank == 0 or self.drafter.path is not None
+        finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
+        require(adapted, "lora_rank", self.lora_rank, finished)
 
     def deciding(self) -> dict[str, object]:
         """As of all drafters, and the target's revision."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from outrider.base.errors import UserError, warn
 from outrider.base.processes import say
+from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split
 from outrider.draft_models.early_exit.checkpoint import open_target_of, read_meta
@@ -26,7 +27,7 @@ from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, k
 from outrider.train.core.training import Plan
 from outrider.train.parts.capture import Text, recorded_text
 from outrider.train.parts.heldout import heldout_prompt
-from outrider.train.parts.top_k_rows import load_taught_rows
+from outrider.train.parts.top_k_rows import load_top_k_rows
 from outrider.train.settings.drafters import CalibrateConfig
 
 
@@ -89,22 +90,18 @@ def warn_of_template(config: CalibrateConfig, trained_on: Mapping[str, object] |
         warn(f"data.template={' and '.join(sorted(other))}: the drafter in {config.checkpoint} learned by {told}")
 
 
-def longest_prompt(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]) -> int:
-    """The longest prompt that can be continued, in tokens; limits: of the drafter. Raises `UserError` below one."""
+def texts_of(config: CalibrateConfig, target: OpenTarget, limits: Sequence[int]) -> dict[Split, list[Text]]:
+    """The texts of each split to continue; limits: of the drafter, in tokens. Raises `UserError` if a split has none,
+    and if no prompt leaves room for the new tokens."""
     context = min([context_limit(target.config), *limits])
     longest = min(config.seq_len, context - config.new_tokens)
     if longest < 1:
         raise UserError(f"new_tokens={config.new_tokens}: expected less than the context of {context} tokens")
-    return longest
-
-
-def texts_of(config: CalibrateConfig, target: OpenTarget, longest: int) -> dict[Split, list[Text]]:
-    """The texts of each split to continue, of prompts of up to `longest` tokens. Raises `UserError` if one has none."""
     counts: dict[Split, int] = {"train": config.prompts, "heldout": config.heldout_prompts}
     found, recorded = dict[Split, list[Text]](), config.answers == "recorded"
     for split, count in counts.items():
         given = config.data, target.tokenizer, config.seq_len
-        rows = load_taught_rows(*given, split, cached=recorded, max_rows=count)
+        rows = (load_top_k_rows if recorded else load_rows)(*given, split, max_rows=count)
         if recorded:
             texts = [text for index in range(len(rows)) if (text := recorded_text(rows[index])) is not None]
             say(f"calibrate split={split} answers={len(texts)} not_greedy={len(rows) - len(texts)}")

@@ -12,12 +12,11 @@ from transformers import PreTrainedConfig
 
 from outrider.base.errors import UserError
 from outrider.base.progress import counted
-from outrider.base.streams import Streams
 from outrider.draft_models.acceptance import acceptance_by_target, judge, tau_of_rounds
-from outrider.draft_models.eagle3.checkpoint import StoredHead, make_head, new_head, shapes_of
+from outrider.draft_models.eagle3.checkpoint import StoredHead, shapes_of
 from outrider.draft_models.eagle3.dialects import require_said
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
-from outrider.draft_models.eagle3.reading import Reading, new_reading, require_target
+from outrider.draft_models.eagle3.reading import Reading, new_reading
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.attention import packed_mask
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
@@ -202,22 +201,6 @@ def drafts_of(accepted: Tensor) -> Tensor:
 def supervised(labels: Tensor) -> Tensor:
     """Flat indices [n] of the supervised positions of labels [B, T]."""
     return (labels != IGNORE).flatten().nonzero()[:, 0]
-
-
-def make_first_head(
-    config: Eagle3Config,
-    target: PreTrainedConfig,
-    stored: StoredHead | None,
-    reading: Reading,
-    tokens: Tensor | None,
-    stack: LayerStack,
-) -> Eagle3:
-    """The head to begin with: the `stored` one, or a new one with draft vocabulary `tokens`."""
-    if stored is None:
-        tokens = None if tokens is None else tokens.to(stack.device)
-        return new_head(reading, stack, tokens, Streams(config.fit.seed).number("weights", bits=63))
-    require_target(reading, target, stored.source)
-    return make_head(reading, stored.weights(torch.float32, stack.device), stored.source)
 
 
 def head_plan(config: Eagle3Config, reading: Reading, target: PreTrainedConfig) -> Plan:
