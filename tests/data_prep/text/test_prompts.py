@@ -1,4 +1,3 @@
-import gzip
 import json
 import re
 from collections import Counter
@@ -19,8 +18,7 @@ from outrider.inference.settings.method import MethodConfig
 
 
 def write(path, rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
@@ -51,10 +49,9 @@ LAYOUTS = {  # in the columns that the datasets have, and the prompts that becom
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz"])
-def test_layouts_are_told_by_their_columns(tmp_path, name, layout):
+def test_layouts_are_told_by_their_columns(tmp_path, layout):
     row, expected = LAYOUTS[layout]
-    assert read_prompts(write(tmp_path / name, [row])) == [expected]
+    assert read_prompts(write(tmp_path / "p.jsonl", [row])) == [expected]
 
 
 def test_a_json_list_of_texts_and_inline_texts_are_completed(tmp_path):
@@ -114,20 +111,16 @@ def test_unusable_prompts_are_named(tmp_path):
         with pytest.raises(UserError, match=message):
             read_prompts(str(tmp_path / "p.jsonl"))
 
-    refused('{"prompt": "x"}\n{"prom', r"p\.jsonl:2: not valid JSON")
     refused('{"prompt": "x"}\n{"body": "x"}', r"p\.jsonl:2: expected one of the columns turns, .*present: body")
     refused('{"prompt": " "}', r"p\.jsonl:1: prompt is ' ': expected a text")
     refused('{"turns": "x"}', r"p\.jsonl:1: turns='x': expected a list of texts")
     placed = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
     refused(json.dumps({"turns": ["a", placed]}), r"p\.jsonl:1: a place-holder of SPEED-Bench; fill the copy")
-    refused('{"turns": [1]}', r"p\.jsonl:1: prompt is 1: expected a text")
     refused('{"prompt": []}', r"p\.jsonl:1: turns=\[\]: expected a list of texts")
     refused('{"prompt": [{"role": "user"}]}', r"p\.jsonl:1: prompt is {'role': 'user'}: expected a text")
     refused(
         '{"translation": {"en": "a", "de": 1, "fr": 2}}', r"p\.jsonl:1: translation=.*: expected en and one of cs, de"
     )
-    refused('{"translation": "a"}', r"p\.jsonl:1: translation='a': expected en and one of")
-    refused('{"translation": {"en": "", "de": "b"}}', r"p\.jsonl:1: prompt is ''")
     refused('{"instruction": null}', r"p\.jsonl:1: prompt is None")
     refused("[1]", r"p\.jsonl:1: expected a record or a text, found list")
     refused("", r"prompts=.*p\.jsonl: no prompt in it")

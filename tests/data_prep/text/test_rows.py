@@ -132,16 +132,6 @@ def test_rows_of_conversations_supervise_the_answers(data, tokenizer):
     assert rows.counts["clipped"] == rows.counts["unsupervised"] == 0
 
 
-def test_a_mixture_of_text_and_conversations(data, tokenizer, tmp_path):
-    (tmp_path / "more.jsonl").write_text(lines([talk("Hello", "there")] * 3))
-    config = data(TEXTS[:5])
-    config = DataConfig(**{**vars(config), "path": [*config.path, str(tmp_path / "more.jsonl")]})
-    rows = load_rows(config, tokenizer, 64, "train")
-    for item in rows:
-        check_row(item, 64)
-    assert rows.counts["records"] == 8
-
-
 def test_ids_of_a_large_vocabulary_are_kept_whole(data):
     backend = Tokenizer(models.WordLevel({"<unk>": 0, "far": 100_000}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch import Tensor
 
 from outrider.base.errors import UserError
+from outrider.base.files import user_cache
 from outrider.base.locks import system_lock
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.convert import (
@@ -23,11 +24,10 @@ from outrider.draft_models.formats.convert import (
     as_safetensors,
     cache_folder,
     cached,
-    content_key,
     was_quantised,
 )
 from outrider.draft_models.formats.gguf_model import GgufModel
-from outrider.draft_models.formats.torch_files import PICKLES, FolderModel, Stored
+from outrider.draft_models.formats.torch_files import Stored
 from outrider.draft_models.targets.fingerprint import deciding_config
 from outrider.draft_models.targets.model_files import load_generation_config
 from outrider.draft_models.targets.open_target import open_target
@@ -146,26 +146,20 @@ def test_changed_content_is_another_model(kept: Path, llama: Path, tmp_path: Pat
     assert len(entries(kept)) == 2
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "pytorch_model.bin"])
+@pytest.mark.parametrize("file", ["config.json", "merges.txt", "pytorch_model.bin"])
 def test_every_file_of_a_directory_counts(kept: Path, llama: Path, tmp_path: Path, file: str) -> None:
+    """Its content, and its name."""
     path = as_bin(llama, tmp_path / "bin")
+    (path / "vocab.txt").write_text("a")
     before = as_safetensors(str(path))
-    if file == "pytorch_model.bin":
+    if file == "merges.txt":
+        (path / "vocab.txt").rename(path / file)
+    elif file == "pytorch_model.bin":
         weights = torch.load(path / file)
         torch.save({name: tensor + 1 for name, tensor in weights.items()}, path / file)
     else:
         (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | {"of_a_later_version": 1}))
     assert as_safetensors(str(path)) != before
-
-
-def test_a_file_under_another_name_is_another_content(tmp_path: Path) -> None:
-    keys = set()
-    for name in ("merges.txt", "vocab.txt"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / name).write_text("the same")
-        keys.add(content_key(FolderModel("m", folder, PICKLES)))
-    assert len(keys) == 2
 
 
 def test_a_file_that_changes_meanwhile_is_refused(kept: Path, llama: Path, tmp_path: Path) -> None:
@@ -213,14 +207,8 @@ def test_config_and_tokenizer_are_read_without_fetching_weights(
     assert all_but_weights(as_described(source)) == all_but_weights(as_safetensors(source)) == files
 
 
-def test_a_file_that_could_not_be_converted_is_refused_at_once(kept: Path, written: Path, tmp_path: Path) -> None:
-    (tmp_path / "short.gguf").write_bytes(written.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"short\.gguf: ends within tensor"):
-        open_target(str(tmp_path / "short.gguf"))
-
-
 HUB_ERRORS = [
-    httpx.ReadError("cut off"), httpx.ProxyError("no proxy"), OfflineModeIsEnabled("offline"), OSError("gated"),
+    httpx.ReadError("cut off"), OfflineModeIsEnabled("offline"),
     HfHubHTTPError("500", response=httpx.Response(500, request=httpx.Request("HEAD", "https://huggingface.co"))),
 ]  # fmt: skip
 
@@ -264,13 +252,6 @@ def test_a_conversion_that_ends_early_leaves_nothing(kept: Path, written: Path, 
     if isinstance(error, OSError):
         assert "No space left on device); free space, or say by OUTRIDER_CACHE" in str(raised.value)
     assert {file.name for file in kept.iterdir()} == {".lock", "known"}
-
-
-def test_what_a_killed_one_left_is_not_read(kept: Path, written: Path) -> None:
-    (kept / "part").mkdir(parents=True)
-    (kept / "part" / "model.safetensors").write_bytes(b"of another model")
-    open_target(str(written)).layers(dtype=torch.float32)
-    assert not (kept / "part").exists()
 
 
 def test_what_somebody_removed_is_made_again(kept: Path, written: Path, conversions: Callable[[], list[str]]) -> None:
@@ -338,17 +319,8 @@ def test_a_maximum_size_is_no_more(
     assert len(entries(kept)) == 1
 
 
-@pytest.mark.parametrize(
-    ("set_to", "expected"),
-    [
-        ({"OUTRIDER_CACHE": "/a/b"}, "/a/b"),
-        ({"XDG_CACHE_HOME": "/c"}, "/c/outrider/targets"),
-        ({"HOME": "/h"}, "/h/.cache/outrider/targets"),
-    ],
-)
-def test_where_it_is(monkeypatch: pytest.MonkeyPatch, set_to: dict[str, str], expected: str) -> None:
-    for name in ("OUTRIDER_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in set_to.items():
-        monkeypatch.setenv(name, value)
-    assert cache_folder() == Path(expected)
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", "/a/b")
+    assert cache_folder() == Path("/a/b")
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    assert cache_folder() == user_cache() / "targets"

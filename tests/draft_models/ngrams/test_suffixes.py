@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.data_prep.ngrams.counting import merged
 from outrider.draft_models.ngrams.suffixes import (
     FEW,
     LEAST,
@@ -22,7 +23,6 @@ from outrider.draft_models.ngrams.suffixes import (
     successors_at,
 )
 from outrider.draft_models.ngrams.table import TrigramTable
-from tests.draft_models.ngrams.in_memory import merge
 from tests.inference.ngram_cases import VOCABULARY, make_documents
 from tests.tiers import as_many
 
@@ -161,7 +161,8 @@ def test_saved_opened_and_merged_it_is_the_same(tmp_path: Path) -> None:
     whole = made(documents, VOCABULARY)
     whole.save(tmp_path / "whole")
     opened = TrigramTable.open(tmp_path / "whole")
-    both = merge([made(documents[:7], VOCABULARY), made(documents[7:], VOCABULARY)])
+    halves = [made(documents[:7], VOCABULARY), made(documents[7:], VOCABULARY)]
+    both = merged(halves, 1, None, tmp_path / "both", 10**8)
     assert whole.suffixes is not None
     for other in (opened.suffixes, both.suffixes):
         assert other is not None

@@ -1,4 +1,4 @@
-"""The n-gram table against counting in plain Python; its files, merging and errors."""
+"""The n-gram table against counting in plain Python; its files and errors."""
 
 import json
 from collections import Counter
@@ -14,7 +14,6 @@ from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.kernels import MAX_VOCABULARY, Grams, merge_grams, mix
 from outrider.draft_models.ngrams.table import ARRAYS, TABLE_FILE, TrigramTable
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
-from tests.draft_models.ngrams.in_memory import merge, prune, prune_to
 from tests.full_disk import largest_file
 from tests.ngram_reading import successors
 
@@ -190,12 +189,9 @@ def without(name: str) -> Callable[[Path], None]:
         (lambda table: (table / TABLE_FILE).unlink(), r"no readable n-gram table .*outrider build-trigrams"),
         (lambda table: (table / TABLE_FILE).rename(table / "table.json"), r"former format .*outrider build-trigrams"),
         (change("format", 99), "format=99"),
-        (lambda table: save_file(load_file(table / TABLE_FILE), table / TABLE_FILE), "damaged n-gram table"),
         (change("vocabulary", 2**22), "vocabulary=4194304"),
         (change("vocabulary", 2**17), "order 2: tokens are .* of uint16"),
-        (change("facts", {"tokens": 1}), "facts.documents"),
         (without("3.counts"), "no array '3.counts'"),
-        (without("2.keys"), "arrays 2.buckets"),
     ],
 )
 def test_a_damaged_table_is_refused(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -209,45 +205,6 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     with largest_file(4096), pytest.raises(UserError, match="table: cannot be written"):
         make(random_documents(300)).save(tmp_path / "table")
     assert not list(tmp_path.iterdir())
-
-
-# ---------------------------------------------------------------------------------- merging, and what must agree
-
-
-def test_merged_tables_equal_the_table_of_the_joined_corpora() -> None:
-    parts = [random_documents(300, seed=seed) for seed in range(3)]
-    merged = merge([make(part) for part in parts])
-    assert same(merged, make([document for part in parts for document in part]))
-    assert merged.facts["tokens"] == sum(len(document) for part in parts for document in part)
-
-
-def test_merging_adds_what_was_left_out_to_the_totals() -> None:
-    first, second = make([[1, 2] * 3 + [1, 3]], min_count=2), make([[1, 4] * 2 + [1, 5], [9, 9, 9]], min_count=2)
-    tokens, probabilities = successors(merge([first, second]), [1])
-    assert tokens.tolist() == [2, 4]
-    np.testing.assert_allclose(probabilities, [3 / 7, 2 / 7])
-
-
-@pytest.mark.parametrize("limits", [(2, None), (3, 2), (1, 1)])
-def test_pruning_after_merging_equals_one_build(limits: tuple[int, int | None]) -> None:
-    """An n-gram that is rare in every part may be frequent overall: parts keep all, and only the whole is pruned."""
-    parts = [random_documents(300, seed=seed) for seed in range(3)]
-    whole = make([d for part in parts for d in part], min_count=limits[0], max_successors=limits[1])
-    merged = merge([make(part) for part in parts])
-    assert same(prune(merged, *limits), whole)
-    assert same(prune(prune(merged, 2), 3), prune(merged, 3))  # totals also count what was pruned before
-
-
-def test_pruning_to_a_size_leaves_out_no_more_than_it_must() -> None:
-    table = make(random_documents(300, 100))
-    room = table.level_bytes / 2e6
-    pruned = prune_to(table, room)
-    count = pruned.facts["kept_from"]
-    assert same(pruned, prune(table, count))
-    assert pruned.level_bytes <= room * 10**6 < prune(table, count - 1).level_bytes
-    assert prune_to(table, 1.0).facts["kept_from"] == 1
-    with pytest.raises(UserError, match="max_mb=1e-06: expected room"):
-        prune_to(table, 1e-6)
 
 
 def test_the_tokenizer_is_told_by_its_ids() -> None:
