@@ -18,8 +18,7 @@ from outrider.draft_models.targets.int8 import Int8Linear, quantise_rows
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import DraftModel
-from outrider.inference.drafters.early_exit import Calibrated
-from outrider.inference.drafters.shaped import ModelDrafter
+from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
 from outrider.inference.engines import packing
 from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.linear import PANEL
