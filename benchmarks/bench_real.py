@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], metavar="ARM", help="a peer that takes no part")
     parser.add_argument("--out", type=Path, help="the JSON file; default: record.json in --work")
     parser.add_argument("--note", default="", help="kept in the entry, e.g. what else the machine was doing")
-    with reported(goes_on=True):
+    with reported(resumes=True):
         record(parser.parse_args())
 
 

@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/gpu_record"))
     parser.add_argument("--rehearse", action="store_true", help="everything tiny, on a CPU")
     options = parser.parse_args()
-    with reported(goes_on=True):
+    with reported(resumes=True):
         found = record(options)
     failed = [name for name, part in found.items() if "state" in part and part["state"] != "done"]
     print(f"gpu_record out={options.work / RECORD} failed={','.join(failed) or 'none'}")

@@ -302,7 +302,7 @@ def judge_again(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     given = parse()
-    with reported(goes_on=True):
+    with reported(resumes=True):
         require(given.judge or not given.shuffle, "shuffle", given.shuffle, "--judge")
         if given.judge:
             print(markdown(judge_again(given)))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from outrider.base.errors import UserError
 
 if TYPE_CHECKING:
-    from outrider.api.model import Model, load, preset
+    from outrider.api.model import Model, load
+    from outrider.inference.settings.presets import preset
 
 __all__ = ["Model", "UserError", "load", "preset"]
 

@@ -26,7 +26,6 @@ from outrider.base.progress import Stage
 from outrider.base.settings import Count, Named, construct
 from outrider.base.streams import Streams
 from outrider.base.words import did_you_mean
-from outrider.commands.options import known_as, settings_of
 from outrider.data_prep.text.chat import StreamedText, render_prompt
 from outrider.data_prep.text.prompt_records import Prompt
 from outrider.data_prep.text.records import Message
@@ -44,6 +43,7 @@ from outrider.inference.measure.results import AUTOREGRESSIVE
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
 from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
 from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.presets import known_as, preset
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
 
@@ -405,11 +405,6 @@ def load(
         template=template,
     )
     return Model(config, name, conversations)
-
-
-def preset(name: str) -> MethodConfig:
-    """The method called `name`, as in the option `method=`. Raises `UserError` for an unknown name."""
-    return construct(MethodConfig, settings_of(name))
 
 
 def _sampling(

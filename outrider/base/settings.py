@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, overload
+from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import TypedDict
 
@@ -26,6 +26,8 @@ from outrider.base.files import is_local, read_json
 
 Made = TypeVar("Made")
 _hints: Callable[[Any], dict[str, object]] = cache(partial(typing.get_type_hints, include_extras=True))
+READ_WITH = "read with"  # what a field is read with, in its JSON schema
+_CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Only:
 
     options: tuple[tuple[str, tuple[object, ...]], ...]
 
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), READ_WITH: self.options}
+
 
 def only(**options: object) -> Only:
     """`only(rule="beta")`: read only with rule=beta. A tuple lists several values; several options must all match."""
@@ -80,26 +85,15 @@ Seed = Annotated[int, Ge(0), Lt(2**31)]
 Url = Annotated[str, Named("http://HOST:PORT or https://…, without password and query", r"https?://[^@?#\\\s]+")]
 
 
-@overload
-def opt(default: Made, help: str = "") -> Made: ...
-
-
-@overload
-def opt(*, factory: Callable[[], Made], help: str = "") -> Made: ...
-
-
-@overload
-def opt(*, help: str) -> Any: ...  # it has no default, so it must be given
-
-
-def opt(default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING) -> Any:
+def opt(
+    default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING, decides: bool = True
+) -> Any:
     """A field that affects results, so that a resumed run must agree on it. help: its meaning, as --help shows it."""
-    return dataclasses.field(default=default, default_factory=factory, metadata={"help": help})
+    said = {"description": help or None, "decides": decides}  # pydantic reads the first
+    return dataclasses.field(default=default, default_factory=factory, metadata=said)
 
 
-def free(default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = dataclasses.MISSING) -> Any:
-    """A field that does not affect results, so that a resumed run may change its value."""
-    return dataclasses.field(default=default, default_factory=factory, metadata={"help": help, "decides": False})
+free = partial(opt, decides=False)  # a field that does not affect results, so that a resumed run may change its value
 
 
 class Settings:
@@ -108,6 +102,7 @@ class Settings:
     A subclass checks conditions on several fields in `__post_init__`, after `super().__post_init__()`.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
     given: ClassVar[Collection[str]] = ()  # the keys that a command line gave, of settings that were made from one
     __dataclass_fields__: ClassVar[dict[str, "dataclasses.Field[Any]"]]  # every subclass is a dataclass
 
@@ -116,15 +111,27 @@ class Settings:
         kind: Any = type(self)
         _validated(_fields_of(kind).validate_python, (vars(self),), "", vars(self))
         for field in dataclasses.fields(self):
-            for option, values in conditions(_hints(kind)[field.name]):
+            of_type = getattr(_hints(kind)[field.name], "__metadata__", ())
+            for option, values in (pair for one in of_type if isinstance(one, Only) for pair in one.options):
                 if getattr(self, option) not in values:
                     require_default(self, field.name, f"{option}={getattr(self, option)} does not read it")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, kind: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         made = handler(kind)
-        typing.cast(dict[str, object], handler.resolve_ref_schema(made))["post_init"] = False  # `_checked` runs it
+        cast(dict[str, object], handler.resolve_ref_schema(made))["post_init"] = False  # `_checked` runs it
         return core_schema.no_info_after_validator_function(_checked, made)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """As pydantic makes it, with the docstrings of inherited fields too."""
+        shape = handler(schema)
+        fields = handler.resolve_ref_schema(shape)["properties"]
+        for base in filter(dataclasses.is_dataclass, cls.__bases__):
+            for name, said in TypeAdapter(base).json_schema()["properties"].items():
+                if "description" in said:
+                    fields[name].setdefault("description", said["description"])
+        return shape
 
     def gives(self, key: str) -> bool:
         """Whether the command line set the option with the dotted key `key`, or a group that contains it."""
@@ -163,11 +170,6 @@ def decides(field: "dataclasses.Field[object]") -> bool:
     return bool(field.metadata.get("decides", True))
 
 
-def conditions(kind: object) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """The options and their values with which a field of the type `kind` is read (see `only`)."""
-    return tuple(pair for one in _said_of(kind) if isinstance(one, Only) for pair in one.options)
-
-
 def require_default(config: Settings, name: str, why: str, prefix: str = "") -> None:
     """Raise `UserError` unless a field is at its default, as another value would have no effect."""
     field, given = next(own for own in dataclasses.fields(config) if own.name == name), getattr(config, name)
@@ -195,7 +197,7 @@ def construct(kind: type[Made], value: object, path: str = "") -> Made: ...
 
 
 @overload
-def construct(kind: object, value: object, path: str = "") -> Any: ...  # a union, or another type that is not a class
+def construct(kind: object, value: object, path: str = "") -> Any: ...  # no class, as a union
 
 
 def construct(kind: object, value: object, path: str = "") -> object:
@@ -223,15 +225,14 @@ def read_as(kind: type[Made], path: Path | str, what: str, remedy: str) -> Made:
 @cache
 def _adapter(kind: Any) -> "TypeAdapter[Any]":
     """pydantic's validator of a `kind` in a tuple of one, since it takes no configuration for a bare dataclass."""
-    config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    return TypeAdapter(tuple[kind], config=config)
+    return TypeAdapter(tuple[kind], config=_CONFIG)
 
 
 @cache
 def _fields_of(kind: type) -> "TypeAdapter[tuple[object]]":
     """The validator of the fields of an instance, as a mapping in a tuple of one."""
     kinds = {own.name: _hints(kind)[own.name] for own in dataclasses.fields(kind)}
-    return _adapter(typing.cast(Any, TypedDict)(kind.__name__, kinds))
+    return _adapter(cast(Any, TypedDict)(kind.__name__, kinds))
 
 
 def _checked(made: Settings) -> Settings:
@@ -250,22 +251,21 @@ def _validated(validate: Callable[[Any], Any], data: object, path: str, value: o
     except UserError as error:  # of a dataclass that is no `Settings`
         raise UserError(f"{path}: {error}" if path else str(error)) from None
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    if found[0]["type"] == "json_invalid":  # pydantic reads all that Python writes but this
-        raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
-    places = [_place(one["loc"][1:], value, path) for one in found]
-    inside = (f"{places[0][0]}.", f"{places[0][0]}[")
-    at = [pair for pair in zip(places, found, strict=True) if f"{pair[0][0]}.".startswith(inside)]
-    (key, given), first = max(at, key=lambda pair: len(pair[0][0]))
-    if first["type"] == "missing":
-        raise UserError(f"{_at(key, str(first['loc'][-1]))}: missing")
-    if first["type"] == "unexpected_keyword_argument":
-        raise UserError(f"{key}: unknown")
-    if first["type"] == "refused":
-        raise UserError(_at(key, first["msg"]))
-    said = (one["msg"].removeprefix("Input should be ") for (own, _), one in at if own == key)
-    expected = " or ".join(re.sub("^(?=greater|less)", "a number ", one) for one in dict.fromkeys(said))
-    expected += import_module("outrider.base.words").gone(given)  # nothing that decodes needs it sooner
+        found = [(*_place(one["loc"][1:], value, path), one) for one in error.errors(include_url=False)]
+    first = found[0][0]  # of a union all members are refused, some by what is inside
+    key, given, one = max((f for f in found if re.match(f"{re.escape(first)}($|[.[])", f[0])), key=lambda f: len(f[0]))
+    match one["type"]:
+        case "missing":
+            raise UserError(f"{_at(key, str(one['loc'][-1]))}: missing")
+        case "unexpected_keyword_argument":
+            raise UserError(f"{key}: unknown")
+        case "refused":
+            raise UserError(_at(key, one["msg"]))
+        case "json_invalid":  # pydantic reads all that Python writes but this
+            raise UserError(f"{path or 'found'}: a lone surrogate in a text, or containers nested too deeply")
+    messages = dict.fromkeys(error["msg"].removeprefix("Input should be ") for own, _, error in found if own == key)
+    said = (re.sub(r"^(?=greater|less)", "a number ", re.sub(r"^(a valid \w+),.*", r"\1", one)) for one in messages)
+    expected = " or ".join(said) + import_module("outrider.base.words").gone(given)  # nothing that decodes needs it
     raise UserError(f"{key}={given!r}: expected {expected}" if key else f"found {given!r}: expected {expected}")
 
 
@@ -279,11 +279,6 @@ def _place(parts: Sequence[int | str], value: object, path: str) -> tuple[str, o
     return path, value
 
 
-def _said_of(kind: object) -> tuple[object, ...]:
-    """The metadata of an `Annotated` type; empty for other types."""
-    return typing.get_args(kind)[1:] if typing.get_origin(kind) is Annotated else ()
-
-
 def _decided(value: object) -> object:
     if isinstance(value, Settings):
         return value.deciding()
@@ -294,7 +289,7 @@ def _decided(value: object) -> object:
 
 def _places(kind: object) -> Iterator[Place]:
     """The `Place` metadata of the type `kind`, also within a union or a list."""
-    yield from (one for one in _said_of(kind) if isinstance(one, Place))
+    yield from (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Place))
     for inner in typing.get_args(kind):
         yield from _places(inner)
 
@@ -303,12 +298,7 @@ def _at(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = _Absent()
+ABSENT = object()
 
 
 def differences(old: object, new: object, key: str = "") -> list[tuple[str, object, object]]:

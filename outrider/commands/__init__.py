@@ -9,7 +9,6 @@ import errno
 import functools
 import logging
 import os
-import shlex
 import sys
 import types
 import typing
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -31,12 +30,14 @@ from outrider.base.errors import UserError
 from outrider.base.progress import command
 from outrider.base.run_dirs import made_for_something
 from outrider.base.settings import Named, Settings, construct
-from outrider.base.words import clean, did_you_mean, in_shell, listed, option, shown
+from outrider.base.words import did_you_mean, in_shell, listed, option, shown
 from outrider.cli import COMMANDS, crashing, print_anything, say, usage
-from outrider.commands.options import CONF_DIR, compose_defaults, groups_of, help_text, no_such_method, store_composed
+from outrider.commands.options import compose_defaults, groups_of, help_text, store_composed
+from outrider.inference.settings.presets import CONF_DIR, no_such_method
 
 Config = TypeVar("Config")
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
+_TEXTS = (str, str | None, list[str], dict[str, str])  # OmegaConf reads a number as a text there
 _ENTRIES: dict[str, tuple[type, Callable[[Sequence[str]], list[str]]]] = {}  # (schema, complete) by command
 _STORAGE_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS,
@@ -60,10 +61,11 @@ def entry(
     """
     register(name, schema)
     _ENTRIES[name] = (schema, complete)
+    resumes = any(field.name == "resume" for field in dataclasses.fields(cast(Any, schema)))
 
     def decorate(run: Callable[[Config], object]) -> Callable[[], None]:
         def job(composed: DictConfig) -> None:
-            with reported():  # within the job, as Hydra prints a banner around an exception that leaves it
+            with reported(resumes):  # within the job, as Hydra prints a banner around an exception that leaves it
                 config = build(schema, composed, HydraConfig.get().overrides.task)
                 if isinstance(config, Settings):
                     look_for_places(config)
@@ -75,34 +77,36 @@ def entry(
         @crashing()
         def main() -> None:
             print_anything()
-            lines = usage(name.replace("_", "-"))
-            if {"--help", "-h"} & set(sys.argv[1:]):
-                with reported():
-                    overrides = [word for word in sys.argv[1:] if not word.startswith("-")]
-                    say("\n".join([*lines, "", help_text(name, schema, overrides)]))
-                return
-            if not sys.argv[1:] and not is_whole(name, schema, complete([])):
-                print("\n".join([*lines, "--help says all options"]), file=sys.stderr)
-                sys.exit(USER_ERROR_STATUS)
-            os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive here unformatted
-            for library in ("HUB", "DATASETS"):  # progress is ours to show; transformers' bars go by the first
-                os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
-            with reported():
-                refuse_flags(name, schema, sys.argv[1:])
-                sys.argv[1:] = complete(sys.argv[1:])
+            with reported(resumes):
+                words = sys.argv[1:]
+                if {"--help", "-h"} & {*words}:
+                    overrides = [word for word in words if not word.startswith("-")]
+                    say("\n".join([*_usage(name), "", help_text(name, schema, overrides)]))
+                    return
+                if not words and not is_whole(name):
+                    print("\n".join([*_usage(name), "--help says all options"]), file=sys.stderr)
+                    sys.exit(USER_ERROR_STATUS)
+                refuse_flags(name, words)
+                sys.argv[1:] = complete(words)
                 store_composed(sys.argv[1:])
-            # Importing accelerate loads DeepSpeed, which warns on every machine without a GPU.
-            logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
-            try:
-                with reported():
-                    hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
-            except KeyboardInterrupt:
-                print("\n".join(["interrupted", *how_to_go_on(schema, sys.argv)]), file=sys.stderr)
-                sys.exit(INTERRUPTED_STATUS)
+                _quieten()
+                hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
 
         return main
 
     return decorate
+
+
+def _usage(name: str) -> list[str]:
+    return usage(name.replace("_", "-"))
+
+
+def _quieten() -> None:
+    """Leave errors and progress to us: Hydra's, the libraries' bars, and a warning that DeepSpeed has without a GPU."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that composition errors arrive unformatted
+    for library in ("HUB", "DATASETS"):  # transformers' bars go by the first
+        os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
 
 
 def config_for(script: str, words: Sequence[str]) -> Any:
@@ -112,6 +116,10 @@ def config_for(script: str, words: Sequence[str]) -> Any:
     """
     name = Path(script).stem
     import_module(f"outrider.{COMMANDS[name].module}")
+    return _config_of(name, words)
+
+
+def _config_of(name: str, words: Sequence[str]) -> Any:
     schema, complete = _ENTRIES[name]
     overrides = complete(words)
     try:
@@ -128,26 +136,23 @@ def value_of(word: str) -> object:
         return word.partition("=")[2]
 
 
-def is_whole(name: str, schema: type, overrides: list[str]) -> bool:
-    """Whether `overrides` are all that the command needs to be told."""
+def is_whole(name: str) -> bool:
+    """Whether the command needs to be told nothing."""
     try:
-        build(schema, compose_defaults(name, overrides))
+        _config_of(name, ())
     except UserError:
         return False
     return True
 
 
-def refuse_flags(name: str, schema: type, words: Sequence[str]) -> None:
+def refuse_flags(name: str, words: Sequence[str]) -> None:
     """Raise `UserError` for an option of the command that is written as a flag, "--target X" or "-target X"."""
-    if not any(word.startswith("-") for word in words):
-        return
-    options = {field.name for field in dataclasses.fields(schema)} | groups_of(name).keys()
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        key, equals, value = word.lstrip("-").partition("=")
+    options = {field.name for field in dataclasses.fields(_ENTRIES[name][0])} | groups_of(name).keys()
+    for word in words:
+        key, _, value = word.lstrip("-").partition("=")
         key = key.replace("-", "_")
         if word.startswith("-") and key.partition(".")[0] in options:
-            value = value if equals else "VALUE" if following[:1] in ("", "-") else following
-            raise UserError(f"{word}: options are written without dashes, as {key}={value}")
+            raise UserError(f"{word}: options are written without dashes, as {key}={value or 'VALUE'}")
 
 
 def look_for_places(config: Settings) -> None:
@@ -166,33 +171,17 @@ def look_for_places(config: Settings) -> None:
     config.require_places(wanted)
 
 
-def how_to_go_on(schema: type, arguments: Sequence[str]) -> list[str]:
-    """The line that says how to resume a stopped command; empty for a command without `resume`.
-
-    arguments: sys.argv. A launcher's own arguments are not known here, so under one the line shows no command.
-    """
-    if "resume" not in {field.name for field in dataclasses.fields(schema)}:
-        return []
-    if "WORLD_SIZE" in os.environ:
-        return ["go on with the same command and resume=true"] if os.environ.get("RANK", "0") == "0" else []
-    script, *words = arguments
-    start = ["python", script] if script.endswith(".py") else os.path.basename(script).split()
-    words = [word for word in words if not word.startswith("resume=")]
-    return [f"go on with: {clean(shlex.join([*start, *words, 'resume=true']))}"]
-
-
 @contextmanager
-def reported(goes_on: bool = False) -> Iterator[None]:
+def reported(resumes: bool = False) -> Iterator[None]:
     """Within it, a `UserError`, a config or storage error ends the process, with one line on stderr and status 2.
 
-    goes_on: whether the same command continues where it was stopped, which Ctrl-C then prints.
+    resumes: whether the same command goes on where Ctrl-C stopped it, which is then said.
     """
     try:
         yield
     except KeyboardInterrupt:
-        if not goes_on:
-            raise
-        print("interrupted\ngo on with the same command", file=sys.stderr)
+        how = "\ngo on with the same command, and resume=true where it is an option" if resumes else ""
+        print(f"interrupted{how}", file=sys.stderr)
         sys.exit(INTERRUPTED_STATUS)
     except UserError as error:
         _fail(" ".join(str(error).splitlines()).encode(errors="backslashreplace").decode())
@@ -250,26 +239,25 @@ def explain(error: Exception) -> str:
     """One readable message for a Hydra or OmegaConf error: the key, and the options or values allowed there."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_such_choice(error.missing_cfg_file)
-    cause = error
-    while cause.__cause__ is not None and isinstance(cause.__cause__, OmegaConfBaseException):
-        cause = cause.__cause__
-    key = getattr(cause, "full_key", None)
-    first_line = str(cause).strip().splitlines()[0]
     several = str(error).partition("Ambiguous value for argument '")[2].rpartition("'\n1. To use it as a list")[0]
     if word := error.override if isinstance(error, OverrideParseException) else several:
         key, equals, value = word.partition("=")
         said = f"if {value} is one text, as {in_shell(option(key, value))}" if equals else "as KEY=VALUE"
         return f"{word}: not an option; give it, {said}"
+    cause = error
+    while isinstance(cause.__cause__, OmegaConfBaseException):
+        cause = cause.__cause__
+    key: str = getattr(cause, "full_key", None) or ""
     if not key:
         return " ".join(str(error).split())
-    leaf = key.rpartition(".")[2]
+    outer, _, leaf = key.rpartition(".")
     if isinstance(cause, ConfigAttributeError) and cause.parent_node is not None:
         allowed = [str(name) for name in cause.parent_node]
         hint = did_you_mean(leaf, [*allowed, "experiment", "method"])
         return f"{key}: no such option{hint or '.'} Allowed here: {', '.join(allowed)}"
     if isinstance(cause, ConfigKeyError):
-        return f"{key}: {key.rpartition('.')[0]} holds no {leaf!r} in this run; choose it first, or check the name"
-    return f"{key}: {first_line}"
+        return f"{key}: {outer} holds no {leaf!r} in this run; choose it first, or check the name"
+    return f"{key}: {str(cause).strip().splitlines()[0]}"
 
 
 def _no_such_choice(missing: str) -> str:
@@ -288,25 +276,17 @@ def _fail(message: str) -> typing.NoReturn:
 
 
 def _open(kind: Any) -> Any:
-    """`kind` as OmegaConf takes it: settings that are not frozen, and the simple types that it knows."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return dataclasses.make_dataclass(kind.__name__, _open_fields(kind))
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return typing.Union[tuple(map(type, arguments))]  # noqa: UP007 (built at run time)
-    if origin in (types.UnionType, typing.Union):
-        given = [one for one in arguments if one is not types.NoneType]
-        contains = len(given) > 1 and any(map(typing.get_args, given))  # OmegaConf has no unions with containers
-        return Any if contains else typing.Union[tuple(map(_open, arguments))]  # noqa: UP007 (built at run time)
-    return origin[tuple(map(_open, arguments))] if origin else kind
-
-
-def _open_fields(kind: type) -> Iterator[tuple[str, object, object]]:
+    """Settings as OmegaConf takes them: names, defaults, and what is text. Other types are for `construct` to check."""
+    opened, hints = [], typing.get_type_hints(kind)
     for own in dataclasses.fields(kind):
-        inner = _open(typing.get_type_hints(kind)[own.name])
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            yield own.name, inner, dataclasses.field(default_factory=inner)
-        elif own.default is own.default_factory is dataclasses.MISSING:
-            yield own.name, inner, dataclasses.field(default="???")  # mandatory
-        else:
-            yield own.name, inner, dataclasses.field(default=own.default, default_factory=own.default_factory)
+        hint, default, factory = hints[own.name], own.default, own.default_factory
+        by_name = typing.get_args(hint)[1:] if typing.get_origin(hint) is dict else ()
+        taken = hint if hint in _TEXTS else Any
+        if dataclasses.is_dataclass(hint):
+            taken = factory = _open(hint)
+        elif by_name and dataclasses.is_dataclass(by_name[0]):
+            taken = types.GenericAlias(dict, (str, _open(by_name[0])))
+        elif default is factory is dataclasses.MISSING:
+            default = "???"  # OmegaConf's word for what must be given
+        opened.append((own.name, taken, dataclasses.field(default=default, default_factory=factory)))
+    return dataclasses.make_dataclass(kind.__name__, opened)

@@ -6,16 +6,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from docs.make_options import PAGE, page
 from outrider.base.errors import UserError
-from outrider.base.settings import RunConfig, Settings, decides, free, opt
+from outrider.base.settings import RunConfig, Settings, decides, free, only, opt
 from outrider.cli import COMMANDS as LISTED
 from outrider.commands import register
-from outrider.commands.options import compose_defaults, groups_of, help_text, meanings_of, options_of
+from outrider.commands.options import compose_defaults, groups_of, help_text, options_of
 from outrider.train.settings.drafters import EesdConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
 
@@ -31,7 +32,7 @@ def test_the_page_is_current() -> None:
 def test_every_option_has_a_meaning(name: str) -> None:
     schema = LISTED[name].load_settings()
     register(name, schema)
-    options = list(options_of(schema, compose_defaults(name, [])))
+    options = options_of(schema, compose_defaults(name, []))
     assert [option.key for option in options if not option.meaning] == []
     assert all("GGUF" in option.meaning for option in options if option.key == "target")
     keys = [option.key for option in options]
@@ -53,14 +54,19 @@ def test_help_is_of_this_command_and_of_what_is_chosen() -> None:
 
 
 def test_a_meaning_is_an_argument_or_stands_after_the_field() -> None:
-    assert meanings_of(Declared) == {"first": "of the base", "second": "in two lines", "third": "here", "fourth": ""}
+    composed = OmegaConf.create({"first": 1, "second": "", "third": {}, "fourth": 4, "fifth": 5})
+    meanings = {option.key: option.meaning for option in options_of(Declared, composed)}
+    expected = {"first": "of the base", "second": "in two lines", "third": "here", "fourth": ""}
+    assert meanings == expected | {"fifth": "with fourth=4 or 5: of the base too"}
 
 
 @dataclasses.dataclass(kw_only=True)
-class Base:
+class Base(Settings):
     """Settings of a test."""
 
     first: int = opt(help="of the base")
+    fifth: Annotated[int, only(fourth=(4, 5))] = 5
+    """of the base too"""
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -7,7 +7,7 @@ import pytest
 from outrider import cli
 from outrider.base.errors import UserError
 from outrider.base.words import GONE, did_you_mean
-from outrider.commands.options import settings_of
+from outrider.inference.settings.presets import preset
 from outrider.train.settings.export import ExportConfig
 
 
@@ -64,6 +64,6 @@ def test_the_suggestion_for_a_name_that_is_gone_is_why(name: str) -> None:
 
 def test_a_method_or_choice_that_is_gone_says_why() -> None:
     with pytest.raises(UserError, match=r"small_lm/fused: no such method; fused is gone: one tree .* There are"):
-        settings_of("small_lm/fused")
+        preset("small_lm/fused")
     with pytest.raises(UserError, match=r"engine='tensorrt_llm': expected 'vllm'.*; tensorrt_llm is gone: "):
         ExportConfig(checkpoint="x", engine="tensorrt_llm")  # type: ignore[arg-type]
