@@ -37,7 +37,7 @@ from outrider.draft_models.targets.target import Band, Target, require_layers
 from outrider.inference.doctor.scores import Recording, read
 from outrider.inference.drafters.eagle3 import Eagle3Plugin
 from outrider.inference.drafters.shaped import bare
-from outrider.inference.loading.templates import templates_of
+from outrider.inference.loading.targets import templates_of
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, DrafterPlugin, read_record
 
 DECLARED = "as declared"

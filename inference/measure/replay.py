@@ -34,13 +34,12 @@ from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.data_prep.text.sources import read_file
 from outrider.draft_models.early_exit.checkpoint import provenance
 from outrider.draft_models.targets.encoder import open_encoder
-from outrider.draft_models.targets.target import Target
 from outrider.draft_models.targets.vocabulary import vocabulary_digest
 from outrider.inference.core.decode import cut, decode_rounds
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Clock, Generation, Round, collect
 from outrider.inference.core.session import Session
-from outrider.inference.core.target_session import TargetSession, eager_session
+from outrider.inference.core.target_session import TargetSession, WholeSession
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree, depths
 from outrider.inference.core.verify import verify_greedy
@@ -82,7 +81,7 @@ class RecordedTurn:
     answer: tuple[int, ...]
 
 
-class RecordedSession(Session):
+class RecordedSession(WholeSession):
     """The session of a drafter that shares nothing with the target: it records rows and runs no layer.
 
     Logits have no columns [n, 0], since `RecordedSelector` reads none. The target's last hidden state is 0 [1, width].
@@ -102,15 +101,6 @@ class RecordedSession(Session):
     @property
     def vocabulary(self) -> int:
         return self._vocabulary
-
-    def draft_session(self, model: Target) -> Session:
-        return eager_session(model, None, self.capacity, self.context)
-
-    def feed(self, tokens: Tensor, parents: Sequence[int]) -> Tensor:
-        """Record the rows of a pass."""
-        self.round.add(parents)
-        self.fed.append(tokens)
-        return tokens[None]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
         self.finished = range(self.rows) if rows is None else rows

@@ -19,9 +19,8 @@ from outrider.inference.core.decode import speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.loading.memory_plan import Place, drafter_memory, dtype_of, planned_device, target_memory
-from outrider.inference.loading.targets import load_stack
+from outrider.inference.loading.targets import load_stack, templates_of
 from outrider.inference.loading.targets import prepare as prepare_drafters
-from outrider.inference.loading.templates import templates_of
 from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, kind_in
 from outrider.train.core.training import Plan
