@@ -14,7 +14,6 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,32 +42,20 @@ AGAIN = "train the drafter again"
 ELSEWHERE = "TARGET"  # in commands: a target that was a path where the drafter was trained
 
 
-def ship(run: Path, out_dir: Path, *, target: str | None, dtype: torch.dtype, max_mb: float) -> str:
+def ship(run: Path, out_dir: Path, *, target: str | None, dtype: torch.dtype) -> str:
     """Write the drafters in `run` to folders of the same names in `out_dir`; returns their sizes.
 
-    Raises `UserError` if there are none, if one is damaged, if `out_dir` holds one of them, and if their total size
-    exceeds `max_mb`; `out_dir` then stays unchanged.
+    Raises `UserError` if there are none, if one is damaged, and if `out_dir` holds one of them.
     """
     found = [name for name in SHIPPED if (run / name).is_dir()]
     if not found:
         raise UserError(f"{run}: no drafters there; expected a pipeline's directory with {', '.join(SHIPPED)}")
     if any((out_dir / name).exists() for name in found):
         raise UserError(f"{out_dir}: holds drafters already; remove them, or give another directory")
-    with tempfile.TemporaryDirectory(dir=require_writable(out_dir)) as folder:
-        staging = Path(folder)
-        for name in found:
-            SHIPPED[name](run / name, staging / name, dtype)
-            ship_card(run / name, staging / name, target)
-        sizes = {name: megabytes(staging / name) for name in found}
-        said = " ".join(f"{name}={size:.2f}" for name, size in sizes.items())
-        if sum(sizes.values()) > max_mb:
-            raise UserError(
-                f"--max-mb {max_mb:g}: the drafters are {sum(sizes.values()):.2f} MB ({said}); train a smaller "
-                "small LM, count with a larger min_count= or fewer orders=, or allow more"
-            )
-        for name in found:
-            (staging / name).rename(out_dir / name)
-    return said
+    for name in found:
+        SHIPPED[name](run / name, out_dir / name, dtype)
+        ship_card(run / name, out_dir / name, target)
+    return " ".join(f"{name}={megabytes(out_dir / name):.2f}" for name in found)
 
 
 def ship_early_exit(source: Path, to: Path, dtype: torch.dtype) -> None:
@@ -155,12 +142,10 @@ def main() -> None:
     parser.add_argument("out_dir", type=Path, help="where they go")
     parser.add_argument("--target", help="name of the target for the commands on the cards, where others have it")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    parser.add_argument("--max-mb", type=float, default=20.0, help="all of them together")
     options = parser.parse_args()
     transformers_logging.disable_progress_bar()
     with reported():
-        said = ship(options.run, options.out_dir, target=options.target, dtype=getattr(torch, options.dtype),
-                    max_mb=options.max_mb)  # fmt: skip
+        said = ship(options.run, options.out_dir, target=options.target, dtype=getattr(torch, options.dtype))
         print(f"{options.out_dir} {options.dtype} megabytes: {said}")
 
 

@@ -31,7 +31,7 @@ from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.skip_layers import SkipLayersSource
 from outrider.inference.loading.generation_config import generate_settings, make_sampler
 from outrider.inference.loading.targets import Drafters, new_drafter
-from outrider.inference.measure.arms import make_arms
+from outrider.inference.measure.arms import make_arms, measure
 from outrider.inference.measure.replay import RecordedSession
 from outrider.inference.measure.results import AUTOREGRESSIVE
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
@@ -179,11 +179,10 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
             mine = {key: method for key, method in own.items() if alike[key].other == other}
             drafters = bench.drafters_of(alike[next(iter(mine))])
             arms |= make_arms(bench.stack, drafters, mine, None, **options)
-        names = [*own, AUTOREGRESSIVE]
-        for name in names if cold else ():
-            arms[name](asked.ids, Streams(0, asked.id))
-        shift = turn % len(names)
-        done = {name: arms[name](asked.ids, Streams(0, asked.id)) for name in names[shift:] + names[:shift]}
+        for arm in arms.values() if cold else ():
+            arm(asked.ids, Streams(0, asked.id))
+        named = {"prompt_id": asked.id, "category": asked.category}
+        done = measure(arms, asked.ids, repeats=1, turn=turn, **named).generations
         plain = done[AUTOREGRESSIVE]
         each = plain.decode_seconds / max(1, len(plain.tokens) - 1)
         for name in own:

@@ -123,12 +123,12 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
     ) -> Model:
-        head = None
-        if any(method.source == self.kind and method.stop.needs_head for method in methods.values()):
-            made_for, folder = asdict(target.fingerprint), KINDS[self.kind].calibration or ""
-            head = load_calibration(where, self.digest(where), placed["device"], made_for, folder=folder)
-        drafter = self.load_drafter(where, target, **placed)
-        return drafter if head is None else cast("Model", Calibrated(drafter, head))
+        drafter = self.load_drafter(where, target, **placed)  # first: a drafter of another target is refused as such
+        if not any(method.source == self.kind and method.stop.needs_head for method in methods.values()):
+            return drafter
+        made_for, folder = asdict(target.fingerprint), KINDS[self.kind].calibration or ""
+        head = load_calibration(where, self.digest(where), placed["device"], made_for, folder=folder)
+        return cast("Model", Calibrated(drafter, head))
 
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import subprocess
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -69,9 +68,3 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="a GPU; or --rehearse"):
         gpu_record.record(asked(tmp_path, rehearse=False, target="x", prompts=["a=b"]))
-
-
-def test_make_gpu_record_is_this_script() -> None:
-    command = ["make", "-n", "gpu-record", "ARGS=--rehearse"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "benchmarks/gpu_record.py --rehearse" in done.stdout
