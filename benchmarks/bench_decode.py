@@ -1,8 +1,8 @@
 """Every kind of round on a target and its drafters: tokens a second, and where the time of a round goes.
 
-    python benchmarks/bench_decode.py [--target runs/demo/target --checkpoint runs/demo/eesd --drafter DIR]
+    python benchmarks/bench_decode.py
 
-The target is a random one (Llama, 8 layers × 1024) or, if given, a trained one with its drafters. The methods take
+The target is a random Llama, 8 layers × 1024; of a trained one evaluate-checkpoint reports the same. The methods take
 turns prompt by prompt; medians over prompts are reported. "other" is what a round does beside drafting, shaping its
 draft and the target's pass.
 """
@@ -20,11 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.base.files import write_json
 from outrider.base.machine import describe_machine
-from outrider.data_prep.text.chat import render_prompt
-from outrider.data_prep.text.prompts import read_prompts
-from outrider.draft_models.early_exit.checkpoint import from_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
-from outrider.draft_models.small_lm.model import load_small_lm
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import open_target, pick_device
 from outrider.draft_models.targets.stack import LayerStack
@@ -97,21 +93,6 @@ def random_subject(folder: Path, prompts: int, dtype: torch.dtype, device: torch
     return Subject(name, stack, drafters, [[*text, *text[: RANDOM_TEXT // 2]] for text in texts])
 
 
-def trained_subject(options: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> Subject:
-    """The target, early-exit checkpoint and small LM of the command line."""
-    target = open_target(options.target)
-    early_exit = from_pretrained(options.checkpoint, target.config, target.fingerprint, dtype=dtype, device=device)
-    small = load_small_lm(options.drafter, target.tokenizer, dtype=dtype, device=device)
-    drafters: Drafters = {"early_exit": Calibrated(early_exit), "small_lm": small}
-    stack = layer_stack(target.layers(None, dtype=dtype, device=device))
-    prepare(stack, drafters)
-    rendered = [
-        render_prompt([{"role": "user", "content": p.turns[0]}], target.tokenizer, "auto" if p.chat else "none")
-        for p in read_prompts(options.prompts, limit=options.num_prompts)
-    ]
-    return Subject(options.target, stack, drafters, rendered)
-
-
 def run(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
     """Every method on one subject, in turn."""
     runtime = make_runtime(options.runtime, subject.stack.device)
@@ -174,29 +155,18 @@ def show(result: Mapping[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", help="a trained target; needs --checkpoint and --drafter")
-    parser.add_argument("--checkpoint", help="an early-exit drafter for it")
-    parser.add_argument("--drafter", help="a small LM for it")
     parser.add_argument("--draft-tokens", type=int, default=4, help="K of chains and prompt lookup")
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--prompts", default="python_stdlib", help="for the trained target; see evaluate-checkpoint")
     parser.add_argument("--num-prompts", type=int, default=12)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on CUDA only")
     parser.add_argument("--runtime", choices=RUNTIMES, default="auto")
     parser.add_argument("--out", type=Path, help="default: results/decode_DEVICE.json")
     options = parser.parse_args()
-    given = [options.target, options.checkpoint, options.drafter]
-    if any(given) != all(given):
-        parser.error("--target, --checkpoint and --drafter go together")
     device = pick_device(options.device)
     dtype = getattr(torch, options.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     with tempfile.TemporaryDirectory() as folder:
-        subject = (
-            trained_subject(options, dtype, device)
-            if options.target
-            else random_subject(Path(folder), options.num_prompts, dtype, device)
-        )
+        subject = random_subject(Path(folder), options.num_prompts, dtype, device)
         result = run(subject, options)
     show(result)
     out = options.out or RESULTS / f"decode_{device.type}.json"
