@@ -14,7 +14,7 @@ from outrider.draft_models.targets.open_target import load_config
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.draft_models.tiny import models as tiny_models
-from outrider.draft_models.tiny.models import TINY_ARCHITECTURES, tiny_settings
+from outrider.draft_models.tiny.models import TINY_ARCHITECTURES
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 
 LAYERS = 4
@@ -45,7 +45,10 @@ def save_target(path: Path, architecture: str = "llama", *, tied: bool = False, 
         "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
         "tie_word_embeddings": tied, "bos_token_id": 256, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
-    config = AutoConfig.for_model(architecture, **{**settings, **tiny_settings(architecture, WINDOW), **changes})
+    own = dict(TINY_ARCHITECTURES[architecture])
+    if "sliding_window" in own:
+        own["sliding_window"] = WINDOW
+    config = AutoConfig.for_model(architecture, **{**settings, **own, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

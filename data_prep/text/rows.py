@@ -295,9 +295,6 @@ class Meta:
 
     def __post_init__(self) -> None:
         require(set(self.counts) >= set(COUNTS), "counts", sorted(self.counts), ", ".join(COUNTS))
-        require(min(self.counts.values()) >= 0, "counts", self.counts, "numbers ≥ 0")
-        for name in ("rows", "supervised"):
-            require(self.counts[name] >= 1, f"counts.{name}", self.counts[name], "at least 1")
 
 
 def _read_meta(folder: Path) -> Meta:

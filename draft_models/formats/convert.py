@@ -324,11 +324,12 @@ def _write_weights(
 
 
 def read_as(stored: Stored, dtype: torch.dtype | None) -> Tensor:
-    """The tensor, in `dtype` if it is given and the tensor holds floats."""
+    """The tensor, in the type in which it is written."""
     return stored.read().to(_written(stored, dtype))
 
 
 def _written(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
+    """The type in which a tensor is written: `dtype` if it is given and the tensor holds floats, else its own."""
     return stored.dtype if dtype is None or not stored.dtype.is_floating_point else dtype
 
 

@@ -20,7 +20,7 @@ VERSIONS = (2, 3)
 _DAMAGED = "fetch it again"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_PLAIN = (0, 1, 28, 30)  # ggml's type numbers of float32, float16, float64 and bfloat16
+PLAIN = (0, 1, 28, 30)  # ggml's type numbers of float32, float16, float64 and bfloat16
 _SHORTEST = 24  # minimum bytes of a file: magic, version and two counts
 _MISSING = object()
 
@@ -58,11 +58,6 @@ class GgufFile:
         if value is not default and (not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool)):
             raise UserError(f"{self.path}: {key}={_shown(value)}: expected {kind.__name__}; {_DAMAGED}")
         return value
-
-    @property
-    def quantised(self) -> bool:
-        """Whether any tensor has a quantised type."""
-        return any(place.kind not in _PLAIN for place in self.tensors.values())
 
     def texts(self, key: str) -> list[str]:
         """The list of strings under `key`. Raises `UserError`."""

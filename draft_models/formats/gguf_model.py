@@ -19,7 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from outrider.base.errors import UserError, reason
 from outrider.base.files import save_parts
 from outrider.draft_models.formats.gguf_config import IGNORED, gguf_config, require_family
-from outrider.draft_models.formats.gguf_file import GgufFile, TensorPlace, open_gguf
+from outrider.draft_models.formats.gguf_file import PLAIN, GgufFile, TensorPlace, open_gguf
 from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
 from outrider.draft_models.formats.torch_files import HEAD, Stored
 
@@ -58,7 +58,7 @@ class GgufModel:
     @property
     def quantised(self) -> bool:
         """Whether any of its tensors is quantised."""
-        return self.file.quantised
+        return any(place.kind not in PLAIN for place in self.file.tensors.values())
 
     def tensors(self) -> Mapping[str, Stored]:
         """Its tensors by Hugging Face's names: float32 if they are quantised, else in their own type.

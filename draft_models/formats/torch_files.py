@@ -61,7 +61,7 @@ class Stored:
 
         Raises `UserError` if it cannot be read.
         """
-        content = memoryview(self.read().reshape(-1).view(torch.uint8).numpy())
+        content = self.read().reshape(-1).view(torch.uint8).numpy().data
         for at, size in places:
             yield content[at : at + size]
 

@@ -76,7 +76,7 @@ def fingerprint_target(
 ) -> Fingerprint:
     """The fingerprint of a target. Reads a few MB, and fetches missing files unless `fetch` is off."""
     names = _sampled(files, config)
-    template = tokenizer.chat_template
+    template = json.dumps(tokenizer.chat_template, sort_keys=True).encode()
     return Fingerprint(
         target=files.source,
         revision=files.revision,
@@ -86,7 +86,7 @@ def fingerprint_target(
         vocab_size=config.vocab_size,
         weights=files.digest(names),
         tokenizer=tokenizer_digest(tokenizer)[:16],
-        chat_template=None if template is None else _digest(json.dumps(template, sort_keys=True).encode()),
+        chat_template=None if tokenizer.chat_template is None else hashlib.sha256(template).hexdigest()[:16],
         **model_identity(files, fetch=fetch),
     )
 
@@ -101,10 +101,6 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         backend = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
     parts = [backend, tokenizer.special_tokens_map]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def model_identity(files: TensorFiles, *, fetch: bool = True) -> dict[str, Any]:

@@ -37,14 +37,6 @@ TINY_ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_settings(architecture: str, window: int = WINDOW) -> dict[str, Any]:
-    """A copy of the line of `architecture`, with sliding attention, where it has any, over `window` positions."""
-    settings = dict(TINY_ARCHITECTURES[architecture])
-    if "sliding_window" in settings:
-        settings["sliding_window"] = window
-    return settings
-
-
 VOCABULARY = 260  # 256 bytes, then <s>, </s>, <pad> and one spare
 
 _SIZES = {
@@ -133,7 +125,7 @@ def save_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
-            config or AutoConfig.for_model(architecture, **{**settings, **tiny_settings(architecture)}),
+            config or AutoConfig.for_model(architecture, **{**settings, **TINY_ARCHITECTURES[architecture]}),
             dtype=torch.float32,
             trust_remote_code=False,
         )
