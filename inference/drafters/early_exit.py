@@ -1,6 +1,6 @@
 """An early exit as the drafter: an exit layer on the hidden states of the target's first layers (EESD)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -15,6 +15,7 @@ from outrider.draft_models.early_exit.checkpoint import (
     from_pretrained,
     read_draft_tokens,
     read_meta,
+    require_target,
 )
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.targets.open_target import OpenTarget
@@ -100,6 +101,12 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
 
     def digest(self, where: str) -> str:
         return read_meta(where).weights_sha256
+
+    def load(
+        self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
+    ) -> EarlyExit:
+        require_target(read_meta(where), target.fingerprint, where)  # before its head says that it is of another one
+        return super().load(where, target, methods, **placed)
 
     def load_drafter(self, where: str, target: OpenTarget, **placed: Unpack[Placed]) -> EarlyExit:
         return from_pretrained(where, target.config, target.fingerprint, **placed)
