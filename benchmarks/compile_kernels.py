@@ -1,9 +1,9 @@
 """Registers, shared memory and spills of the Triton kernels on GPUs that need not be here.
 
-    python benchmarks/compile_kernels.py [--targets 80 90 100] [--out FILE]
+    python benchmarks/compile_kernels.py [--targets 80 90 100] --out FILE
 
 Every kernel is compiled ahead of time as a pass over a target of each shape below would launch it, in bfloat16 and in
-float32. ptxas, which is in Triton's wheel, says what a kernel takes. Prints a table: of all shapes the most.
+float32. ptxas, which is in Triton's wheel, says what a kernel takes.
 """
 
 import argparse
@@ -108,32 +108,13 @@ def used(ptx: str, arch: int) -> dict[str, int]:
     return {"registers": registers, "spilled": stores + loads}
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """A row per kernel, a column per target and dtype: registers, bytes of shared memory and, if any, bytes spilled."""
-    columns = list(dict.fromkeys((one["target"], one["dtype"]) for one in found))
-    lines = [
-        "| kernel | " + " | ".join(" ".join(column) for column in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for name in dict.fromkeys(one["kernel"] for one in found):
-        cells = []
-        for target, dtype in columns:
-            same = [one for one in found if (one["kernel"], one["target"], one["dtype"]) == (name, target, dtype)]
-            registers, shared, spilled = (max(one[what] for one in same) for what in ("registers", "shared", "spilled"))
-            cells.append(f"{registers}, {shared:,}" + (f", {spilled:,} spilled" if spilled else ""))
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", type=int, default=[80, 90, 100])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     found = [one for arch in given.targets for dtype in TYPES for one in compiled(arch, dtype)]
-    print(table(found))
-    if given.out is not None:
-        write_json(given.out, {"machine": describe_machine(), "triton": triton.__version__, "kernels": found})
+    write_json(given.out, {"machine": describe_machine(), "triton": triton.__version__, "kernels": found})
 
 
 if __name__ == "__main__":
