@@ -32,8 +32,8 @@ from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.loading.targets import Drafters, end_tokens, load_plain, prepare
 from outrider.inference.measure.arms import make_arms, measure, measure_deviations, transformers_generate
 from outrider.inference.measure.lossless import BULK, GAP, PEAK, Deviation, Judgement, judge
-from outrider.inference.measure.results import TRANSFORMERS, Arm, Choosing
-from outrider.inference.settings.method import MethodConfig, StructureConfig
+from outrider.inference.measure.results import Arm, Choosing
+from outrider.inference.settings.method import TRANSFORMERS, MethodConfig, StructureConfig
 
 METHODS = {
     "prompt_lookup": MethodConfig(source="prompt_lookup"),

@@ -2,6 +2,7 @@
 
 import sys
 
+import outrider
 from outrider.commands import entry
 from outrider.inference.settings.tools import ChatConfig
 
@@ -9,7 +10,6 @@ from outrider.inference.settings.tools import ChatConfig
 @entry("chat", ChatConfig, waits=True)
 def main(config: ChatConfig) -> None:
     # Imported after the config is checked, as torch and transformers take seconds to import.
-    import outrider
     from outrider.inference.conversation import Chat, open_screen
 
     if sys.stdin.isatty():

@@ -34,8 +34,8 @@ from outrider.inference.engines.graphs.fixed_shapes import UPLOADS, Upload
 from outrider.inference.loading.targets import prepare
 from outrider.inference.measure.arms import make_arms, measure, measure_deviations
 from outrider.inference.measure.lossless import judge
-from outrider.inference.measure.results import AUTOREGRESSIVE, Arm, Choosing
-from outrider.inference.settings.method import MethodConfig, StopConfig
+from outrider.inference.measure.results import Arm, Choosing
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain, make_structure
 from outrider.inference.stopping.rules import FixedLength

@@ -37,9 +37,8 @@ from outrider.inference.loading.generation_config import generate_settings, make
 from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.arms import make_arms, measure
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession
-from outrider.inference.measure.results import AUTOREGRESSIVE
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from papers.claims import Row, Table, quantity
 from papers.watching import Watched

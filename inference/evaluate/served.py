@@ -34,14 +34,14 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.drafters.ngram.ngrams import open_table
 from outrider.inference.loading.targets import TargetSetup, context_length, load_plain
-from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult, append_line, read_lines
+from outrider.inference.measure.results import PromptResult, append_line, read_lines
 from outrider.inference.measure.threads import load_average, machine_load
 from outrider.inference.report.served import DRAFTED, PLAIN, UNREAD, Row, served_row
 from outrider.inference.serving.engine_process import EngineProcess, generation, require_engine, running
 from outrider.inference.serving.proposer import PROPOSER, chain_rounds, environment
 from outrider.inference.settings.engine import MODULES, EngineConfig, draft_length, python_in, why_not
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 
 FILE = "served.jsonl"

@@ -23,18 +23,8 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.loading.generation_config import generate_settings, make_sampler
 from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.lossless import Deviation, Forced, make_reference
-from outrider.inference.measure.results import (
-    AUTOREGRESSIVE,
-    TRANSFORMERS,
-    Arm,
-    Choosing,
-    MakeArms,
-    Noting,
-    PromptResult,
-    ShownRound,
-    shown_rounds,
-)
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.measure.results import Arm, Choosing, MakeArms, Noting, PromptResult, ShownRound, shown_rounds
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
 

@@ -23,11 +23,11 @@ from outrider.inference.loading.targets import Models, TargetSetup, context_leng
 from outrider.inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
 from outrider.inference.measure.lossless import HALF
 from outrider.inference.measure.probe import NEW_TOKENS, tune
-from outrider.inference.measure.results import AUTOREGRESSIVE, Arm, Choosing, MakeArms, PromptResult, Skipped
+from outrider.inference.measure.results import Arm, Choosing, MakeArms, PromptResult, Skipped
 from outrider.inference.measure.threads import CpuWatch
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
 from outrider.inference.sizing.policy import Tuning
 
 WARM_UP_TOKENS = 8

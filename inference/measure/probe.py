@@ -78,8 +78,7 @@ def tune(
     ready, tunings = dict(methods), {}
     for name, method in methods.items():
         tree = method.structure
-        lacks_delta = tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO
-        if not (method.adapts or lacks_delta):
+        if not (method.adapts or method.lacks_delta):
             continue
         streams = Streams(seed).within(name, "tune")
         with Stage(f"measuring the sizes of {name}"):
@@ -89,7 +88,7 @@ def tune(
             )  # fmt: skip
         if method.adapts:
             tunings[name] = tuning
-        if lacks_delta:
+        if method.lacks_delta:
             mu = tuning.costs.step[1] / tuning.costs.plain
             ready[name] = replace(method, structure=replace(tree, delta=min(1.0, mu)))
     return ready, tunings

@@ -72,9 +72,6 @@ def shown_rounds(first: int, rounds: Sequence[Round], verified: Sequence[_Verifi
     return tuple(shown)
 
 
-AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the two baselines' names
-
-
 @dataclass(frozen=True)
 class PromptResult:
     """One prompt continued by every arm.

@@ -9,8 +9,9 @@ from typing import NotRequired, TypedDict
 
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
-from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.statistics import bootstrap_median, looped
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 
 
 class Speedup(TypedDict):

@@ -6,8 +6,9 @@ from typing import Any
 
 from outrider.base.words import Table
 from outrider.inference.measure.lossless import BULK, GAP, PEAK, Judgement, judge
-from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult
+from outrider.inference.measure.results import PromptResult
 from outrider.inference.report.wording import Report
+from outrider.inference.settings.method import AUTOREGRESSIVE
 
 HALF_NAMES = ("bfloat16", "float16")
 

@@ -14,7 +14,7 @@ from outrider.base.machine import describe_machine
 from outrider.base.streams import Streams
 from outrider.base.wandb_config import ID_FILE, WandbConfig
 from outrider.draft_models.early_exit.checkpoint import provenance
-from outrider.inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, TRANSFORMERS, PromptResult
+from outrider.inference.measure.results import REPORT_FILE, PromptResult
 from outrider.inference.measure.speed import (
     answers_per_second,
     break_even,
@@ -53,6 +53,7 @@ from outrider.inference.report.wording import (
     recommendation,
     whole_table,
 )
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 from outrider.inference.sizing.policy import Tuning
 
 Report = dict[str, Any]

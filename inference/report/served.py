@@ -12,11 +12,12 @@ import numpy.typing as npt
 from outrider.base.streams import Streams
 from outrider.base.words import Table
 from outrider.inference.core.rounds import Generation
-from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult
+from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup, without_loops
 from outrider.inference.measure.statistics import MIN_PROMPTS, decode_statistics, share_of_loops, verdict
 from outrider.inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
 from outrider.inference.settings.kinds import EAGLE3, KINDS
+from outrider.inference.settings.method import AUTOREGRESSIVE
 
 LARGEST_DIFFERENCE = 0.02  # differences of acceptance at a depth up to this are not reported
 _DRAWS = 2000

@@ -14,10 +14,11 @@ from outrider.base.files import read_json, require_writable, write_atomically, w
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
 from outrider.base.words import Table, listed
-from outrider.inference.measure.results import AUTOREGRESSIVE, REPORT_FILE, PromptResult, read_results
+from outrider.inference.measure.results import REPORT_FILE, PromptResult, read_results
 from outrider.inference.measure.speed import decoding, timed
 from outrider.inference.measure.statistics import bootstrap_median, looped, loops_text, share_of_loops, verdict
 from outrider.inference.report.wording import interval_text
+from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
 
 COMPARISON = "compare.json"

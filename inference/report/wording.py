@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.base.words import Table, in_shell, option
-from outrider.inference.measure.results import TRANSFORMERS
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text, tau_text
+from outrider.inference.settings.method import TRANSFORMERS
 from outrider.inference.settings.sampling import SamplingConfig
 
 Report = Mapping[str, Any]

@@ -16,6 +16,7 @@ from outrider.inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST
 # depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the
 # machine's speed.
 AUTO: Final = "auto"
+AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the names of the two baselines
 Size = Count | Literal["auto"]
 
 
@@ -263,3 +264,9 @@ class MethodConfig(Settings):
         """Whether something is chosen by costs measured here."""
         tree = self.structure
         return self.stop.needs_costs or AUTO in (tree.nodes, tree.max_depth, tree.widths, self.ngrams.nodes)
+
+    @property
+    def lacks_delta(self) -> bool:
+        """Whether it is an OPT-Tree whose δ is to be measured here."""
+        tree = self.structure
+        return tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO

@@ -38,11 +38,9 @@ from outrider.inference.core.stop_strings import StopStrings
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
 from outrider.inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
-from outrider.inference.measure.probe import tune
-from outrider.inference.measure.results import AUTOREGRESSIVE
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
 from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
 from outrider.inference.settings.presets import known_as, preset
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
@@ -328,8 +326,10 @@ class Model:
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
         """Measure the costs for "auto" sizes once, by decoding after the first prompt."""
-        if self._tuned:
+        if self._tuned or not (self.method.adapts or self.method.lacks_delta):
             return
+        from outrider.inference.measure.probe import tune  # loaded only for what is measured
+
         clock = synchronized_clock if self.setup.device.type == "cuda" else time.perf_counter
         ready, tunings = tune(
             {self.name: self.method}, self.stack, self.drafters, ids, sampling=sampling, runtime=self.runtime,

@@ -247,7 +247,7 @@ def explain(error: Exception) -> str:
     cause = error
     while isinstance(cause.__cause__, OmegaConfBaseException):
         cause = cause.__cause__
-    key: str = getattr(cause, "full_key", None) or ""
+    key = str(getattr(cause, "full_key", None) or "")
     if not key:
         return " ".join(str(error).split())
     outer, _, leaf = key.rpartition(".")

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider import cli
 from outrider import commands as conf
-from outrider.api.model import preset
 from outrider.base.errors import UserError, require, warn
 from outrider.base.files import parse_json
 from outrider.base.run_dirs import HOLDER_FILE, only_run
@@ -40,6 +39,7 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.engine import EngineConfig
+from outrider.inference.settings.presets import preset
 from outrider.inference.settings.tools import AuditConfig
 from tests.inference.batch.responding import ENDS, letter_tokenizer, responses, skipped
 from tests.inference.batch.serving import MODELS, Engine, replying, serving

@@ -26,14 +26,14 @@ from outrider.draft_models.losses import (
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.lossless import Deviation
 from outrider.inference.measure.replay import RecordedTurn, replay_markdown, replay_report
-from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup
 from outrider.inference.measure.statistics import LEAST, looped
 from outrider.inference.report.page import make_page
 from outrider.inference.report.report import build_report, markdown, write_reports
 from outrider.inference.report.side_by_side import compare_reports
 from outrider.inference.report.wording import recommendation
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import CompareConfig
 from outrider.train.core.fit import fit

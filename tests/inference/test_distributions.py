@@ -25,8 +25,8 @@ from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.measure.arms import make_arms
-from outrider.inference.measure.results import AUTOREGRESSIVE, Arm
-from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.measure.results import Arm
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes import shapes
 from outrider.inference.sizing.policy import Tuning

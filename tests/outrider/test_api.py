@@ -75,6 +75,21 @@ def test_importing_is_quick() -> None:
         outrider.lode  # noqa: B018
 
 
+def test_the_runtime_alone_is_imported_to_decode() -> None:
+    """No report, no doctor, no measuring, no command; they are loaded for what asks for them."""
+    code = "import sys, outrider.api.model\nfor one, of in sys.modules.items(): print(one, hasattr(of, '__path__'))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    ours = [name for name, folder in map(str.split, run.stdout.splitlines()) if folder == "False"]
+    ours = [name for name in ours if name.startswith("outrider.")]
+    assert 50 < len(ours) <= 70
+    away = (
+        "outrider.commands",
+        "outrider.cli",
+        *(f"outrider.inference.{name}" for name in ("measure", "report", "doctor")),
+    )
+    assert [name for name in ours if name.startswith(away)] == []
+
+
 def test_a_script_beside_a_folder_called_outrider_imports_the_package(tmp_path: Path) -> None:
     """As in the directory that a clone lies in; `pip install -e .` has said where the package is."""
     (tmp_path / "outrider").mkdir()

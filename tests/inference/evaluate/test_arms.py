@@ -13,8 +13,8 @@ from outrider.inference.core.rounds import Generation, Round, collect
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.measure.arms import make_arms, measure, transformers_generate, without_captures
-from outrider.inference.measure.results import AUTOREGRESSIVE, Arm
-from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.measure.results import Arm
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.ngram_cases import make_table
 from tests.table_target import TableModel, TableRuntime

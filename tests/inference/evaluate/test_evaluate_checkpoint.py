@@ -18,9 +18,8 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.verify import verify_greedy
 from outrider.inference.evaluate_checkpoint import main
 from outrider.inference.loading.targets import end_tokens, heldout_fraction
-from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from tests.tiny import LAYERS, byte_tokenizer, make_drafter, save_target
 
 

@@ -18,7 +18,7 @@ from numpy.random import default_rng
 from outrider.base.machine import describe_machine
 from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.measure.lossless import WORST, Deviation
-from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS, PromptResult
+from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.statistics import (
     acceptance_by_candidates,
     acceptance_by_position,
@@ -41,7 +41,7 @@ from outrider.inference.report.report import (
     write_reports,
 )
 from outrider.inference.report.wording import recommendation
-from outrider.inference.settings.method import MethodConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.tiers import as_many
 

@@ -22,14 +22,14 @@ from outrider.inference.core.rounds import Generation, Round
 from outrider.inference.drafters.early_exit import EarlyExitPlugin
 from outrider.inference.evaluate.compare import evaluate as run_command
 from outrider.inference.evaluate.served import FILE, FOLDER, block_keys, require_served
-from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult, read_results
+from outrider.inference.measure.results import PromptResult, read_results
 from outrider.inference.measure.statistics import acceptance_by_position
 from outrider.inference.report.served import DRAFTED, PLAIN, schedule, schedule_lines, served_lines, served_row
 from outrider.inference.serving.proposer import NgramProposer
 from outrider.inference.settings.engine import DRAFTS, EngineConfig, draft_length, why_not, with_lengths
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import MethodConfig, NgramConfig, StopConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine
 from tests.inference.serving import engine_stand_in

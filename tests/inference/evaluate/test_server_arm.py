@@ -11,10 +11,11 @@ import pytest
 from outrider.base.errors import UserError
 from outrider.inference.batch import client
 from outrider.inference.evaluate.served import FOLDER
-from outrider.inference.measure.results import AUTOREGRESSIVE, read_results
+from outrider.inference.measure.results import read_results
 from outrider.inference.report.served import DRAFTED, PLAIN, served_lines
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine
 from tests.inference.evaluate.server_stand_in import Plan, running

@@ -10,8 +10,9 @@ import pytest
 
 from outrider.base.errors import UserError
 from outrider.inference.core.rounds import Generation, Round
-from outrider.inference.measure.results import AUTOREGRESSIVE, Measured, PromptResult, append_result
+from outrider.inference.measure.results import Measured, PromptResult, append_result
 from outrider.inference.report.side_by_side import compare_reports
+from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
 
 TOKENS = (7, 1, 2, 3, 4)

@@ -18,9 +18,8 @@ from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.targets.open_target import load_tokenizer
 from outrider.inference.loading.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
 from outrider.inference.measure import bench
-from outrider.inference.measure.results import AUTOREGRESSIVE, TRANSFORMERS
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
+from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.inference.evaluate import evaluating
 from tests.inference.evaluate.evaluating import refused

@@ -27,10 +27,17 @@ from outrider.inference.engines.graphs.cuda_graphs import Graphed, GraphedSessio
 from outrider.inference.loading.targets import Drafters
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.probe import SIZES, probes, tune
-from outrider.inference.measure.results import AUTOREGRESSIVE, PromptResult
+from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.statistics import chosen_sizes
 from outrider.inference.report.report import build_report, markdown
-from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
+from outrider.inference.settings.method import (
+    AUTO,
+    AUTOREGRESSIVE,
+    MethodConfig,
+    NgramConfig,
+    StopConfig,
+    StructureConfig,
+)
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.sizing.policy import LONGEST_CHAIN
 from tests.known_targets import COUNT, PROMPT, Target
