@@ -157,10 +157,10 @@ def test_without_a_head_of_its_own_it_shares_rows_of_the_targets(tmp_path: Path)
     made = EarlyExitPlugin().load(str(tmp_path / "drafter"), target, {}, **placed)
     stack = target.stack(**placed)
     hidden = torch.randn(1, 4, width)
-    expected = stack.head(made.drafter.norm(hidden))[..., TOKENS]
+    expected = stack.head(made.norm(hidden))[..., TOKENS]
     prepare(stack, {"early_exit": made})
-    assert (type(made.drafter.output_head) is PackedLinear) == can_pack(stack.device, torch.float32)
-    torch.testing.assert_close(made.drafter.logits(hidden)[..., TOKENS], expected)
+    assert (type(made.output_head) is PackedLinear) == can_pack(stack.device, torch.float32)
+    torch.testing.assert_close(made.logits(hidden)[..., TOKENS], expected)
 
 
 def test_the_rest_of_the_head_costs_a_step_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.drafters.early_exit import EarlyExitSource
-from outrider.train.parts.heldout import Decoding, heldout_prompt, heldout_prompts
+from outrider.train.parts.heldout import Decoding, heldout_prompt
 from outrider.train.recipes.early_exit import EarlyExitStudent, evaluation_of, prepare, train_early_exit
 from outrider.train.settings.drafters import EesdConfig
 from outrider.train.students.early_exit import default_exit_layer
@@ -190,12 +190,13 @@ def test_the_target_to_watch_with_is_there_before_training(tmp_path: Path, corpu
     assert training.evaluate(training.student, 1)["tau"] >= 1
 
 
-def test_a_heldout_prompt_ends_before_the_first_answer() -> None:
+def test_a_heldout_prompt_ends_before_the_first_answer(tmp_path: Path) -> None:
     labels = torch.full((300,), IGNORE)
     labels[200:240] = 5
     row = {"input_ids": torch.arange(300), "labels": labels, "documents": torch.zeros(300, dtype=torch.long)}
     assert heldout_prompt(row) == list(range(201))  # position 200 predicts the answer's first token
-    assert heldout_prompts([row, row], 1, 50) == [list(range(201))[-50:]]
+    target = open_target(str(save_target(tmp_path)))  # whose context is 256
+    assert Decoding.of(target, [row, row], 1, 206).prompts == [list(range(151, 201))]
     labels[:] = 5
     assert heldout_prompt(row) == list(range(128))  # plain text
     row["documents"][100:] = 1

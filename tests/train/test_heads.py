@@ -12,7 +12,7 @@ from outrider.draft_models.early_exit.model import exit_layers
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
-from outrider.train.parts.heldout import supervised_hidden, target_choices
+from outrider.train.parts.heldout import HeldOutText
 from outrider.train.parts.on_policy import OnPolicy, choose_prefix, continue_prefixes, row_generator
 from outrider.train.recipes.early_exit import EarlyExitStudent
 from outrider.train.recipes.small_lm import SmallLMStudent
@@ -81,7 +81,7 @@ def test_what_is_watched_are_the_models_choices(target: OpenTarget) -> None:
     few = target.layers(exit_layers(target.config, 2), dtype=torch.float32)
     student = EarlyExitStudent(few, 2, train_head=True)
     stack = target.stack(dtype=torch.float32)
-    choices = target_choices(stack, rows["labels"], supervised_hidden(stack, rows))
+    (choices,) = HeldOutText([{name: value[0] for name, value in rows.items()}], 1, stack).choices
     for found, model in ((student.judged(rows)[0], few), (choices, whole(target))):
         expected = own_logits(model).argmax(-1)[None].masked_fill(rows["labels"] == IGNORE, IGNORE)
         assert torch.equal(found, expected)

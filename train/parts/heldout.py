@@ -46,7 +46,8 @@ class Decoding:
         longest = context_limit(target.config) - new_tokens
         if len(rows) < prompts:
             say(f"decode_prompts={prompts}: {len(rows)} held-out rows are decoded, there are no more")
-        return cls(heldout_prompts(rows, prompts, longest), new_tokens, end_tokens(target))
+        begun = [heldout_prompt(rows[i])[-longest:] for i in range(min(prompts, len(rows)))]
+        return cls(begun, new_tokens, end_tokens(target))
 
     def __call__(self, stack: LayerStack, model: DraftModel) -> Metrics:
         """Decode with the target `stack` and drafts by `model`, `WATCHED_DRAFT` tokens a round.
@@ -105,8 +106,8 @@ class HeldOutText:
         for batch in counted(self.batches, "reading held-out text", "batches"):
             accept = None
             if target is not None:
-                hidden = supervised_hidden(target, batch)
-                self.choices.append(target_choices(target, batch["labels"], hidden))
+                hidden, keep = supervised_hidden(target, batch), batch["labels"].to(target.device) != IGNORE
+                self.choices.append(placed(judge(target.logits_after_norm, hidden, None)[0], keep, IGNORE))
                 accept = acceptance_by_target(target.logits_after_norm, hidden.cpu()) if acceptances else None
             self.acceptances.append(accept)
 
@@ -131,11 +132,6 @@ def batches_of(rows: TrainRows, size: int) -> list[Batch]:
     return [default_collate([rows[i] for i in numbers[start : start + size]]) for start in numbers[::size]]
 
 
-def heldout_prompts(rows: TrainRows, count: int, longest: int) -> list[list[int]]:
-    """Prompts from the beginnings of up to `count` held-out rows, cut from the left to at most `longest` tokens."""
-    return [heldout_prompt(rows[i])[-longest:] for i in range(min(count, len(rows)))]
-
-
 def heldout_prompt(row: Batch, length: int = 128) -> list[int]:
     """The start of a held-out row as a prompt: up to its first answer, or `length` tokens of plain text."""
     first = int((row["labels"] != IGNORE).nonzero()[0]) + 1
@@ -156,13 +152,6 @@ def supervised_hidden(stack: LayerStack, batch: Batch) -> Tensor:
     """A causal LM's hidden states after its last norm [n, d] at the supervised positions of packed rows [B, T]."""
     moved = {key: batch[key].to(stack.device) for key in ("input_ids", "labels", "positions", "documents")}
     return packed_hidden(stack, moved["input_ids"], moved["positions"], moved["documents"])[moved["labels"] != IGNORE]
-
-
-@torch.no_grad()
-def target_choices(stack: LayerStack, labels: Tensor, hidden: Tensor) -> Tensor:
-    """The target's argmax [B, T] at the supervised positions, from their `hidden` [n, d]; IGNORE elsewhere."""
-    choices, _ = judge(stack.logits_after_norm, hidden, None)
-    return placed(choices, labels.to(stack.device) != IGNORE, IGNORE)
 
 
 @torch.no_grad()
