@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 
 from outrider.base.errors import UserError
 from outrider.base.files import parse_json, require_writable, sealed, unsealed
-from outrider.base.run_dirs import finished
 from outrider.commands import reported
 from outrider.data_prep.ngrams.token_shards import passages, tokenise
 from outrider.data_prep.text.chat import render_prompt
@@ -343,14 +342,6 @@ def test_what_is_sealed_is_not_changed_unnoticed() -> None:
     for changed in ({**whole, "tokens": [1, 3]}, {**whole, "more": 1}, {"tokens": [1, 2]}, [whole]):
         with pytest.raises(UserError, match="sha256"):
             unsealed(changed)
-
-
-def test_the_report_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "report.json").write_text(json.dumps({"settings": {"seed": 0, "data": {"path": ["x"]}}, "tau": 1.0}))
-    same = {"seed": 0, "data": {"path": ["x"]}}
-    require_named(
-        tmp_path / "report.json", lambda: finished(tmp_path / "report.json", same, True, key="settings"), capsys, 60
-    )
 
 
 # ------------------------------------------------------------------------------------------------- commands

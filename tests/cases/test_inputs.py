@@ -45,7 +45,7 @@ from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch.generate import run_identity
 from outrider.inference.loading.rehearsal import read_some
-from outrider.train.auto_run import Choice, Look, pipeline_of
+from outrider.train.auto_choice import Choice, Look, pipeline_of
 from outrider.train.pipeline_settings import STEPS, PipelineConfig, StepConfig
 from outrider.train.settings.auto import TRAINED, AutoConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build

@@ -30,7 +30,7 @@ from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.drafters.ngram.ngrams import open_table
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
-from outrider.train import auto_run
+from outrider.train import auto_choice
 from outrider.train.auto_run import run_auto
 from outrider.train.exporting import export_drafter
 from outrider.train.pipeline_run import fitted
@@ -290,7 +290,7 @@ def test_auto_looks_at_the_prompts_that_it_will_measure(tmp_path: Path) -> None:
 def test_minutes_that_are_never_enough_are_refused_before_anything_is_answered(minutes: float) -> None:
     with pytest.raises(UserError, match="minutes=nan: expected" if math.isnan(minutes) else r"minutes=.*3\.5"):
         AutoConfig(target="org/model", minutes=minutes)
-    assert auto_run._QUICK + auto_run._FEWEST == 3.5
+    assert auto_choice._QUICK + auto_choice._FEWEST == 3.5
 
 
 def test_fewer_prompts_than_asked_for_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

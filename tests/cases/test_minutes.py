@@ -34,7 +34,8 @@ from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.wording import busy_sentences, measure_again
 from outrider.train import auto
-from outrider.train.auto_run import Choice, Look, choose, describe, pipeline_of, run_auto
+from outrider.train.auto_choice import Choice, Look, choose, describe, pipeline_of
+from outrider.train.auto_run import run_auto
 from outrider.train.core.time_budget import ENOUGH, StepBudget
 from outrider.train.pipeline_run import _tee, run_pipeline
 from outrider.train.pipeline_settings import STEPS, TIME
