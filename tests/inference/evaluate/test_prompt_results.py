@@ -20,6 +20,7 @@ from outrider.inference.measure.results import (
     open_run,
     read_results,
 )
+from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.sizing.costs import Costs
 from outrider.inference.sizing.policy import Tuning
@@ -92,3 +93,16 @@ def test_what_was_prepared_survives_its_file(tmp_path: Path) -> None:
     )
     begin_run(tmp_path, {}, asdict(prepared))
     assert construct(bench.Prepared, open_run(tmp_path, {}, resume=True)) == prepared
+
+
+def test_an_option_that_is_gone_and_had_no_value_changes_nothing(tmp_path: Path) -> None:
+    """As draft_tokens of evaluate-checkpoint, which is one of measure-engine now."""
+    config = EvaluateConfig(target="t", methods={"m": MethodConfig("prompt_lookup")})
+    for value in ([], [3]):
+        begin_run(tmp_path, {**config.deciding(), "draft_tokens": value}, {})
+        append_result(tmp_path, 0, measured(0))
+        if value:
+            with pytest.raises(UserError, match=r"draft_tokens=absent \(was \[3\]\)"):
+                open_run(tmp_path, config.deciding(), True, config)
+        else:
+            assert open_run(tmp_path, config.deciding(), True, config) == {}

@@ -155,7 +155,7 @@ def test_another_target_code_or_device_under_a_run_is_refused(
         place = run["settings"] if change == "device" else run["settings"]["versions"]
         place[change] = "another"
         record.write_text(json.dumps(sealed(run)))
-        named = rf'{"" if change == "device" else "versions."}{change}="[^"]*" \(was "another"\)'
+        named = rf'{"" if change == "device" else "versions."}{change}="[^"]+" \(was "another"\)'
     before = {file.name: file.read_bytes() for file in Path(made.out_dir).glob("r*.json*")}
     refused(made, f"was made with other settings: {named}", QUESTIONS[:1])
     assert {file.name: file.read_bytes() for file in Path(made.out_dir).glob("r*.json*")} == before
