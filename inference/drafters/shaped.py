@@ -123,12 +123,11 @@ class TrainedDrafterPlugin(ModelDrafterPlugin[Model]):
     def load(
         self, where: str, target: OpenTarget, methods: Mapping[str, MethodConfig], **placed: Unpack[Placed]
     ) -> Model:
-        drafter = self.load_drafter(where, target, **placed)  # first: a drafter of another target is refused as such
         if not any(method.source == self.kind and method.stop.needs_head for method in methods.values()):
-            return drafter
+            return self.load_drafter(where, target, **placed)
         made_for, folder = asdict(target.fingerprint), KINDS[self.kind].calibration or ""
         head = load_calibration(where, self.digest(where), placed["device"], made_for, folder=folder)
-        return cast("Model", Calibrated(drafter, head))
+        return cast("Model", Calibrated(self.load_drafter(where, target, **placed), head))  # weights last
 
     def identity(self, where: str | None) -> dict[str, object]:
         weights = None if where is None else model_identity(open_tensors(where))
