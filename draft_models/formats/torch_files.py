@@ -57,10 +57,7 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def pieces(self, places: Iterable[tuple[int, int]]) -> Iterator[memoryview]:
-        """Its bytes at each (first byte, number of bytes). Of a safetensors file, which is mapped, no others are read.
-
-        Raises `UserError` if it cannot be read.
-        """
+        """Its bytes at each (first byte, number of bytes); no others of a mapped safetensors file are read."""
         content = self.read().reshape(-1).view(torch.uint8).numpy().data
         for at, size in places:
             yield content[at : at + size]
