@@ -7,7 +7,6 @@ Several threads may use a model: one round is computed at a time, and the others
 import functools
 import inspect
 import json
-import reprlib
 import tempfile
 import time
 import weakref
@@ -17,10 +16,11 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, ParamSpec, TypeGuard, TypeVar, cast, overload
+from typing import Annotated, Any, ParamSpec, TypeVar, cast, overload
 
 from transformers import PreTrainedTokenizerBase
 
+from outrider.api.prompts import Asked, Messages, are_ids, are_several, conversation
 from outrider.base.errors import UserError, require
 from outrider.base.progress import Stage
 from outrider.base.settings import Count, Named, construct
@@ -45,12 +45,6 @@ from outrider.inference.settings.presets import known_as, preset
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
 
-# {"role": "system" | "user" | "assistant", "content": text}; the last is a user's. An answer may have its "ids".
-Messages = Sequence[Mapping[str, object]]
-Asked = str | Messages | Sequence[int]  # a text, a conversation, or token ids
-_FIELDS = ("role", "content")
-_ROLES = ("system", "user", "assistant")
-_PROMPT = "one text, one conversation (a list of messages {'role': …, 'content': …}), or one list of token ids"
 _Text = Annotated[str, Named("a text")]
 _Turns = Annotated[list[_Text], Named("a list of the user's turns")]
 _Prompts = Annotated[list[_Text | _Turns], Named("a list of texts to continue, or of lists of a user's turns")]
@@ -153,7 +147,7 @@ class Model:
         alone. All prompts are checked before the first is decoded.
         """
         _require_known("generate", options, _options_of(self.stream))
-        if not _are_several(prompt):
+        if not are_several(prompt):
             return "".join(self.stream(prompt, **options))
         asked = [self._ids(one, f"prompt[{number}]") for number, one in enumerate(prompt)]
         return ["".join(self.stream(ids, **options)) for ids in asked]
@@ -276,16 +270,16 @@ class Model:
     def _ids(self, prompt: Asked, key: str = "prompt") -> list[int]:
         """The token ids of one prompt. Raises `UserError` naming `key`."""
         most = self.setup.config.vocab_size
-        if _are_ids(prompt):
+        if are_ids(prompt):
             for place, token in enumerate(prompt):
                 require(0 <= token < most, f"{key}[{place}]", token, f"a token id of the target: 0 to {most - 1}")
             return [*prompt]
         if isinstance(prompt, str):
             ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config), where=key)
         else:
-            talk, template = _conversation(prompt, key), self.setup.chat_template
+            talk, template = conversation(prompt, key), self.setup.chat_template
             written = [message.get("ids") for message in talk if message["role"] == "assistant"]
-            said = [self._ids(own, f"{key}: ids") if _are_ids(own) else [] for own in written]
+            said = [self._ids(own, f"{key}: ids") if are_ids(own) else [] for own in written]
             most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
             ids = render_prompt(turns, self.tokenizer, template, said=said, most=most, where=key)
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
@@ -418,33 +412,6 @@ def _sampling(
                                 ("min_p", min_p, 0.0)):  # fmt: skip
         require(given == default, key, given, f"{default} unless do_sample=True: nothing is sampled")
     return SamplingConfig(repetition_penalty=repetition_penalty)
-
-
-def _are_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(type(item) is int for item in prompt)
-
-
-def _are_several(prompt: object) -> bool:
-    """Whether `prompt` is a list of prompts."""
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(item, Sequence) for item in prompt)
-
-
-def _conversation(prompt: object, key: str) -> Messages:
-    """`prompt` as messages, the last of them the user's. Raises `UserError` naming `key` for anything else."""
-    items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, bytes) else []
-    if not items or not all(isinstance(item, Mapping) for item in items):
-        remedy = "; stream a prompt at a time: only generate takes a list of them" if _are_several(prompt) else ""
-        raise UserError(f"{key}={reprlib.repr(prompt)}: expected {_PROMPT}{remedy}")
-    for place, message in enumerate(items):
-        whole = all(isinstance(message.get(field), str) for field in _FIELDS)
-        hint = next(filter(None, (did_you_mean(str(name), _FIELDS) for name in message if name not in _FIELDS)), "")
-        require(whole, f"{key}[{place}]", message, f"a text as its 'role' and one as its 'content'{hint}")
-        require(_are_ids(message.get("ids", [0])), f"{key}[{place}]['ids']", message.get("ids"), "token ids")
-        role = str(message["role"])
-        expected = f"one of {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
-        require(role in _ROLES, f"{key}[{place}]['role']", role, expected)
-    require(items[-1]["role"] == "user", f"{key}[-1]['role']", items[-1]["role"], "user: the last message asks")
-    return items
 
 
 def _in_turn(rounds: Iterator[Round], turn: Turn) -> Iterator[Round]:
