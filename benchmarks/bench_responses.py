@@ -3,7 +3,7 @@
     python benchmarks/bench_responses.py --target runs/smollm2/fetch --prompts runs/smollm2/prompts/train.jsonl
     python benchmarks/bench_responses.py --device cpu --batch 40 --target … --prompts …
 
-On a GPU a step is a graph, on a CPU with AMX a compiled call, see inference/batch/batch_state.py.
+On a GPU a step is a graph, on a CPU with AMX prompts have loops, see inference/batch/batch_decoder.py.
 
 Prompts are answered in batches of similar lengths, as data_prep/generate_responses.py does. Both paths emit the same
 number of tokens, up to rounding of the logits. Writes benchmarks/results/responses_DEVICE.json.
@@ -32,8 +32,7 @@ from outrider.inference.loading.targets import end_tokens
 from outrider.inference.settings.sampling import SamplingConfig
 
 HERE = Path(__file__).parent
-FAST_WAYS = ("can_be_compiled", "can_be_fixed")  # of `batch_state`
-WAYS = {"cuda": ("launch by launch", "graphs"), "cpu": ("growing cache", "compiled")}
+WAYS = {"cuda": ("launch by launch", "graphs"), "cpu": ("growing cache", "loops")}
 
 
 def main() -> None:
@@ -51,10 +50,10 @@ def main() -> None:
     device = torch.device(given.device)
     target = open_target(given.target, None)
     model = load_causal_lm(given.target, None, dtype=torch.bfloat16).to(device).eval()
-    steps = lay_out_for_batches(model, device, torch.bfloat16)
+    stack = lay_out_for_batches(model, device, torch.bfloat16)
     sampler = Sampler(SamplingConfig(temperature=given.temperature))
     generator = Generator(
-        model, sampler, end_tokens(target), greedy_tokens=4, top_k_logits=given.top_k_logits, steps=steps
+        model, sampler, end_tokens(target), greedy_tokens=4, top_k_logits=given.top_k_logits, stack=stack
     )
     texts = [prompt.turns[0] for prompt in read_prompts(given.prompts, limit=given.batch * given.batches)]
     chats = [[{"role": "user", "content": text}] for text in texts]
@@ -66,8 +65,9 @@ def main() -> None:
         draws = [uniforms(0, f"{number}/{row}", 0, given.new_tokens) for row in range(len(batch))]
         for way in rates:
             slow = way == WAYS[device.type][0]
-            ways = {name: _no if slow else getattr(batch_state, name) for name in FAST_WAYS}
-            with mock.patch.multiple(batch_state, **ways):
+            fixed = _no if slow else batch_state.can_be_fixed
+            generator.stack = None if slow else stack
+            with mock.patch.object(batch_state, "can_be_fixed", fixed):
                 started = time.perf_counter()
                 answers = generator.answer(batch, draws)
             tokens, seconds = sum(len(answer.tokens) for answer in answers), time.perf_counter() - started

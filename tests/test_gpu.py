@@ -14,7 +14,7 @@ from outrider.base.wandb_config import WandbConfig
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import from_pretrained
 from outrider.draft_models.early_exit.model import EarlyExit, exit_layers
-from outrider.draft_models.targets.attention import KERNELS
+from outrider.draft_models.targets.attention import KERNELS, KernelChoice
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer
@@ -24,7 +24,6 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import synchronized_clock
 from outrider.inference.core.rows import RoundRows
-from outrider.inference.core.target_session import KernelChoice
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
 from outrider.inference.drafters.small_lm import SmallLMSource

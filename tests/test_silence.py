@@ -144,7 +144,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         [*DEBUG, f"target={TARGET}"],
         {
             "inference.batch.generate:load_causal_lm": "progress: generate_responses; ",
-            "inference.batch.batch_decoder:Generator._choose": "generate_responses > answering 0/",
+            "inference.batch.batch_decoder:Generator.choose": "generate_responses > answering 0/",
         },
     ),
     "build_trigrams": (

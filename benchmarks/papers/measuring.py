@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from outrider.base.files import read_json, write_json
 from outrider.base.streams import Streams
-from outrider.draft_models.targets.target import Target, require_layers
+from outrider.draft_models.targets.stack import require_layers
+from outrider.draft_models.targets.target import Target
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, cut, decode_rounds, speculative
 from outrider.inference.core.drafter import Drafter

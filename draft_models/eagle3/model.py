@@ -24,7 +24,7 @@ from outrider.base.errors import UserError, reason
 from outrider.draft_models.eagle3.reading import Reading
 from outrider.draft_models.targets.attention import grouped_attention
 from outrider.draft_models.targets.narrowed import spread
-from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
+from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary, Texts
 
 Entry = tuple[Tensor, Tensor]  # keys and values [B, Hk, T, D] of a step
 EXTRA = 8  # columns that `_widened` adds; fused kernels prefer widths that are multiples of this
@@ -137,6 +137,7 @@ class HeadAttention(nn.Module):
         value = self._by_head(self.v_proj(x))
         scaling = self.head_dim**-0.5
         if isinstance(cache, Steps):
+            assert not isinstance(mask, Texts)
             mixed = cache.attend(self, query, (key, value), mask, self.layer_idx, scaling)
         else:
             if cache is not None:

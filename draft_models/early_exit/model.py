@@ -18,7 +18,7 @@ from outrider.draft_models.targets.model_files import (
 from outrider.draft_models.targets.model_spec import LayerCall, LogitRule
 from outrider.draft_models.targets.narrowed import spread
 from outrider.draft_models.targets.stack import call_layer, normed_product
-from outrider.draft_models.targets.target import Band, LayerCache, Rotary
+from outrider.draft_models.targets.target import LayerCache, Mask, Rotary
 
 
 def exit_layers(config: PreTrainedConfig, exit_layer: int) -> list[int]:
@@ -167,9 +167,7 @@ class EarlyExit(nn.Module):
     def _outward(self, logits: Tensor) -> Tensor:
         return logits if self.draft_tokens is None else spread(logits, self.draft_tokens, self.vocabulary)
 
-    def run(
-        self, hidden: Tensor, mask: Tensor | Band | None, rotary: Rotary, cache: LayerCache | None = None
-    ) -> Tensor:
+    def run(self, hidden: Tensor, mask: Mask, rotary: Rotary, cache: LayerCache | None = None) -> Tensor:
         """The exit's layers on hidden states [B, Q, d] of the target's layer N → [B, Q, d]."""
         for layer in self.layers:
             hidden = call_layer(layer, self.call, hidden, mask, rotary, cache)

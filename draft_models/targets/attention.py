@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from outrider.draft_models.targets.target import Band
+from outrider.draft_models.targets.target import Band, Mask, Texts
 
 ATTENTION = "outrider"  # the name under which transformers' layers find `grouped_attention`
 # For the few queries of a decoding pass: PyTorch's fused attention, or its two products and the softmax separately.
@@ -23,6 +24,21 @@ KERNELS = ("fused", "products")
 # and the scale of the scores → [1, Q, H, D].
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 _kernel: str | Kernel = "fused"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel, one of `kernels_on` the device, that was fastest when `width` rows see `keys` cache positions.
+
+    heads, key_heads, head_dim: of the attention to which this applies.
+    """
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    width: int
+    keys: int
+    kernel: str
 
 
 @contextmanager
@@ -41,7 +57,7 @@ def grouped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Band | None,
+    attention_mask: Mask,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -51,7 +67,7 @@ def grouped_attention(
     """Scaled dot-product attention, called by transformers' attention modules.
 
     query [B, H, Q, D]; key, value [B, H/G, K, D]. attention_mask is one of: bool [B or 1, 1, Q, K] with True = attend;
-    the same as an additive mask; a `Band`, if Q = K except for its front; None. Returns ([B, Q, H, D], None).
+    the same as an additive mask; a `Band`, if Q = K except for its front; `Texts`; None. Returns ([B, Q, H, D], None).
 
     softcap: scores become softcap · tanh(score / softcap) (Gemma 2). s_aux [H]: the score of an attention sink, which
     takes part in the softmax and has no value (gpt-oss).
@@ -60,8 +76,10 @@ def grouped_attention(
     never copied. Without a mask a single query sees every key, and Q = K queries are causal. For 1 < Q < K a mask is
     required, because "no mask" would be ambiguous.
     """
-    if isinstance(attention_mask, Band):
+    if isinstance(attention_mask, Band | Texts):
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
+        if isinstance(attention_mask, Texts):
+            return _by_texts(module, query, attention_mask, **options), None
         return _by_blocks(module, query, key, value, attention_mask, **options), None
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1], key.shape[2]
@@ -91,6 +109,12 @@ def grouped_attention(
     attend = _by_products if _kernel == "products" and not dropout else F.scaled_dot_product_attention
     out = attend(query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
     return out.reshape(batch, heads, queries, -1).transpose(1, 2), None
+
+
+def _by_texts(module: object, query: Tensor, texts: Texts, **options: Any) -> Tensor:
+    """`grouped_attention` of each text's queries over its own keys: [1, ΣQ, H, D]."""
+    each = zip(query.split(texts.rows, dim=2), texts.shown, texts.masks, strict=True)
+    return torch.cat([grouped_attention(module, own, *shown, mask, **options)[0] for own, shown, mask in each], dim=1)
 
 
 def _by_blocks(module: object, query: Tensor, key: Tensor, value: Tensor, band: Band, **options: Any) -> Tensor:
@@ -226,8 +250,18 @@ def packed_mask(documents: Tensor) -> Tensor:
     """The attention mask of packed rows: causal, and only inside one document.
 
     documents [B, T]: the document number of each position, −1 for padding. Returns bool [B, 1, T, T], True = attend.
-    Padding sees padding, so that no softmax row is empty. For long rows see `Band.packed`.
+    Padding sees padding, so that no softmax row is empty. For long rows see `packed_band`.
     """
     length = documents.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return (causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
+
+
+def packed_band(documents: Tensor, window: int | None = None, *, kind: type[Band] = Band) -> Band:
+    """The mask of packed rows as a `Band`; documents must be contiguous. One transfer from the device."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    first = torch.where(begins, places, 0).cummax(1).values
+    if window is not None:
+        first = torch.maximum(first, places - (window - 1))
+    return kind(first, tuple(first[:, :: kind.BLOCK].amin(0).tolist()))

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from outrider.draft_models.targets.attention import additive, packed_mask
+from outrider.base.errors import UserError
+from outrider.draft_models.targets.attention import additive, packed_band, packed_mask
 from outrider.draft_models.targets.model_spec import LayerCall, ModelSpec, context_limit
 from outrider.draft_models.targets.narrowed import draft_vocabulary_of
-from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary
+from outrider.draft_models.targets.target import Band, LayerCache, Mask, Masks, Rotary, Target
 
 
 class RowCache(Cache):
@@ -266,7 +267,7 @@ class LayerStack(nn.Module):
     def packed_masks(self, positions: Tensor, documents: Tensor) -> Masks:
         """Masks of packed rows for `run`, by window size; positions, documents [B, T] as in `data_prep.text.rows`."""
         if positions.shape[1] > Band.BLOCK:
-            return {w: Band.packed(documents, w) for w in set(self.windows)}
+            return {w: packed_band(documents, w) for w in set(self.windows)}
         base = packed_mask(documents)
         distance = positions[:, None, :, None] - positions[:, None, None, :]
         return {w: base if w is None else base & (distance < w) for w in set(self.windows)}
@@ -350,3 +351,10 @@ class WholeModel(nn.Module):
             **({"logits_to_keep": 1} if last_only and self._keeps_logits else {}),
         )
         return out.hidden_states[-1][0], out.logits[0, -1:] if last_only else out.logits[0]
+
+
+def require_layers(target: Target) -> LayerStack:
+    """`target`, for a drafter that needs its layers. Raises `UserError` if it only runs as a whole."""
+    if target.layered is None:
+        raise UserError("this drafter needs a target that is run layer by layer; this one runs as a whole only")
+    return target.layered

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from outrider.base.errors import UserError
-
 if TYPE_CHECKING:
     from outrider.draft_models.targets.stack import LayerStack, RowCache
 
@@ -30,16 +28,6 @@ class Band:
     first: Tensor
     starts: tuple[int, ...]
     front: int = 0
-
-    @classmethod
-    def packed(cls, documents: Tensor, window: int | None = None) -> "Band":
-        """The mask of packed rows, as `packed_mask`; documents must be contiguous. One transfer from the device."""
-        places = torch.arange(documents.shape[1], device=documents.device)
-        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-        first = torch.where(begins, places, 0).cummax(1).values
-        if window is not None:
-            first = torch.maximum(first, places - (window - 1))
-        return cls(first, tuple(first[:, :: cls.BLOCK].amin(0).tolist()))
 
     @classmethod
     def sliding(cls, places: Tensor, window: int) -> "Band":
@@ -59,7 +47,21 @@ class Band:
         return own if not self.front else torch.cat([keys[:, :, : self.front], own], 2)
 
 
-Mask = Tensor | Band | None  # additive [1 or B, 1, Q, K]; None: attention needs no mask
+@dataclass(frozen=True)
+class Texts:
+    """The mask of a pass over several texts, one text after another: each row sees keys of its own text only.
+
+    rows, masks, caches: the number of rows, the mask and the cache of each. shown: its keys and values, including those
+    of these rows, in the layer that runs.
+    """
+
+    rows: tuple[int, ...]
+    masks: "tuple[Mask, ...]"
+    caches: "tuple[LayerCache, ...]"
+    shown: list[tuple[Tensor, Tensor]]
+
+
+Mask = Tensor | Band | Texts | None  # additive [1 or B, 1, Q, K]; None: attention needs no mask
 Masks = Mapping[int | None, Mask]  # by window size of the layers
 
 
@@ -144,10 +146,3 @@ class Layers(Runnable, Protocol):
     def rotary(self, positions: Tensor) -> Rotary:
         """The rotary tables at positions [B, Q], which must have been reserved."""
         ...
-
-
-def require_layers(target: Target) -> "LayerStack":
-    """`target`, for a drafter that needs its layers. Raises `UserError` if it only runs as a whole."""
-    if target.layered is None:
-        raise UserError("this drafter needs a target that is run layer by layer; this one runs as a whole only")
-    return target.layered

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.base.progress import counted
+from outrider.base.errors import UserError
+from outrider.base.progress import Stage, counted
+from outrider.draft_models.targets.model_files import layer_stack
+from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch.batch_state import Forward, begin_batch
-from outrider.inference.batch.compiled_batch import CompiledSteps
 from outrider.inference.batch.tasks import Answer, TopK
+from outrider.inference.core.batch import Batch, Text
+from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.sampling import Sampler, invert, largest
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.engines.cpu.at_once import PanelLinear, fits_panels
+from outrider.inference.engines.fused_layers import fuse_layers, run_at_once
+from outrider.inference.engines.packing import pack_linears
 
 _FAILED = -1  # instead of a token: the target's logits were NaN
 
@@ -24,7 +32,8 @@ class Generator:
     by inverting its cumulative sum at the prompt's own uniform numbers (Liu et al. 2023's hybrid generation). So an
     answer is a function of its prompt and its numbers. Other prompts in the batch change only last bits of its logits.
 
-    steps: a faster decoding step than the model's. Raises `UserError` for a model that keeps its state elsewhere.
+    stack: the model's layers, if each prompt is decoded by its own loop over them, in a `Batch`: then an answer's bits
+    do not depend on the other prompts. Raises `UserError` for a model that keeps its state elsewhere.
     """
 
     def __init__(
@@ -35,14 +44,15 @@ class Generator:
         *,
         greedy_tokens: int,
         top_k_logits: int = 0,
-        steps: CompiledSteps | None = None,
+        stack: LayerStack | None = None,
     ):
         if sampler.reads_context:
             raise ValueError("prompts are decoded without their texts: no repetition penalty")
         self.model, self.sampler, self.eos = model, sampler, frozenset(eos)
         self.greedy_tokens, self.top_k_logits = greedy_tokens, top_k_logits
         self._fits = sys.maxsize  # largest batch that fits in memory, in prompts
-        self._forward = Forward(model, steps)
+        self.stack = stack
+        self._forward = Forward(model)
 
     def answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """Continue each prompt (at least one token).
@@ -52,7 +62,8 @@ class Generator:
         """
         if len(prompts) <= self._fits:
             try:
-                return self._answer(prompts, draws)
+                answer = self._answer if self.stack is None else self._answer_by_loops
+                return answer(prompts, draws)
             except torch.OutOfMemoryError:
                 if len(prompts) == 1:
                     return [Answer(failure="memory")]
@@ -60,6 +71,22 @@ class Generator:
             torch.cuda.empty_cache()  # outside the handler, since the traceback holds the batch's tensors
         half = len(prompts) // 2
         return self.answer(prompts[:half], draws[:half]) + self.answer(prompts[half:], draws[half:])
+
+    def _answer_by_loops(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
+        """The answers, each decoded by a loop of its own."""
+        assert self.stack is not None
+        batch, selectors = Batch(), [_Selector(self, numbers) for numbers in draws]
+        for prompt, selector in zip(prompts, selectors, strict=True):
+            rounds = autoregressive(
+                self.stack, prompt, max_new_tokens=len(selector.numbers), eos=self.eos, selector=selector, runtime=batch
+            )
+            batch.add(Text(rounds, lambda _: None, lambda _: None))
+        longest = max(map(len, draws))
+        with Stage(f"a batch of {len(prompts)}", longest, "tokens each at most") as stage:
+            while batch.texts:
+                batch.step()
+                stage.done = max(len(selector.tokens) for selector in selectors)
+        return [self._finish(selector.tokens, selector.top_k()) for selector in selectors]
 
     @torch.inference_mode()
     def _answer(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
@@ -72,7 +99,7 @@ class Generator:
         ids, mask = (part.to(device) for part in left_pad(prompts))
         batch, logits = begin_batch(self._forward, ids, mask, max(budgets))
         for step in counted(range(max(budgets)), f"a batch of {len(prompts)}", "tokens each at most"):
-            tokens = self._choose(logits, uniform[:, step], step)
+            tokens = self.choose(logits, uniform[:, step], step)
             if self.top_k_logits:
                 top.append((rows, top_k_of(logits, self.top_k_logits)))
             open_rows = []
@@ -93,7 +120,7 @@ class Generator:
         tops = gather_top_k(top, emitted) if self.top_k_logits else [None] * len(prompts)
         return [self._finish(tokens, top) for tokens, top in zip(emitted, tops, strict=True)]
 
-    def _choose(self, logits: Tensor, uniform: Tensor, step: int) -> Tensor:
+    def choose(self, logits: Tensor, uniform: Tensor, step: int) -> Tensor:
         """The next token [B] from logits [B, V] and numbers [B]; `_FAILED` where a row has NaN logits."""
         greedy = step < self.greedy_tokens
         tokens = logits.argmax(-1) if greedy else invert(self.sampler.probabilities(logits), uniform[:, None])[:, 0]
@@ -106,6 +133,54 @@ class Generator:
         if tokens[-1] == _FAILED:
             return Answer(failure="not_a_number")
         return Answer(tuple(tokens), tokens[-1] in self.eos, top)
+
+
+class _Selector(TokenSelector):
+    """Chooses one answer's tokens as `Generator.choose` does, and keeps their top-k.
+
+    numbers: the answer's own uniform numbers, one per token.
+    """
+
+    def __init__(self, generator: Generator, numbers: Tensor):
+        super().__init__()
+        self.plain = False
+        self.numbers = numbers
+        self.tokens: list[int] = []
+        self._generator = generator
+        self._top: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def next_token(self, logits: Tensor) -> Tensor:
+        """See `TokenSelector.next_token`."""
+        step, logits = len(self.tokens), logits.float()
+        if self._generator.top_k_logits:
+            self._top.append(top_k_of(logits, self._generator.top_k_logits))
+        token = self._generator.choose(logits, self.numbers[step : step + 1], step)
+        self.tokens.append(int(token))
+        return token
+
+    def top_k(self) -> TopK | None:
+        """The distributions of all tokens so far."""
+        if not self._top:
+            return None
+        return TopK(torch.tensor(self.tokens), *(torch.cat(parts) for parts in zip(*self._top, strict=True)))
+
+
+def stack_at_once(model: PreTrainedModel) -> LayerStack | None:
+    """The layers of `model`, for loops whose passes run together in compiled calls; None if these cannot run them.
+
+    It holds copies of the layers' weights, in the order in which they are read. Nothing is chosen by timing.
+    """
+    try:
+        stack = layer_stack(model)
+    except UserError:  # its layers cannot be run individually
+        return None
+    fuse_layers(stack)
+    if not run_at_once(stack):
+        return None
+    if fits_panels(stack.head):
+        stack.head = PanelLinear(stack.head)
+    pack_linears(stack)
+    return stack
 
 
 def left_pad(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """The state of a batch of prompts in its target: the KV cache of fed tokens, and the next tokens' logits.
 
 A step of a small model is about 1,500 kernels of microseconds each, which a GPU runs three to five times as fast as the
-CPU launches them. So on a GPU a step is a CUDA graph over static buffers. On a CPU with AMX it is one compiled call.
-Elsewhere the cache grows by a token a step.
+CPU launches them. So on a GPU a step is a CUDA graph over static buffers. Elsewhere the cache grows by a token a step.
 """
 
 import inspect
@@ -17,7 +16,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.base.errors import UserError
 from outrider.draft_models.targets.attention import grouped_attention
-from outrider.inference.batch.compiled_batch import CompiledBatch, CompiledSteps, can_be_compiled
 from outrider.inference.engines.graphs.fixed_shapes import GraphPool, can_capture
 
 _ROOM = 256  # maximum number of cache slots added at a time; masked slots cost compute too
@@ -28,19 +26,17 @@ _FEW = 32  # a step with this many rows takes about as long as with one
 class Forward:
     """`model`'s forward with a cache; computes only the last position's logits if the model supports it.
 
-    steps: a compiled alternative, for one more token of each row.
-
     Raises `UserError` for a model that keeps its state elsewhere than in `past_key_values`.
     """
 
-    def __init__(self, model: PreTrainedModel, steps: CompiledSteps | None = None):
+    def __init__(self, model: PreTrainedModel):
         takes = inspect.signature(model.forward).parameters
         if "past_key_values" not in takes:  # it would accept the cache, ignore it, and continue without context
             raise UserError(
                 f"target: {type(model).__name__} keeps its state elsewhere than in past_key_values, so it cannot be "
                 "decoded here; use another target, or a serving engine"
             )
-        self.model, self.steps = model, steps
+        self.model = model
         self.takes_positions = "position_ids" in takes
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
 
@@ -78,9 +74,6 @@ def begin_batch(forward: Forward, ids: Tensor, mask: Tensor, budget: int) -> tup
     cache = DynamicCache(config=forward.model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = forward(ids, mask, positions, cache)
-    if can_be_compiled(forward.steps, cache, ids.shape[1] + budget):
-        assert forward.steps is not None
-        return CompiledBatch(forward.steps, cache, mask, budget), logits
     if can_be_fixed(forward, cache):
         return FixedBatch(forward, cache, mask, positions[:, -1:], min(budget, _ROOM)), logits
     return GrowingBatch(forward, cache, mask, positions[:, -1:]), logits

@@ -1,9 +1,8 @@
 """Plain autoregressive and speculative decoding over the same sessions, counted by the same rule."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,24 +24,6 @@ def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, 
         if token in eos:
             return tuple(tokens[: index + 1])
     return tuple(tokens[:budget])
-
-
-def until(
-    rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
-) -> Iterator[Round]:
-    """`rounds` up to and including the token that ends the text; tokens after it are dropped.
-
-    first_end(text, n): how many of the last n tokens of `text` (which includes the prompt) to keep; None if the text
-    does not end (see `StopStrings.first_end`).
-    """
-    text = list(prompt)
-    for r in rounds:
-        text += r.tokens
-        count = first_end(text, len(r.tokens))
-        if count is not None:
-            yield replace(r, tokens=r.tokens[:count], accepted=min(r.accepted, count))
-            return
-        yield r
 
 
 @torch.inference_mode()

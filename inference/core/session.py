@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from outrider.draft_models.targets.target import Masks, Rotary, Target
+from outrider.draft_models.targets.target import LayerCache, Masks, Rotary, Target
 from outrider.inference.core.rows import RoundRows
 from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 class View(Protocol):
     """A pass's view of its rows, on the device."""
+
+    @property
+    def cache(self) -> LayerCache:
+        """Of the layers that the pass runs."""
+        ...
 
     @property
     def positions(self) -> Tensor:
@@ -31,8 +36,8 @@ class View(Protocol):
         """Additive masks [1, 1, n, keys], or bands, by window size of the layers."""
         ...
 
-    def last(self, hidden: Tensor, count: int) -> Tensor:
-        """The last `count` rows of hidden [1, n, d], to skip the head for the others; all rows if shapes are fixed."""
+    def wanted(self, hidden: Tensor) -> Tensor:
+        """The rows of hidden [1, n, d] whose logits are requested, the last ones; all rows if shapes are fixed."""
         ...
 
 

@@ -1,12 +1,14 @@
 """The end of a text at a stop string: transformers' own rule, applied to all tokens of a round at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from outrider.base.errors import UserError
+from outrider.inference.core.rounds import Round
 
 
 class StopStrings:
@@ -51,3 +53,21 @@ class StopStrings:
         """Whether a text ends with each of `windows`, which have one length."""
         found: list[bool] = self._rule(torch.tensor(windows), None).tolist()
         return found
+
+
+def until(
+    rounds: Iterator[Round], prompt: Sequence[int], first_end: Callable[[Sequence[int], int], int | None]
+) -> Iterator[Round]:
+    """`rounds` up to and including the token that ends the text; tokens after it are dropped.
+
+    first_end(text, n): how many of the last n tokens of `text` (which includes the prompt) to keep; None if the text
+    does not end (see `StopStrings.first_end`).
+    """
+    text = list(prompt)
+    for r in rounds:
+        text += r.tokens
+        count = first_end(text, len(r.tokens))
+        if count is not None:
+            yield replace(r, tokens=r.tokens[:count], accepted=min(r.accepted, count))
+            return
+        yield r

@@ -1,7 +1,6 @@
 """Sessions of a target, split into two halves of its layers or whole, and the runtimes that make them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,17 +14,24 @@ from outrider.inference.core.sampling import top_tokens
 from outrider.inference.core.session import Pass, Session, View
 
 if TYPE_CHECKING:
+    from outrider.draft_models.targets.attention import KernelChoice
     from outrider.draft_models.targets.stack import LayerStack
 
 
-def eager_session(target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
+def eager_session(
+    target: Target,
+    split: int | None,
+    capacity: int,
+    context: int | None = None,
+    together: "Together | None" = None,
+) -> Session:
     """A session whose passes run eagerly.
 
-    split: as in `TargetSession`; ignored for a target that runs as a whole.
+    split, together: as in `TargetSession`; ignored for a target that runs as a whole.
     """
     if target.layered is None:
         return WholeSession(target, capacity, context)
-    return TargetSession(target.layered, split, capacity, context)
+    return TargetSession(target.layered, split, capacity, context, together)
 
 
 class TargetSession(Session):
@@ -35,11 +41,19 @@ class TargetSession(Session):
     runs only the second half over all rows, so no layer computes a row twice. Any other drafter uses split = 0, where
     the first half is the embedding. With split None, for a drafter's own model, all layers are in the first half.
 
-    Aux hidden states (`aux_layers`) need split = 0. `context` defaults to `capacity`.
+    Aux hidden states (`aux_layers`) need split = 0. `context` defaults to `capacity`. together: runs its passes, if
+    several texts share them.
     """
 
-    def __init__(self, layers: Layers, split: int | None, capacity: int, context: int | None = None):
-        self.layers = layers
+    def __init__(
+        self,
+        layers: Layers,
+        split: int | None,
+        capacity: int,
+        context: int | None = None,
+        together: "Together | None" = None,
+    ):
+        self.layers, self.together = layers, together
         self.device, self.dtype = layers.device, layers.dtype
         self.split = len(layers.layers) if split is None else split
         self.capacity = capacity
@@ -54,7 +68,7 @@ class TargetSession(Session):
     def start_round(self) -> None:
         super().start_round()
         self._hidden: list[Tensor] = []
-        self._view: _EagerView | None = None  # of the last pass
+        self._view: TextView | None = None  # of the last pass
 
     @property
     def stack(self) -> "LayerStack":
@@ -67,11 +81,11 @@ class TargetSession(Session):
         return self
 
     def draft_session(self, model: Target) -> Session:
-        return eager_session(model, None, self.capacity, self.context)
+        return eager_session(model, None, self.capacity, self.context, self.together)
 
     def draft_layers_session(self, layers: Layers) -> "TargetSession":
         """A session of the same size for a drafter's own layers, run by `run_rows`."""
-        return TargetSession(layers, None, self.capacity, self.context)
+        return TargetSession(layers, None, self.capacity, self.context, self.together)
 
     @property
     def vocabulary(self) -> int:
@@ -95,9 +109,9 @@ class TargetSession(Session):
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
         def whole(tokens: Tensor, view: View) -> tuple[Tensor, Tensor]:
             (hidden,) = self._first_half(tokens, view)
-            return hidden, self.stack.draft_logits(view.last(hidden, wanted))
+            return hidden, self.stack.draft_logits(view.wanted(hidden))
 
-        hidden, logits = self._run("whole", whole, tokens, self._add(parents), self.first)
+        hidden, logits = self._run("whole", whole, tokens, self._add(parents), self.first, wanted)
         return hidden[0], logits[0, -wanted:]
 
     def finish(self, rows: Sequence[int] | None = None, *, last_only: bool = False) -> Tensor:
@@ -115,36 +129,40 @@ class TargetSession(Session):
             given = (hidden, self.split, len(stack.layers), view.rotary, view.masks())
             extras = []
             if self.aux_layers:
-                hidden, aux_hidden = stack.run_with_aux(*given, self.aux_layers, self.rest)
+                hidden, aux_hidden = stack.run_with_aux(*given, self.aux_layers, view.cache)
                 extras.append(torch.cat(aux_hidden, dim=-1))
             else:
-                hidden = stack.run(*given, self.rest)
-            logits = stack.logits(view.last(hidden, wanted))
+                hidden = stack.run(*given, view.cache)
+            logits = stack.logits(view.wanted(hidden))
             if self.top_count:
                 extras.append(top_tokens(logits, self.top_count))
             return hidden, logits, *extras
 
-        name = "rest" + (f", aux_hidden at {self.aux_layers}" if self.aux_layers else "")
+        name = REST + (f", aux_hidden at {self.aux_layers}" if self.aux_layers else "")
         name += f", {self.top_count} top tokens" if self.top_count else ""
         layout = chosen.layout(self.base, 0, count)
-        hidden, logits, *self.extras = self._run(name, second_half, hidden, layout, self.rest)
+        hidden, logits, *self.extras = self._run(name, second_half, hidden, layout, self.rest, wanted)
         self._last_hidden = hidden[0]
         return logits[0, -wanted:]
 
-    def run_rows(self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
+    def run_rows(
+        self, name: str, pass_: Pass, x: Tensor, parents: Sequence[int], wanted: int | None = None
+    ) -> tuple[Tensor, ...]:
         """Add rows as `feed` does and run a pass over their input x [1, n, …]; all layers must be in the first half.
 
-        For a drafter's own model, in a separate session from the target's. name: as in `run_draft_layers`.
+        For a drafter's own model, in a separate session from the target's. name, wanted: as in `run_draft_layers`.
         """
-        return self._run(name, pass_, x, self._add(parents), self.first)
+        return self._run(name, pass_, x, self._add(parents), self.first, wanted)
 
-    def run_draft_layers(self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache) -> tuple[Tensor, ...]:
+    def run_draft_layers(
+        self, name: str, pass_: Pass, x: Tensor, start: int, cache: KVCache, wanted: int | None = None
+    ) -> tuple[Tensor, ...]:
         """A pass of a drafter's own layers over x [1, n, …], of rows start, start + 1, …, where start may be negative.
 
-        name: the pass's name, which is the same in every call. Its keys and values are appended to `cache`. Its outputs
-        are valid until the next call.
+        name: the pass's name; passes of one name do the same to rows of any text. Its keys and values are appended to
+        `cache`. Its outputs are valid until the next call. wanted: see `View.wanted`; None: every row.
         """
-        return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache)
+        return self._run(name, pass_, x, self._layout(start, start + x.shape[1]), cache, wanted)
 
     def draft_cache(self, owner: object, layers: range) -> KVCache:
         """An empty cache for a drafter's own layers, which belong to `owner`."""
@@ -178,24 +196,37 @@ class TargetSession(Session):
         """Keep the hidden states of rows start, start + 1, … for `hidden`."""
         self._hidden.append(hidden)
 
-    def _run(self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache) -> tuple[Tensor, ...]:
+    def _run(
+        self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, wanted: int | None = None
+    ) -> tuple[Tensor, ...]:
         """Run a pass over the rows of `layout`, whose keys and values are appended to `cache`."""
         # An exit layer usually runs over the rows that were just fed to the first half.
         if self._view is None or self._view.layout is not layout:
-            self._view = _EagerView(self, layout)
-        outputs = pass_(x, self._view)
+            self._view = TextView(self, layout)
+        view = self._view
+        view.cache, view.last = cache, layout.stop - layout.start if wanted is None else wanted
+        if self.together is None or not self.base or not cache.layers:
+            outputs = pass_(x, view)
+        else:  # a prompt fills a pass by itself
+            outputs = self.together((id(self.layers), self.split, name), pass_, x, view)
         cache.advance(layout.stop - layout.start)
         return outputs
 
     def _first_half(self, tokens: Tensor, view: View) -> tuple[Tensor]:
         hidden = self.stack.embed(tokens[None], view.positions)
         if self.split:
-            hidden = self.stack.run(hidden, 0, self.split, view.rotary, view.masks(), self.first)
+            hidden = self.stack.run(hidden, 0, self.split, view.rotary, view.masks(), view.cache)
         return (hidden,)
 
 
-class _EagerView:
-    """Positions, rotary tables and masks of a layout, built on first use."""
+class TextView:
+    """The view of rows of one text: positions, rotary tables and masks are built on first use.
+
+    cache, last: of the pass that runs; last: the number of rows that are wanted.
+    """
+
+    cache: KVCache
+    last: int
 
     def __init__(self, session: TargetSession, layout: RowLayout):
         self.layout = layout
@@ -223,8 +254,15 @@ class _EagerView:
             self._masks = self.layout.masks(self._layers.windows, self._places, self._layers.dtype)
         return self._masks
 
-    def last(self, hidden: Tensor, count: int) -> Tensor:
-        return hidden[:, -count:] if count < hidden.shape[1] else hidden
+    def wanted(self, hidden: Tensor) -> Tensor:
+        return hidden[:, hidden.shape[1] - self.last :]
+
+
+REST = "rest"  # the beginning of the names of `finish`'s passes
+
+
+# Runs a pass of a kind over rows x [1, n, …] or [n], possibly as one with those of other texts: (kind, pass, x, view).
+Together = Callable[[tuple[int, int, str], Pass, Tensor, TextView], tuple[Tensor, ...]]
 
 
 class WholeSession(Session):
@@ -304,21 +342,6 @@ class WholeSession(Session):
         self.start_round()
 
 
-@dataclass(frozen=True)
-class KernelChoice:
-    """The kernel, one of `kernels_on` the device, that was fastest when `width` rows see `keys` cache positions.
-
-    heads, key_heads, head_dim: of the attention to which this applies.
-    """
-
-    heads: int
-    key_heads: int
-    head_dim: int
-    width: int
-    keys: int
-    kernel: str
-
-
 class Runtime:
     """Makes the sessions of generations. This one runs every pass eagerly: the reference, and the runtime on a CPU.
 
@@ -328,11 +351,11 @@ class Runtime:
     name = "eager"
     captures = 0
 
-    def choose_kernels(self, targets: Sequence[Target], positions: int) -> tuple[KernelChoice, ...]:
+    def choose_kernels(self, targets: Sequence[Target], positions: int) -> "tuple[KernelChoice, ...]":
         """The attention kernels for `prepare`, if there is a choice: measured on texts of up to `positions` tokens."""
         return ()
 
-    def prepare(self, positions: int, kernels: Sequence[KernelChoice]) -> None:
+    def prepare(self, positions: int, kernels: "Sequence[KernelChoice]") -> None:
         """Called before the first session: texts have up to `positions` tokens; `kernels` are used."""
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:

@@ -32,8 +32,8 @@ from outrider.draft_models.targets.fingerprint import Fingerprint
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, read_config
 from outrider.draft_models.targets.settings import ReadingChanges
-from outrider.draft_models.targets.stack import LayerStack
-from outrider.draft_models.targets.target import Band, Target, require_layers
+from outrider.draft_models.targets.stack import LayerStack, require_layers
+from outrider.draft_models.targets.target import Band, Target
 from outrider.inference.doctor.scores import Recording, read
 from outrider.inference.drafters.eagle3 import Eagle3Plugin
 from outrider.inference.drafters.shaped import bare

@@ -22,7 +22,8 @@ from outrider.draft_models.eagle3.checkpoint import (
 from outrider.draft_models.eagle3.model import Eagle3
 from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.draft_models.targets.settings import ReadingChanges
-from outrider.draft_models.targets.target import Target, require_layers
+from outrider.draft_models.targets.stack import require_layers
+from outrider.draft_models.targets.target import Target
 from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
@@ -79,11 +80,11 @@ class Eagle3Source:
 
         def pairs(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, aux = x.tensor_split([head.reading.hidden], dim=-1)
-            out = head.run_embedded(embedding, head.features(aux), view.masks(), view.rotary, self.session.first)
-            return out, head.draft_logits(view.last(out, 1))
+            out = head.run_embedded(embedding, head.features(aux), view.masks(), view.rotary, view.cache)
+            return out, head.draft_logits(view.wanted(out))
 
         x = torch.cat([head.embed(tokens[None]), aux], dim=-1)
-        out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)))
+        out, logits = self.session.run_rows("pairs", pairs, x, chain_parents(0, len(tokens)), wanted=1)
         self._pairs = len(tokens)
         self.hidden = self._outputs = out[0, -1:].clone()  # of the root and drafted tokens; passes reuse `out`
         return logits[0, -1:]
@@ -94,7 +95,7 @@ class Eagle3Source:
 
         def drafted(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, features = x.chunk(2, dim=-1)
-            out = head.run_embedded(embedding, features, view.masks(), view.rotary, self.session.first)
+            out = head.run_embedded(embedding, features, view.masks(), view.rotary, view.cache)
             return out, head.draft_logits(out)
 
         features = self._outputs[-1:] if list(parents) == [len(self._outputs) - 1] else self._outputs[list(parents)]

@@ -19,7 +19,8 @@ from outrider.draft_models.early_exit.checkpoint import (
 )
 from outrider.draft_models.early_exit.model import EarlyExit
 from outrider.draft_models.targets.open_target import OpenTarget
-from outrider.draft_models.targets.target import Target, require_layers
+from outrider.draft_models.targets.stack import require_layers
+from outrider.draft_models.targets.target import Target
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.core.session import Session, View
 from outrider.inference.drafters.shaped import TrainedDrafterPlugin, bare, head_identity
@@ -69,10 +70,11 @@ class EarlyExitSource:
         drafter = self.drafter
 
         def exit_pass(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
-            hidden = drafter.run(hidden, view.masks()[drafter.window], view.rotary, self.cache)
-            return hidden, drafter.draft_logits(view.last(hidden, wanted)) if wanted else hidden[:, :0]
+            hidden = drafter.run(hidden, view.masks()[drafter.window], view.rotary, view.cache)
+            return hidden, drafter.draft_logits(view.wanted(hidden)) if wanted else hidden[:, :0]
 
-        hidden, logits = self.session.run_draft_layers(f"exit {id(drafter)}", exit_pass, hidden, start, self.cache)
+        name = f"exit {id(drafter)}"
+        hidden, logits = self.session.run_draft_layers(name, exit_pass, hidden, start, self.cache, wanted)
         return hidden, logits[:, logits.shape[1] - wanted :]
 
     @property

@@ -44,7 +44,7 @@ class SkipLayersSource:
         def kept_layers(hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
             rotary, masks = view.rotary, view.masks()
             for layer in self._kept:
-                hidden = stack.run(hidden, layer, layer + 1, rotary, masks, session.rest)
+                hidden = stack.run(hidden, layer, layer + 1, rotary, masks, view.cache)
             return hidden, stack.logits(hidden)
 
         start = session.rows

@@ -14,10 +14,10 @@ from outrider.base.progress import Stage
 from outrider.base.streams import Streams
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.target import Target
-from outrider.inference.core.decode import autoregressive, cut, speculative, until
+from outrider.inference.core.decode import autoregressive, cut, speculative
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.rounds import Clock, Generation, Round, collect
-from outrider.inference.core.stop_strings import StopStrings
+from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.loading.generation_config import generate_settings, make_sampler

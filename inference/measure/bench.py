@@ -15,10 +15,10 @@ from outrider.base.progress import Stage, counted
 from outrider.base.streams import Streams
 from outrider.data_prep.text.chat import render_prompt, spoken
 from outrider.data_prep.text.prompt_records import Prompt
+from outrider.draft_models.targets.attention import KernelChoice
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.vocabulary import UnusableTextError
 from outrider.inference.core.rounds import Clock, synchronized_clock
-from outrider.inference.core.target_session import KernelChoice
 from outrider.inference.loading.targets import Models, TargetSetup, context_length
 from outrider.inference.measure.arms import make_arms, measure, measure_deviations, show_rounds
 from outrider.inference.measure.lossless import HALF

@@ -32,9 +32,9 @@ from outrider.data_prep.text.records import Message
 from outrider.data_prep.text.settings import PromptTemplate
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.settings import DecodeDtype
-from outrider.inference.core.decode import autoregressive, speculative, until
+from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rounds import Round, synchronized_clock
-from outrider.inference.core.stop_strings import StopStrings
+from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
 from outrider.inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare

@@ -18,7 +18,7 @@ from outrider.draft_models.eagle3.dialects import require_said
 from outrider.draft_models.eagle3.model import Eagle3, Mask, Steps
 from outrider.draft_models.eagle3.reading import Reading, new_reading
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.attention import packed_mask
+from outrider.draft_models.targets.attention import packed_band, packed_mask
 from outrider.draft_models.targets.model_files import empty_model, layer_stack
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Band
@@ -112,7 +112,7 @@ class HeadOnTarget(nn.Module):
         """
         head, length = self.head, positions.shape[1]
         head.reserve(length + steps)
-        mask: Mask = Band.packed(documents) if length > Band.BLOCK else packed_mask(documents)
+        mask: Mask = packed_band(documents) if length > Band.BLOCK else packed_mask(documents)
         cache, found = self.entries(), []
         features = head.features(aux.float()).float()
         for step in range(steps):

@@ -7,14 +7,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.draft_models.targets.int8 import Int8Linear, Linear
-from outrider.draft_models.targets.target import Band, LayerCache, Mask
+from outrider.draft_models.targets.target import Band, LayerCache, Mask, Texts
 from outrider.inference.core.cache import KVCache
 from outrider.inference.engines.cpu import entries
 from outrider.inference.engines.cpu.layout import WeightLayout, call, most_threads, out_of_panels
@@ -127,6 +127,30 @@ class PanelLinear(nn.Module):
         return out
 
 
+class _Part(NamedTuple):
+    """Consecutive rows of a text for one call; see `passes.BEGIN`. mask [1, 1, rows, past + rows]."""
+
+    rows: int
+    past: int
+    keys: int
+    apart: int
+    capacity: int
+    mask: Tensor | None
+
+
+def _together(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """`parts` in order, as many in each call as `SEEN` allows."""
+    calls: list[list[_Part]] = []
+    rows = seen = 0
+    for part in parts:
+        rows, seen = rows + part.rows, max(seen, part.past + part.rows)
+        if not calls or rows * seen > SEEN:
+            rows, seen = part.rows, part.past + part.rows
+            calls.append([])
+        calls[-1].append(part)
+    return calls
+
+
 class LayersAtOnce:
     """Consecutive layers of one shape, any range of which runs in one call if a pass has few rows.
 
@@ -235,57 +259,61 @@ class LayersAtOnce:
     ) -> Tensor | None:  # fmt: skip
         """Run layers start … stop − 1 on hidden [1, R, d] → [1, R, d]; None if the pass is not supported.
 
-        rotary, mask, cache: as a layer receives them. Supported are passes after a text over a `KVCache`, without
-        gradients, with all tensors in the layers' dtype. A prompt, whose rows see no earlier text, is not supported.
+        rotary, mask, cache: as a layer receives them. Supported are passes after a text over a `KVCache`, or after
+        several, each over its own, without gradients, with all tensors in the layers' dtype. A prompt, whose rows see
+        no earlier text, is not supported.
         """
-        batch, rows, _ = hidden.shape
-        if batch != 1 or not isinstance(cache, KVCache) or cache.fixed is not None:
+        if hidden.shape[0] != 1 or rotary is None or torch.is_grad_enabled():
             return None
-        if rotary is None or isinstance(mask, Band) or torch.is_grad_enabled():
+        if not all(tensor.dtype == self._dtype for tensor in (hidden, rotary[0])):
             return None
-        if rows > 1 and (mask is None or cache.length == 0):
+        if isinstance(mask, Texts):
+            parts = [self._parts_of(*text) for text in zip(mask.rows, mask.masks, mask.caches, strict=True)]
+        else:
+            parts = [self._parts_of(hidden.shape[1], mask, cache)]
+        done, place = [], 0
+        if not all(parts):
             return None
-        given = (hidden, rotary[0], *([] if mask is None else [mask]))
-        if not all(tensor.dtype == self._dtype for tensor in given):
-            return None
-        kept = cache.whole(self._shape.key_heads, self._shape.width, hidden)
-        if kept is None:
-            return None
-        first, past = cache.layers.start - self._first, cache.length
-        most = max(1, SEEN // (past + rows))
-        done = []
-        for begin in range(0, rows, most):  # later calls see the keys and values of earlier ones
-            end = min(rows, begin + most)
-            own = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
-            place = (rotary[0][:, begin:end], rotary[1][:, begin:end])
-            more = {
-                entries.MASK: 0 if own is None else own.data_ptr(),
-                entries.FIRST: first,
-                entries.PAST: past + begin,
-            }
-            done.append(self._call(hidden[:, begin:end], start, stop, place, kept[:, :, None], past + end, more))
+        for some in _together([part for text in parts for part in text]):  # later calls see the keys of earlier ones
+            own = slice(place, place := place + sum(part.rows for part in some))
+            turned = (rotary[0][:, own], rotary[1][:, own])
+            done.append(self._call(hidden[:, own], start, stop, turned, some))
         return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
-    def run_each(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], kept: Tensor, slots: Tensor) -> Tensor:
-        """Run all layers on one more token of each of R sequences, hidden [R, d] → [R, d]; any number of rows.
-
-        kept [L, 2, S, G, positions, D]: the KV cache of S sequences, to which the rows' keys and values are written.
-        slots int64 [R, 2]: each row's sequence, and the number of earlier positions in it. rotary: cos and sin [R, D].
-        All have the layers' dtype and are contiguous.
-        """
-        past = int(slots[:, 1].max())
-        more = {entries.SLOTS: slots.data_ptr(), entries.PAST: past}
-        return self._call(hidden, 0, len(self._weights), rotary, kept, past + 1, more)
+    def _parts_of(self, rows: int, mask: Mask, cache: LayerCache | None) -> "list[_Part]":
+        """The rows of a text for one call or several, none if they are not supported."""
+        if not isinstance(cache, KVCache) or cache.fixed is not None or isinstance(mask, Band | Texts):
+            return []
+        if (rows > 1 and (mask is None or cache.length == 0)) or (mask is not None and mask.dtype != self._dtype):
+            return []
+        kept = cache.whole(self._shape.key_heads, self._shape.width, torch.empty(0, dtype=self._dtype))
+        if kept is None:
+            return []
+        apart, past = kept.stride(1) * kept.itemsize, cache.length
+        keys = kept.data_ptr() - 2 * apart * (cache.layers.start - self._first)
+        most = max(1, SEEN // (past + rows))
+        parts = []
+        for begin in range(0, rows, most):
+            end = min(rows, begin + most)
+            own = None if mask is None else mask[:, :, begin:end, : past + end].contiguous()
+            parts.append(_Part(end - begin, past + begin, keys, apart, cache.capacity, own))
+        return parts
 
     def _call(
-        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], kept: Tensor, positions: int,
-        more: dict[int, int],
+        self, hidden: Tensor, start: int, stop: int, rotary: tuple[Tensor, Tensor], parts: "Sequence[_Part]"
     ) -> Tensor:  # fmt: skip
-        """Run layers start … stop − 1 on rows hidden [..., d] of up to `positions` positions; kept: see `run_each`."""
+        """Run layers start … stop − 1 on rows hidden [..., d], those of each part after another."""
         hidden = hidden.contiguous()
         rows, threads = hidden.numel() // self._shape.hidden, most_threads()
         out = torch.empty_like(hidden)
         cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
+        columns, begin = [], 0
+        for part in parts:
+            mask = 0 if part.mask is None else part.mask.data_ptr()
+            columns.append((begin, part.rows, part.keys, part.apart, part.capacity, part.past, mask))
+            begin += part.rows
+        texts = torch.tensor(columns)
+        positions = max(part.past + part.rows for part in parts)
         work = torch.empty(self._workspace_size(rows, threads, positions))
         table = self._table.copy()
         table[entries.WEIGHTS] = self._weights.data_ptr()
@@ -293,12 +321,10 @@ class LayersAtOnce:
             table[place] = tensor.data_ptr()
         table[entries.X], table[entries.OUT] = hidden.data_ptr(), out.data_ptr()
         table[entries.COS], table[entries.SIN] = cos.data_ptr(), sin.data_ptr()
-        table[entries.CACHE], table[entries.WORK] = kept.data_ptr(), work.data_ptr()
-        table[entries.CACHED], table[entries.SEQUENCES], table[entries.CAPACITY] = kept.shape[0], *kept.shape[2:5:2]
+        table[entries.TEXTS], table[entries.COUNT] = texts.data_ptr(), len(parts)
+        table[entries.WORK], table[entries.POSITIONS] = work.data_ptr(), positions
         table[entries.START], table[entries.STOP], table[entries.ROWS] = start, stop, rows
         table[entries.MOST] = threads
-        for number, value in more.items():
-            table[number] = value
         call(self._function, table, self._weights[0].nbytes * (stop - start))
         return out
 

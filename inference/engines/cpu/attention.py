@@ -35,7 +35,7 @@ class AttentionTask(NamedTuple):
     """Queries of some rows over one sequence's keys and values in one layer, and workspaces.
 
     The rows are row … row + rows − 1 of queries float32 [R, H·D], D a multiple of `LANES`. keys, values [G, positions,
-    D], of which the first `seen` are used; mask [R, seen], or [R, 0] if all are visible; scale: of query · key.
+    D], of which the first `seen` are used; mask [rows, seen], or [rows, 0] if all are visible; scale: of query · key.
     scores float32 [R·H, seen or more, a multiple of `LANES`]; sums float32 [R, H·D]; near float32 [NEAR, D], of this
     thread only.
     """
@@ -56,7 +56,7 @@ class AttentionTask(NamedTuple):
 @kernel
 def seen_by(task, row):
     """The number of positions up to the last one that a row sees."""
-    mask, count = task.mask[row], task.seen
+    mask, count = task.mask[row - task.row], task.seen
     while mask.shape[0] > 0 and count > 1 and wide(mask[count - 1]) < _HIDDEN:
         count -= 1
     return count
@@ -225,7 +225,9 @@ def _attend_head(task, heads, head, first, last, halves, out):
     for query in range(first, last):
         row, place = task.row + query // group, head * group + query % group
         count = seen_by(task, row)
-        softmax(task.scores, row * heads + place, count, -(-count // LANES) * LANES, task.mask[row], task.scale)
+        softmax(
+            task.scores, row * heads + place, count, -(-count // LANES) * LANES, task.mask[row - task.row], task.scale
+        )
         task.sums[row, place * width : (place + 1) * width] = np.float32(0.0)
     for begin in range(0, task.seen, NEAR):
         if widen:

@@ -298,7 +298,7 @@ def _attend_block(task, head, first, count, halves, out):
         _score_keys(keys, position, packed, between, near[_TAIL:_NOTHING], scores, line, count)
     for i in range(count):
         row = task.row + (first + i - head * each) // group
-        softmax(scores, line + i, seen_by(task, row), steps * STEP, task.mask[row], task.scale)
+        softmax(scores, line + i, seen_by(task, row), steps * STEP, task.mask[row - task.row], task.scale)
         _split_weights(scores, line + i, steps)
     for column in range(0, width, STEP):
         _weigh_values(scores, line, values, seen, near[_NOTHING:USED], between, near, column)

@@ -45,9 +45,9 @@ def _call(context, address):
 # Indices of a table. THREAD, THREADS: functions that return a thread's number and the number of threads, 0 for a single
 # thread; ARRIVED: the counter of `wait`, in the table itself.
 THREAD, THREADS, ARRIVED, WEIGHTS, SCALES, BIASES, WORK, ROWS, INPUTS, OUTPUTS, X, OUT = range(12)
-NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, MASK = range(12, 23)
-CACHE, CACHED, SEQUENCES, FIRST, CAPACITY, PAST, SLOTS, START, STOP, MOST, VALUES = range(23, 34)
-TABLE = 34
+NORMS, HEAD_NORMS, EPS, LAYERS, HEADS, KEY_HEADS, WIDTH, INNER, COS, SIN, TEXTS = range(12, 23)
+COUNT, POSITIONS, PAST, START, STOP, MOST, VALUES = range(23, 30)
+TABLE = 30
 
 
 _WEIGHTS_IN: dict[Numbers, int] = {np.uint32: 2, np.uint64: 4}  # weights per number of this type, see `Linear`
@@ -254,8 +254,8 @@ def mask_entry(kept: Numbers, sources: int = _SOURCES) -> CFunc:
 def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _SOURCES) -> CFunc:
     """`run` as a C function void f(int64 *table).
 
-    stored, read, kept: the types of weights, of operands, and of caches and hidden states. PAST: with SLOTS the most
-    positions before any row, else `past`.
+    stored, read, kept: the types of weights, of operands, and of caches and hidden states. TEXTS: `run`'s texts, which
+    are COUNT. POSITIONS: the most positions that a row sees.
     """
     in_one, parts, halves = _WEIGHTS_IN.get(stored, 1), parts_of(stored, kept), kept is np.uint16
 
@@ -264,7 +264,7 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
         table = _table(given, sources)
         rank, threads = _team(table)
         size, heads, key_heads, width = table[INPUTS], table[HEADS], table[KEY_HEADS], table[WIDTH]
-        inner, count, rows, most, past = table[INNER], table[LAYERS], table[ROWS], table[MOST], table[PAST]
+        inner, count, rows, most = table[INNER], table[LAYERS], table[ROWS], table[MOST]
         shape, every = LayerShape(size, heads, key_heads, width, inner), (heads + 2 * key_heads) * width
         outputs = every + 2 * size + 2 * inner
         layers = Layers(
@@ -274,23 +274,20 @@ def layers_entry(stored: Numbers, read: Numbers, kept: Numbers, sources: int = _
             carray(array_at(table[NORMS], np.float32), (count, 2, size)),
             carray(array_at(table[HEAD_NORMS], np.float32), (count, heads + key_heads, width)),
         )
-        slots = carray(array_at(table[SLOTS], np.int64), (rows if table[SLOTS] != 0 else 0, 2))
-        positions = past + (1 if table[SLOTS] != 0 else rows)
+        positions = table[POSITIONS]
         sizes = workspace_sizes(shape, rows, most, positions, parts)
         arrived = table[ARRIVED : ARRIVED + 1]
         work = _workspace_at(table[WORK], sizes, shape, rows, most, positions, arrived, read, parts)
         cos, sin = carray(array_at(table[COS], kept), (rows, width)), carray(array_at(table[SIN], kept), (rows, width))
-        mask = carray(array_at(table[MASK], kept), (rows, positions if table[MASK] != 0 else 0))
-        kept_in = (table[CACHED], 2, table[SEQUENCES], key_heads, table[CAPACITY], width)
-        cache = carray(array_at(table[CACHE], kept), kept_in)
+        texts = carray(array_at(table[TEXTS], np.int64), (table[COUNT], 7))
         x, out = carray(array_at(table[X], kept), (rows, size)), carray(array_at(table[OUT], kept), (rows, size))
         # Every thread writes the same values. None changes them before all threads have arrived once.
         for row in range(rows):
             for i in range(size):
                 work.hidden[row, i] = wide(x[row, i])
         run(
-            rank, threads, shape, layers, table[START], table[STOP], work.hidden, cos, sin, mask, cache, table[FIRST],
-            past, slots, _floats(table[EPS], 1, 3)[0], work,
+            rank, threads, shape, layers, table[START], table[STOP], work.hidden, cos, sin, texts, kept,
+            _floats(table[EPS], 1, 3)[0], work,
         )  # fmt: skip
         begin, end = part(size, rank, threads)
         for row in range(rows):

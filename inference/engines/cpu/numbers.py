@@ -6,7 +6,9 @@ import os
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
+from numba.np.arrayobj import populate_array
 
 # Sums may be computed in any order, as all vectorised ones are. NaN stays NaN.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
@@ -76,6 +78,25 @@ def array_at(context, address, kind):
         return builder.inttoptr(given[0], context.get_value_type(pointer))
 
     return pointer(types.int64, kind), make
+
+
+@intrinsic
+def array_of(context, address, shape, kind):
+    """The array of a shape at an address; unlike numba's `carray`, also in a `kernel`."""
+    array = types.Array(kind.dtype, len(shape), "C")
+
+    def make(context, builder, signature, given):
+        shape = cgutils.unpack_tuple(builder, given[1])
+        size = context.get_abi_sizeof(context.get_data_type(array.dtype))
+        strides = [ir.Constant(ir.IntType(64), size)]
+        for length in reversed(shape[1:]):
+            strides.insert(0, builder.mul(strides[0], length))
+        made = context.make_array(array)(context, builder)
+        data = builder.inttoptr(given[0], made.data.type)
+        populate_array(made, data=data, shape=shape, strides=strides, itemsize=size, meminfo=None)
+        return made._getvalue()
+
+    return array(types.int64, shape, kind), make
 
 
 @intrinsic

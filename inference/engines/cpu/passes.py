@@ -20,7 +20,7 @@ from outrider.inference.engines.cpu.by_amx import STEP, by_amx
 from outrider.inference.engines.cpu.by_vectors import by_vectors
 from outrider.inference.engines.cpu.elementwise import add_row, gate_row, norm_row
 from outrider.inference.engines.cpu.linear import PANEL, Linear, weights_in
-from outrider.inference.engines.cpu.numbers import kernel, put, rounded, wait, wide
+from outrider.inference.engines.cpu.numbers import array_of, kernel, put, rounded, wait, wide
 
 
 @kernel
@@ -136,19 +136,17 @@ def add(linear, x, hidden, halves, rank, threads, work):
             add_row(hidden, work.joined, row, begin, end, halves)
 
 
-@kernel
-def stand(row, past, slots):
-    """(the sequence of a row, the number of positions before it); see `run`."""
-    if slots.shape[0] > 0:
-        return slots[row, 0], slots[row, 1]
-    return np.int64(0), past + row
+# Columns of `texts`: the text's first row and number of rows; the address of layer 0's keys, the bytes from them to the
+# values and from these to the next layer's keys, and the positions of each head; the number of positions before the
+# first row; the address of the mask, or 0.
+BEGIN, ROWS, KEYS, APART, CAPACITY, PAST, MASK = range(7)
 
 
 @kernel
-def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, slots, rank, threads, work):
+def place(shape, layer, cos, sin, weight, head_eps, texts, kept, rank, threads, work):
     """Rotate queries and keys and write keys and values to the cache, for this thread's part of all rows' heads."""
     heads, key_heads, width = shape.heads, shape.key_heads, shape.width
-    every = heads + 2 * key_heads
+    halves, every, text = cos.itemsize == 2, heads + 2 * key_heads, 0
     items = every * work.heads.shape[0]
     for item in range(items * rank // threads, items * (rank + 1) // threads):
         row, head = item // every, item % every
@@ -156,10 +154,14 @@ def place(shape, cos, sin, weight, head_eps, halves, keys, values, past, slots, 
         if head < heads + key_heads:
             rotate(own, cos[row], sin[row], weight[head], head_eps, halves)
         if head >= heads:
-            sequence, position = stand(row, past, slots)
-            kept = (keys if head < heads + key_heads else values)[sequence, (head - heads) % key_heads, position]
+            while row >= texts[text, BEGIN] + texts[text, ROWS]:
+                text += 1
+            of_values = np.int64(head >= heads + key_heads)
+            address = texts[text, KEYS] + (2 * layer + of_values) * texts[text, APART]
+            stored = array_of(address, (key_heads, texts[text, CAPACITY], width), kept)
+            line = stored[(head - heads) % key_heads, texts[text, PAST] + row - texts[text, BEGIN]]
             for i in range(width):
-                put(kept, i, own[i], halves)
+                put(line, i, own[i], halves)
 
 
 def _attend(weights, task, first, last, halves, out):
@@ -181,20 +183,26 @@ def _way_of(weights, task, first, last, halves, out):
 
 
 @kernel
-def attend_all(weights, shape, keys, values, past, slots, mask, scale, halves, rank, threads, work):
+def attend_all(weights, shape, layer, texts, kept, scale, halves, rank, threads, work):
     """Write the attention outputs of this thread's part of all rows' query heads to `work.mixed`."""
     queries, near = work.heads[:, : shape.heads * shape.width], work.near[rank]
-    heads, rows = shape.heads, work.heads.shape[0]
+    heads, rows, width = shape.heads, work.heads.shape[0], shape.width
     first, last = heads * rows * rank // threads, heads * rows * (rank + 1) // threads
-    together = rows if slots.shape[0] == 0 else np.int64(1)  # rows that attend to the same keys
+    text = 0
     while first < last:
-        row = first // (heads * together) * together
-        begin = row * heads
-        end = min(last, begin + heads * together)
-        sequence, position = stand(row, past, slots)
+        row, together = texts[text, BEGIN], texts[text, ROWS]
+        begin, end = heads * row, min(last, heads * (row + together))
+        if first >= end:
+            text += 1
+            continue
+        address, apart, stored = texts[text, KEYS], texts[text, APART], (shape.key_heads, texts[text, CAPACITY], width)
+        keys = array_of(address + 2 * layer * apart, stored, kept)
+        values = array_of(address + (2 * layer + 1) * apart, stored, kept)
+        seen = texts[text, PAST] + together
+        masked = (together, seen if texts[text, MASK] != 0 else np.int64(0))
+        mask = array_of(texts[text, MASK], masked, kept)
         task = AttentionTask(
-            queries, keys[sequence], values[sequence], position + together, mask, scale, work.scores, work.sums, near,
-            row, together,
+            queries, keys, values, seen, mask, scale, work.scores, work.sums, near, row, together
         )  # fmt: skip
         _attend(weights, task, first - begin, end - begin, halves, work.mixed)
         first = end
@@ -213,20 +221,17 @@ def gate(linear, inner, halves, rank, threads, work):
 
 
 @kernel
-def run(
-    rank, threads, shape, layers, start, stop, hidden, cos, sin, mask, cache, first, past, slots, numbers, work
-):  # fmt: skip
+def run(rank, threads, shape, layers, start, stop, hidden, cos, sin, texts, kept, numbers, work):
     """Run thread `rank` of `threads`: layers start … stop − 1 over hidden float32 [R, d], in place.
 
-    cos, sin [R, D], mask [R, past + R] or [R, 0], cache [layers, 2, sequences, G, positions, D]: all float32, or all as
-    bits of bfloat16; then hidden is rounded to bfloat16. Layer l's keys and values are in cache[l − first]. The rows
-    follow `past` positions of the only sequence, and slots is [0, 2]. Or each row has its own sequence: slots int64
-    [R, 2] gives the sequence and the number of positions before the row, and there is no mask. numbers float32: eps,
-    head_eps, scale; head_eps < 0: queries and keys have no norms.
+    The rows are those of several texts, one text after another. texts int64 [texts, 7]: see `BEGIN`. cos, sin [R, D],
+    masks [rows, past + rows] and keys and values [layers, 2, G, positions, D] are all of type `kept`, float32 or the
+    bits of bfloat16; with these, hidden is rounded to bfloat16. A text without a mask has one row. numbers float32:
+    eps, head_eps, scale; head_eps < 0: queries and keys have no norms.
     """
     eps, head_eps, scale = numbers[0], numbers[1], numbers[2]
     size, inner, mixed = shape.hidden, shape.inner, shape.heads * shape.width
-    rows, halves, normed = hidden.shape[0], cache.itemsize == 2, work.normed[rank]
+    rows, halves, normed = hidden.shape[0], cos.itemsize == 2, work.normed[rank]
     every = mixed + 2 * shape.key_heads * shape.width
     # offsets of the second, third and fourth product of a layer, in weights and in outputs
     pair = weights_in(layers.weights)
@@ -236,17 +241,14 @@ def run(
     turn = 0
     for layer in range(start, stop):
         weights, scales, biases = layers.weights[layer], layers.scales[layer], layers.biases[layer]
-        keys, values = cache[layer - first, 0], cache[layer - first, 1]
         norm(hidden, rows, layers.norms[layer, 0], eps, halves, normed)
         joint = Linear(weights[:out_at], size, scales[:every], biases[:every])
         begin, end = part(every, rank, threads)
         product(joint, normed, rows, begin, end, halves, work.heads)
         wait(work.arrived, threads, turn + 1)
-        place(
-            shape, cos, sin, layers.head_norms[layer], head_eps, halves, keys, values, past, slots, rank, threads, work
-        )
+        place(shape, layer, cos, sin, layers.head_norms[layer], head_eps, texts, kept, rank, threads, work)
         wait(work.arrived, threads, turn + 2)
-        attend_all(weights, shape, keys, values, past, slots, mask, scale, halves, rank, threads, work)
+        attend_all(weights, shape, layer, texts, kept, scale, halves, rank, threads, work)
         wait(work.arrived, threads, turn + 3)
         out = Linear(weights[out_at:up_at], mixed, scales[every:out_to], biases[every:out_to])
         add(out, work.mixed, hidden, halves, rank, threads, work)

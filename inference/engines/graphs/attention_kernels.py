@@ -13,11 +13,10 @@ from types import ModuleType
 import torch
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.targets.attention import KERNELS, grouped_attention, use_kernel
+from outrider.draft_models.targets.attention import KERNELS, KernelChoice, grouped_attention, use_kernel
 from outrider.draft_models.targets.model_spec import key_heads
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import Layers
-from outrider.inference.core.target_session import KernelChoice
 from outrider.inference.engines.graphs.fixed_shapes import GraphPool
 
 WIDTHS = (1, 4, 16, 64)  # rows of measured passes

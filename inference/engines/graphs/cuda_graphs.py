@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from outrider.draft_models.targets.attention import KernelChoice
 from outrider.draft_models.targets.target import Layers, Target
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.ops import likeliest
 from outrider.inference.core.rows import RoundRows, RowLayout
 from outrider.inference.core.session import Pass, Session
-from outrider.inference.core.target_session import KernelChoice, Runtime, TargetSession, WholeSession
+from outrider.inference.core.target_session import Runtime, TargetSession, WholeSession
 from outrider.inference.engines.graphs.attention_kernels import kernel_for, measure_kernels, use_kernel_on
 from outrider.inference.engines.graphs.fixed_shapes import WIDTHS, FixedView, GraphPool, Upload, bucket, can_capture
 
@@ -139,21 +140,19 @@ class Arena:
             self.buffers[name, place] = like.new_zeros(shape)
         return self.buffers[name, place]
 
-    def view(self, width: int, positions: int) -> FixedView:
+    def view(self, width: int, positions: int, cache: KVCache) -> FixedView:
         """The view of `width` rows for texts of up to `positions` positions, including these rows."""
         keys = min(bucket(positions, self.runtime.smallest), self.limit)
-        return FixedView(self.upload, width, keys, self.limit, self.layers)
+        return FixedView(self.upload, width, keys, self.limit, self.layers, cache)
 
-    def run_pass(
-        self, name: str, pass_: Pass, given: Tensor, view: FixedView, cache: KVCache, by_row: bool
-    ) -> list[Tensor]:
+    def run_pass(self, name: str, pass_: Pass, given: Tensor, view: FixedView, by_row: bool) -> list[Tensor]:
         """Run `pass_`, which its name must identify uniquely; returns its output buffers.
 
         by_row: output rows are stored at their row numbers, and stay valid until the round ends.
         """
 
         def run() -> None:
-            with cache.at(view.slots, view.keys):
+            with view.cache.at(view.slots, view.keys):
                 outputs = pass_(given, view)
             for place, output in enumerate(outputs):
                 kept = self.buffer(name, place, output, self.rows + WIDTHS[-1] if by_row else WIDTHS[-1])
@@ -219,12 +218,12 @@ class GraphedSession(TargetSession):
             given.copy_(token)
         if upload.alone_at != self.base:
             upload.send(RoundRows((-1,)).layout(self.base, 0, 1), 1)
-        view = arena.view(1, self.base + 1)
+        view = arena.view(1, self.base + 1, self.rest)
 
         def run() -> None:
             hidden = stack.embed(given[None], view.positions)
-            with self.rest.at(view.slots, view.keys):
-                hidden = stack.run(hidden, 0, len(stack.layers), view.rotary, view.masks(), self.rest)
+            with view.cache.at(view.slots, view.keys):
+                hidden = stack.run(hidden, 0, len(stack.layers), view.rotary, view.masks(), view.cache)
             given.copy_(likeliest(stack.logits(hidden)[0]))
             upload.base.add_(1)
 
@@ -250,18 +249,20 @@ class GraphedSession(TargetSession):
             if kept.data_ptr() != hidden.data_ptr():  # of a pass without a graph
                 kept.copy_(hidden)
 
-    def _run(self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache) -> tuple[Tensor, ...]:
+    def _run(
+        self, name: str, pass_: Pass, x: Tensor, layout: RowLayout, cache: KVCache, wanted: int | None = None
+    ) -> tuple[Tensor, ...]:
         rows = layout.stop - layout.start
         # Graphs do not help prompts, passes wider than any bucket, and passes of an embedding alone.
         if not self.base or rows > WIDTHS[-1] or layout.stop > self._arena.rows or not cache.layers:
-            return super()._run(name, pass_, x, layout, cache)
+            return super()._run(name, pass_, x, layout, cache, wanted)
         arena, by_row = self._arena, name == "first"
-        view = arena.view(next(width for width in WIDTHS if width >= rows), layout.base + layout.stop)
+        view = arena.view(next(width for width in WIDTHS if width >= rows), layout.base + layout.stop, cache)
         arena.upload.send(layout, view.width)
         given = arena.buffer(name, -1, x, WIDTHS[-1])
         axis = min(x.dim() - 1, 1)  # of the rows: tokens [n], hidden states [1, n, d]
         given.narrow(axis, 0, rows).copy_(x)
-        outputs = arena.run_pass(name, pass_, given.narrow(axis, 0, view.width), view, cache, by_row)
+        outputs = arena.run_pass(name, pass_, given.narrow(axis, 0, view.width), view, by_row)
         cache.advance(rows)
         start = layout.start if by_row else 0
         return tuple(output[:, start : start + rows] for output in outputs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft_models.targets.target import Layers, Mask, Masks, Rotary
+from outrider.inference.core.cache import KVCache
 from outrider.inference.core.rows import RowLayout, unpack
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # wider passes, and prompts, run without graphs
@@ -72,6 +73,7 @@ class FixedView:
     keys: int
     spare: int
     layers: Layers
+    cache: KVCache
 
     @property
     def rows(self) -> Tensor:
@@ -116,7 +118,7 @@ class FixedView:
             built[window] = mask.masked_fill(~seen, torch.finfo(mask.dtype).min)[None, None]
         return built
 
-    def last(self, hidden: Tensor, count: int) -> Tensor:
+    def wanted(self, hidden: Tensor) -> Tensor:
         return hidden
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
 from outrider.draft_models.eagle3.model import Eagle3, Steps, join
-from outrider.draft_models.targets.attention import packed_mask
+from outrider.draft_models.targets.attention import packed_band, packed_mask
 from outrider.draft_models.targets.settings import ReadingChanges, Written
 from outrider.draft_models.targets.target import Band
 from tests.eagle3_heads import DIALECTS, TARGET, TARGET_WIDTH, VOCABULARY, Row, head_weights, reference, write_head
@@ -349,7 +349,7 @@ class SmallBand(Band):
 def test_values_and_gradients_are_those_of_one_softmax(kind: str) -> None:
     documents = torch.zeros_like(DOCUMENTS) if kind == "causal" else DOCUMENTS
     seen = packed_mask(documents)
-    mask = {"whole": seen, "blocks": SmallBand.packed(documents), "causal": None}[kind]
+    mask = {"whole": seen, "blocks": packed_band(documents, kind=SmallBand), "causal": None}[kind]
     found = []
     for given in (lambda parts: plain(parts, seen), lambda parts: joined(parts, mask)):
         parts = made(torch.float64)

@@ -8,7 +8,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from outrider.data_prep.text.rows import _positions
-from outrider.draft_models.targets.attention import KERNELS, grouped_attention, packed_mask, stock_attention, use_kernel
+from outrider.draft_models.targets.attention import (
+    KERNELS,
+    grouped_attention,
+    packed_band,
+    packed_mask,
+    stock_attention,
+    use_kernel,
+)
 from outrider.draft_models.targets.model_files import layer_stack, load_layers
 from outrider.draft_models.targets.open_target import load_config, open_target
 from outrider.draft_models.targets.stack import LayerStack, WholeModel
@@ -143,14 +150,14 @@ def test_a_band_is_the_dense_mask(
         given = [torch.randn(rows, n, length, 8, dtype=torch.float64, requires_grad=True)
                  for n in (heads, key_heads, key_heads)]  # fmt: skip
         results = []
-        for mask in (dense, Band.packed(packed, window)):
+        for mask in (dense, packed_band(packed, window)):
             out, _ = grouped_attention(nn.Module(), *given, mask, scaling=0.4)
             results.append((out, *torch.autograd.grad(out.sin().sum(), given)))
         for found, expected in zip(*results, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     if window is not None:
         everything = torch.zeros(1, length, dtype=torch.long)
-        sliding, alike = Band.sliding(torch.arange(length), window), Band.packed(everything, window)
+        sliding, alike = Band.sliding(torch.arange(length), window), packed_band(everything, window)
         assert torch.equal(sliding.first, alike.first)
         assert sliding.starts == alike.starts
 

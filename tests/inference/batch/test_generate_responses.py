@@ -25,7 +25,6 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch import directory
 from outrider.inference.batch import generate as responses_module
 from outrider.inference.batch.batch_decoder import Generator
-from outrider.inference.batch.compiled_batch import CompiledBatch, CompiledSteps
 from outrider.inference.batch.directory import prompt_id
 from outrider.inference.batch.generate import Responder, batches, generate_responses
 from outrider.inference.batch.settings import GenerateConfig
@@ -137,18 +136,14 @@ def test_two_processes_give_what_one_gives(make):
     assert numbers == {0, 1}  # each process has written shards of its own
 
 
-def test_compiled_steps_answer_the_same(make, monkeypatch):
-    """Where a processor has AMX the target's steps are compiled; here they are made to be, and made not to be."""
-    fed = []
-    feed = CompiledBatch.feed
-    monkeypatch.setattr(CompiledBatch, "feed", lambda self, tokens: fed.append(len(tokens)) or feed(self, tokens))
+def test_loops_answer_the_same(make, monkeypatch):
+    """Where a processor has AMX every prompt has its own loop over compiled layers; here as if it had."""
     found = []
-    for name, way in (("library", lambda _: None), ("compiled", CompiledSteps.without_asking)):
-        monkeypatch.setattr(CompiledSteps, "of", way)
-        config = make(name=name)
+    for amx in (False, True):
+        monkeypatch.setattr(responses_module, "has_amx", lambda amx=amx: amx)
+        config = make(name=str(amx))
         generate_responses(config)
         found.append(responses(config))
-        assert bool(fed) == (name == "compiled")
     assert found[0] == found[1]
 
 

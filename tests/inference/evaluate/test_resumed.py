@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from outrider.base.errors import UserError
 from outrider.base.files import sealed, unsealed
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
+from outrider.draft_models.targets.attention import KernelChoice
 from outrider.draft_models.targets.fingerprint import fingerprint_target
 from outrider.draft_models.targets.open_target import load_config, load_tokenizer
 from outrider.draft_models.targets.settings import TABLE
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.tensor_files import open_tensors
-from outrider.inference.core.target_session import KernelChoice
 from outrider.inference.engines import packing
 from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.graphs.attention_kernels import attention_shape

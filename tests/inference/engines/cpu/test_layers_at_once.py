@@ -17,6 +17,7 @@ from outrider.draft_models.targets.int8 import quantise
 from outrider.draft_models.targets.model_files import layer_stack
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.draft_models.targets.target import Texts
 from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rows import RoundRows
@@ -199,22 +200,24 @@ def test_a_row_of_several_texts_equals_the_row_alone(tmp_path: Path, dtype: torc
     assert isinstance(together, LayersAtOnce)
     generator = torch.Generator().manual_seed(1)
     width = stack.layers[0].head_dim
-    kept = torch.randn(LAYERS, 2, rows + 2, 2, positions, width, generator=generator).to(dtype)
-    before = kept.clone()
-    hidden = torch.randn(rows, stack.config.hidden_size, generator=generator).to(dtype)
-    slots = torch.tensor([[(5 * row + 1) % (rows + 2), 7 * row % positions] for row in range(rows)])
-    cos, sin = stack.rotary(slots[None, :, 1]).tables[0]
-    found = together.run_each(hidden, (cos[0], sin[0]), kept, slots)
-    for row, (text, past) in enumerate(slots.tolist()):
-        cache = KVCache(range(LAYERS), positions)
-        whole = cache.whole(2, width, hidden)
-        whole.copy_(before[:, :, text])
-        cache.length = past
-        where = stack.rotary(torch.tensor([[past]])).tables[0]
-        alone = together.run(hidden[None, row : row + 1], 0, LAYERS, where, None, cache)
-        assert torch.equal(found[row], alone[0, 0])
-        before[:, :, text] = whole
-    assert torch.equal(kept, before)
+    kept = torch.randn(rows, LAYERS, 2, 2, positions, width, generator=generator).to(dtype)
+    hidden = torch.randn(1, rows, stack.config.hidden_size, generator=generator).to(dtype)
+    lengths = [7 * row % positions for row in range(rows)]
+
+    def cache_of(row: int) -> KVCache:
+        cache = KVCache(range(LAYERS), positions + row)
+        cache.whole(2, width, hidden)[..., :positions, :] = kept[row]
+        cache.length = lengths[row]
+        return cache
+
+    caches = [cache_of(row) for row in range(rows)]
+    texts = Texts((1,) * rows, (None,) * rows, tuple(caches), [])
+    found = together.run(hidden, 0, LAYERS, stack.rotary(torch.tensor([lengths])).tables[0], texts, None)
+    for row, past in enumerate(lengths):
+        cache, where = cache_of(row), stack.rotary(torch.tensor([[past]])).tables[0]
+        alone = together.run(hidden[:, row : row + 1], 0, LAYERS, where, None, cache)
+        assert torch.equal(found[0, row], alone[0, 0])
+        assert torch.equal(cache.whole(2, width, hidden), caches[row].whole(2, width, hidden))
 
 
 @torch.inference_mode()

@@ -17,11 +17,11 @@ import torch
 
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
-from outrider.draft_models.targets.attention import KERNELS
+from outrider.draft_models.targets.attention import KERNELS, KernelChoice
 from outrider.draft_models.targets.stack import LayerStack
+from outrider.inference.core.cache import KVCache
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.rows import RoundRows
-from outrider.inference.core.target_session import KernelChoice
 from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
@@ -91,7 +91,7 @@ def test_masks_and_positions_made_on_the_device_are_the_layouts(monkeypatch: pyt
         upload.send(layout, width)
         keys = cuda_graphs.bucket(base + count, 16)
         stack = SimpleNamespace(windows=windows, dtype=torch.float32)
-        view = FixedView(upload, width, keys, 1000, stack)  # type: ignore[arg-type]
+        view = FixedView(upload, width, keys, 1000, stack, KVCache(range(0), 1))  # type: ignore[arg-type]
         used = slice(0, count - start)
         # Padding writes where nobody reads.
         assert view.slots.tolist() == [*range(base + start, base + count), *range(1000 + count - start, 1000 + width)]

@@ -1,0 +1,196 @@
+"""Many texts at once: each is decoded by the loop of one text, and passes of several texts run as one.
+
+A text runs in a greenlet until it asks for a pass. Once every text waits, the passes of one kind run together over the
+rows of all these texts: weights are read once, and each row attends to keys of its own text. So a row's result is what
+its engine computes for the same row without company.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from outrider.draft_models.targets.target import Masks, Rotary, Target, Texts
+from outrider.inference.core.rounds import Round
+from outrider.inference.core.session import Pass, Session
+from outrider.inference.core.target_session import REST, Runtime, TextView, eager_session
+
+
+@dataclass(frozen=True)
+class Request:
+    """A pass that a text waits for: `pass_` over its input x [1, n, …] or [n]. Passes of one kind can run as one."""
+
+    kind: tuple[int, int, str]
+    pass_: Pass
+    x: Tensor
+    view: TextView
+
+    @property
+    def rows(self) -> int:
+        """The number of its rows."""
+        return self.view.layout.stop - self.view.layout.start
+
+    @property
+    def ends_round(self) -> bool:
+        """Whether it is a pass of the target that verifies."""
+        return self.kind[2].startswith(REST)
+
+
+class TextCaches:
+    """The caches of several texts in one pass. `shown`: see `Texts`."""
+
+    def __init__(self, requests: list[Request]):
+        self.rows = [request.rows for request in requests]
+        self.caches = tuple(request.view.cache for request in requests)
+        self.shown: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write key, value [1, heads, ΣQ, head_dim] to the texts' caches; returns them as they are."""
+        parts = zip(self.caches, key.split(self.rows, dim=2), value.split(self.rows, dim=2), strict=True)
+        self.shown[:] = [cache.update(*own, layer_idx) for cache, *own in parts]
+        return key, value
+
+
+class JointView:
+    """The view of the rows of several texts, one text after another."""
+
+    def __init__(self, requests: list[Request]):
+        self.requests = requests
+        self.cache = TextCaches(requests)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return torch.cat([request.view.positions for request in self.requests], dim=1)
+
+    @cached_property
+    def rotary(self) -> Rotary:
+        each = zip(*(request.view.rotary.tables for request in self.requests), strict=True)  # per table: of every text
+        tables = [tuple(torch.cat(part, dim=1) for part in zip(*own, strict=True)) for own in each]
+        return Rotary(self.positions, tuple((cos, sin) for cos, sin in tables))
+
+    def masks(self) -> Masks:
+        own = [request.view.masks() for request in self.requests]
+        rows, caches = tuple(self.cache.rows), self.cache.caches
+        return {
+            window: Texts(rows, tuple(masks[window] for masks in own), caches, self.cache.shown) for window in own[0]
+        }
+
+    def wanted(self, hidden: Tensor) -> Tensor:
+        if all(request.rows == request.view.last for request in self.requests):
+            return hidden
+        parts = zip(hidden.split(self.cache.rows, dim=1), self.requests, strict=True)
+        return torch.cat([request.view.wanted(own) for own, request in parts], dim=1)
+
+
+def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
+    """The outputs of passes of one kind, computed by one pass over the rows of all. Halved if memory is short."""
+    first = requests[0]
+    try:
+        if len(requests) == 1:
+            return [first.pass_(first.x, first.view)]
+        view = JointView(requests)
+        outputs = first.pass_(torch.cat([request.x for request in requests], dim=min(first.x.dim() - 1, 1)), view)
+    except torch.OutOfMemoryError:
+        if len(requests) == 1:
+            raise
+        half = len(requests) // 2
+        return run_jointly(requests[:half]) + run_jointly(requests[half:])
+    rows, last = view.cache.rows, [request.view.last for request in requests]
+    parts = [output.split(rows if output.shape[1] == sum(rows) else last, dim=1) for output in outputs]
+    return list(zip(*parts, strict=True))
+
+
+@dataclass(eq=False)
+class Text:
+    """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
+
+    done: called at the end, with the error that ended it, if any. `waits`: the pass that it waits for.
+    """
+
+    rounds: Iterator[Round]
+    take: Callable[[Round], None]
+    done: Callable[[Exception | None], None]
+    run: greenlet | None = None
+    waits: Request | None = None
+
+
+class Batch(Runtime):
+    """Makes the sessions of texts that are decoded together, and runs these texts.
+
+    Texts join by `add` and leave by themselves or by `drop`, between steps. All methods are called in one thread. A
+    prompt, and a target that runs as a whole, are run text by text.
+    """
+
+    name = "batch"
+
+    def __init__(self) -> None:
+        self.texts: list[Text] = []
+
+    def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
+        """As `eager_session(target, split, capacity, context)`, with passes of several texts run as one."""
+        return eager_session(target, split, capacity, context, _wait)
+
+    def add(self, text: Text) -> None:
+        """Decode `text` too, from the next step on."""
+        self.texts.append(text)
+
+    def drop(self, text: Text) -> None:
+        """End a text before its end."""
+        self.texts.remove(text)
+        if text.run is not None:
+            text.run.throw()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Run the passes that texts wait for, and each text until its next one.
+
+        The target's passes, which end a round, wait for the drafts of all texts.
+        """
+        for text in [text for text in self.texts if text.run is None]:
+            text.run = greenlet(_decode)
+            self._resume(text, text)
+        drafting = [text for text in self.texts if text.waits is not None and not text.waits.ends_round]
+        groups: dict[Hashable, list[Text]] = {}
+        for text in drafting or self.texts:
+            if text.waits is not None:
+                groups.setdefault(text.waits.kind, []).append(text)
+        for group in groups.values():
+            try:
+                outputs = run_jointly([text.waits for text in group if text.waits is not None])
+            except Exception as error:
+                for text in group:
+                    self._resume(text, error=error)
+            else:
+                for text, own in zip(group, outputs, strict=True):
+                    self._resume(text, own)
+
+    def _resume(self, text: Text, given: object = None, error: Exception | None = None) -> None:
+        """Run a text until it waits again or ends. given: what it waited for; error: raised there instead."""
+        assert text.run is not None
+        try:
+            text.waits = text.run.switch(given) if error is None else text.run.throw(error)
+        except Exception as ended_by:
+            error = ended_by
+        else:
+            if text.waits is not None:
+                return
+            error = None
+        self.texts.remove(text)
+        text.done(error)
+
+
+def _decode(text: Text) -> None:
+    for found in text.rounds:
+        text.take(found)
+
+
+def _wait(kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) -> tuple[Tensor, ...]:
+    """The outputs of a pass, for a text that runs in a batch; it is run at once for any other."""
+    above = getcurrent().parent
+    if above is None:
+        return pass_(x, view)
+    outputs: tuple[Tensor, ...] = above.switch(Request(kind, pass_, x, view))
+    return outputs
