@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ENGINES := .engines
 
 .DEFAULT_GOAL := help
-.PHONY: help install engines kernels demo demo-real chat smollm2 test cases test-all test-fast test-gpu test-kernels gpu-record lint format clean
+.PHONY: help install engines kernels demo demo-real smollm2 test cases test-all test-fast test-gpu test-kernels gpu-record lint format clean
 .NOTPARALLEL:
 
 help: ## this list (the default)
@@ -92,10 +92,6 @@ ifeq ($(filter target=%,$(MAKEOVERRIDES)),)
 else
 	$(RUN)outrider auto minutes=120 resume=true $(OPTIONS)
 endif
-
-chat: $(STAMP) ## talk to the model of demo-real, a drafter before it: /off and /on show the difference
-	$(RUN)python data_prep/fetch_target.py out_dir=runs/smollm2_demo/fetch resume=true
-	$(RUN)outrider chat target=runs/smollm2_demo/fetch checkpoint=drafters/smollm2/eesd small_lm=drafters/smollm2/small_lm table=drafters/smollm2/trigrams dtype=fast method=vanilla $(OPTIONS)
 
 clean: ## remove .venv, the engines, runs/ and build/
 	rm -rf $(VENV) $(ENGINES) runs build *.egg-info

@@ -116,10 +116,6 @@ COMMANDS = {
             "pipeline", "train.pipeline", "train.pipeline_settings:PipelineConfig",
             "run several commands as one: from a target to a report",
         ),
-        Command(
-            "chat", "inference.chat", "inference.settings.tools:ChatConfig",
-            "talk to a target, with a drafter before it",
-        ),
     )
 }  # fmt: skip
 
@@ -152,8 +148,6 @@ def print_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.encoding.lower() in ("ascii", "ansi_x3.4-1968"):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # almost every terminal sends UTF-8
 
 
 def say(text: str) -> None:

@@ -3,15 +3,12 @@
 A test starts a new interpreter only to test that itself: what is imported, what a launcher or a shell starts.
 """
 
-import atexit
-import fcntl
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
 import tempfile
-import termios
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
@@ -24,8 +21,7 @@ ROOT = Path(__file__).parents[1]
 class Fork:
     """A process that runs `words` from `cwd`, as -c CODE, -m MODULE or a script. It is used as a `subprocess.Popen`.
 
-    env: what differs from the environment here. anew: packages that it imports anew. terminal: what it reads
-    from and writes to in the place of files. It has one thread and no GPU.
+    env: what differs from the environment here. anew: packages that it imports anew. It has one thread and no GPU.
     """
 
     def __init__(
@@ -34,9 +30,8 @@ class Fork:
         cwd: Path = ROOT,
         env: Mapping[str, str] | None = None,
         anew: Collection[str] = (),
-        terminal: int | None = None,
     ):
-        self._anew, self._terminal = anew, terminal
+        self._anew = anew
         self._said = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115  # stdout, stderr
         self._process = multiprocessing.get_context("fork").Process(
             target=self._run, args=([str(word) for word in words], cwd, dict(env or {}))
@@ -65,13 +60,7 @@ class Fork:
 
     def _run(self, words: list[str], cwd: Path, env: dict[str, str]) -> None:
         for number, file in enumerate(self._said, start=1):
-            os.dup2(file.fileno() if self._terminal is None else self._terminal, number)
-        if self._terminal is not None:
-            os.dup2(self._terminal, 0)
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            sys.stdin = open(0, closefd=False)  # noqa: SIM115
-            atexit._clear()
+            os.dup2(file.fileno(), number)
         sys.stdout, sys.stderr = _line_by_line(1), _line_by_line(2)
         os.environ |= env
         os.chdir(cwd)
@@ -79,14 +68,6 @@ class Fork:
         torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0  # a fork has no CUDA
         for name in [name for name in sys.modules if name.partition(".")[0] in self._anew]:
             del sys.modules[name]
-        try:
-            self._do(words)
-        finally:
-            if self._terminal is not None:
-                atexit._run_exitfuncs()
-
-    @staticmethod
-    def _do(words: list[str]) -> None:
         match words:
             case ["-c", code, *rest]:
                 sys.argv = ["-c", *rest]

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+import outrider
 from outrider import cli
 from outrider.base import progress
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, TARGET
@@ -176,10 +177,6 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         ["experiment=demo", "out_dir=out"],
         {"train.pipeline_run:_tee": "pipeline > step 1/"},
     ),
-    "chat": (
-        [f"target={TARGET}", "template=none"],
-        {"api.model:load_stack": "progress: loading; "},
-    ),
 }  # fmt: skip
 
 
@@ -199,7 +196,6 @@ def unspoken(ears: Ears, patch: pytest.MonkeyPatch, command: str, patience: floa
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_is_slow_is_spoken_of(ears: Ears, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    monkeypatch.setattr("builtins.input", Mock(side_effect=EOFError))
     monkeypatch.setattr("outrider.train.pipeline_run.subprocess", Mock(Popen=Mock(side_effect=KeyboardInterrupt)))
     assert unspoken(ears, monkeypatch, command) == {}
 
@@ -220,13 +216,11 @@ def test_a_silence_would_be_noticed(ears: Ears, monkeypatch: pytest.MonkeyPatch)
         assert unspoken(ears, patch, "convert_target", patience=4 * INTERVAL).keys() == {hashing, reading}
 
 
-def test_a_chat_waits_for_its_user_in_silence(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    def read(_: str) -> str:
-        said.extend(ears.listen(4 * INTERVAL))
-        raise EOFError
-
-    monkeypatch.setattr("builtins.input", read)
-    run(monkeypatch, ears, "chat", f"target={TARGET}", "template=none")
-    assert said == []
+def test_loading_from_python_is_spoken_of_and_what_follows_is_not(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow("api.model:load_stack", ears)
+    slow.put(monkeypatch)
+    with redirect_stderr(ears):
+        outrider.load(TARGET, device="cpu")
+        assert ears.listen(4 * INTERVAL) == []
+    assert slow.said
+    assert slow.said[-1].startswith("progress: loading; ")

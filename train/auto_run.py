@@ -212,8 +212,8 @@ def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig) -> Non
     drafters = [name for name in _EXPORTED if (folder / STEPS[name].product).exists()]
     said += [_export(config, folder, name) for name in drafters]
     for name in drafters:
-        chat = ["outrider", "chat", option("target", config.target), option("checkpoint", folder / name)]
-        said.append(f"talk to it: {' '.join(map(in_shell, chat))}")
+        serve = ["outrider", "serve", option("target", config.target), option("checkpoint", folder / name)]
+        said.append(f"talk to it: {' '.join(map(in_shell, serve))}")
     measured = replace(pipeline, out_dir=str(folder))
     asked = measured.placed(measured.options("report"))
     said += [measure_again(asked, report.parent)] if any(map(busy_sentences, reports_in(report))) else []

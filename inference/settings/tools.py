@@ -1,4 +1,4 @@
-"""Settings of the chat, of the audit and of compare-reports."""
+"""Settings of the audit and of compare-reports."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -9,17 +9,7 @@ from outrider.base.errors import require
 from outrider.base.settings import Count, Place, Positive, RunConfig, Seed, Url, free, opt, require_default
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate
 from outrider.draft_models.targets.settings import Dtype, Model
-from outrider.inference.settings.evaluate import DecodingConfig
 from outrider.inference.settings.sampling import SamplingConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatConfig(DecodingConfig):
-    """chat: talk to a target in the terminal, with a drafter before it."""
-
-    max_new_tokens: Count = opt(512, "of an answer at most")
-    system: str | None = None
-    """what stands before the conversation; null: what the chat template puts there itself"""
 
 
 @dataclass(frozen=True, kw_only=True)

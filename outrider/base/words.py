@@ -27,6 +27,7 @@ GONE = {  # names of earlier versions, and why they are gone
     **dict.fromkeys(("engine", "engine_plain", "engine_python", "engine_options", "draft_tokens"), _ENGINES),
     "transcripts": "`outrider replay` replays recorded answers, with the same options but target=replay",
     "tensorrt_llm": _HEADS, "modelopt": _HEADS, "eagle": _HEADS,
+    "chat": "the page of `outrider serve` is the place to talk, and shows who said each token",
     "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
 }  # fmt: skip
 _LONGEST, _END = 4000, 1000  # characters of a message, and of each end of a longer one

@@ -3,7 +3,6 @@
 The target is scripted: it writes an answer in tokens that its text need not give, and notes what it has read.
 """
 
-import io
 import json
 import re
 import runpy
@@ -36,9 +35,7 @@ from outrider.inference.batch import generate as responses_module
 from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, Task
-from outrider.inference.conversation import Chat, Screen
 from outrider.inference.core.rounds import Round
-from outrider.inference.settings.tools import ChatConfig
 from tests.cases.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
 from tests.tiny import save_target
 
@@ -346,7 +343,7 @@ def test_a_later_turn_is_asked_after_the_tokens_of_the_earlier_ones(loaded: Any)
 
 
 def test_an_end_token_that_is_no_special_one_is_not_shown(weights: Path, tmp_path: Path) -> None:
-    """Nor does it stand twice in what is asked next, by the Python API and by the chat."""
+    """Nor does it stand twice in what is asked next, by the Python API."""
     target = shutil.copytree(weights, tmp_path / "target")
     family = FAMILIES["qwen2"]
     plain = tokenizer_of(family._replace(special=family.special[:1], plain=family.special[1:]))
@@ -365,22 +362,7 @@ def test_an_end_token_that_is_no_special_one_is_not_shown(weights: Path, tmp_pat
     text = model.generate(talk_of("")[:1])
     assert (text, list(model.last.ids), model.last.ended) == ("Seven", ids, True)
     model.generate(talk_of(text, ids=ids))
-    lines, out = iter(["one?", "one?", "/quit"]), io.StringIO()
-    Chat(model, ChatConfig(target="t"), Screen(out), lambda _: next(lines)).run()
-    assert "<|im_end|>" not in out.getvalue()
-    assert asked[:2] == asked[2:]
     assert saved.decode(asked[1]).count("Seven<|im_end|>\n") == 1
-
-
-def test_the_chat_asks_after_its_own_tokens(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    real = loaded._decode
-    monkeypatch.setattr(loaded, "_decode", lambda ids, *rest: asked.append(ids) or real(ids, *rest))
-    lines = iter(["one?", "two?", "/quit"])
-    chat = Chat(loaded, ChatConfig(target="t", max_new_tokens=9), Screen(io.StringIO()), lambda _: next(lines))
-    chat.run()
-    text, ids = (chat.messages[1][key] for key in ("content", "ids"))
-    assert asked[1] == loaded._ids([*talk_of(text, ids=ids)[:2], {"role": "user", "content": "two?"}])
 
 
 def test_the_text_of_channels_is_that_of_the_last(answer: Any) -> None:
@@ -420,15 +402,12 @@ ODD = "a lone \ud800 surrogate"
 
 
 def test_what_is_no_text_is_refused(loaded: Any, weights: Path, tmp_path: Path) -> None:
-    """By the Python API, the chat and the audit, as a prompt, a message, an answer and a system's."""
+    """By the Python API and the audit, as a prompt, a message, an answer and a system's."""
     question = {"role": "user", "content": "?"}
     odd: list[Any] = [ODD, [{**question, "content": ODD}], [{"role": "system", "content": ODD}, question]]
     for prompt in odd:
         with pytest.raises(UserError, match="surrogate"):
             loaded.generate(prompt)
-    lines, out = iter([ODD, "/quit"]), io.StringIO()
-    Chat(loaded, ChatConfig(target="t"), Screen(out), lambda _: next(lines)).run()
-    assert re.search("error: .*surrogate", out.getvalue())
     target, file = loaded.setup.target, tmp_path / "answers.jsonl"
     for key in ("prompt", "text"):
         file.write_text(json.dumps({"prompt": "a", "text": "b", key: ODD}) + "\n")

@@ -224,7 +224,7 @@ def test_every_command_with_a_template_has_none() -> None:
                 found[name, key] = set(kind.__args__)
     assert all({"tokenizer", "none", "vicuna"} <= choices for choices in found.values())
     commands = {name for name, _ in found}
-    assert {"auto", "eesd", "build_trigrams", "generate_responses", "calibrate", "chat"} <= commands
+    assert {"auto", "eesd", "build_trigrams", "generate_responses", "calibrate"} <= commands
     assert {"evaluate_checkpoint", "audit", "finetune_drafter", "eagle3"} <= commands
 
 

@@ -206,7 +206,7 @@ def test_a_fresh_machine_is_told_its_two_commands() -> None:
     assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
 
 
-@pytest.mark.parametrize("command", ["demo", "demo-real", "smollm2", "chat"])
+@pytest.mark.parametrize("command", ["demo", "demo-real", "smollm2"])
 def test_what_make_is_given_its_command_gets(command: str) -> None:
     """All of it: make itself takes any NAME=VALUE without a word. Python is the one that is make's own."""
     given = ["minutes=6", "debug=true", "target=x", 'steps.report.more=["dtype=float32"]']

@@ -165,6 +165,21 @@ def test_drafts_are_verified_by_the_rule_of_the_method(model: Any, monkeypatch: 
     assert [one.kwargs["naive"] for one in made.call_args_list] == [False, True]
 
 
+def test_the_target_says_the_same_with_its_drafter_without_it_and_with_another(model: Any) -> None:
+    """And is loaded once. The rounds tell what was drafted."""
+    other = model.by("prompt_lookup")
+    asked = ((model, True), (model, False), (other, True))
+    rounds = [list(one.rounds(PROMPT, max_new_tokens=12, speculate=drafted)) for one, drafted in asked]
+    drafted, plain, again = [[token for r in each for token in r.tokens] for each in rounds]
+    assert drafted == plain == again
+    assert sum(r.accepted for r in rounds[0]) > 0
+    assert {(len(r.tokens), r.accepted) for r in rounds[1]} == {(1, 0)}
+    assert other.stack is model.stack
+    for unknown, message in (("nobody", "method=nobody: no such method"), ("vanilla", "small_lm=None: expected")):
+        with pytest.raises(UserError, match=message):
+            model.by(unknown)
+
+
 def test_messages_go_through_the_chat_template(tiny_models: Path) -> None:
     model = outrider.load(str(tiny_models / TARGET), device="cpu")
     messages = [{"role": "user", "content": "hello"}]

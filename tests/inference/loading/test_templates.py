@@ -13,13 +13,11 @@ from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TARGET
-from outrider.inference import chat
 from outrider.inference.loading.targets import chat_template, find_setup, templates_of
 from outrider.inference.measure.bench import render
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
-from outrider.inference.settings.tools import ChatConfig
 from tests.tiny import byte_tokenizer
 
 KIND_OF = {EARLY_EXIT: "early_exit", SMALL_LM: "small_lm", EAGLE3: "eagle3"}
@@ -114,25 +112,18 @@ def test_bare_text_before_a_drafter_of_chats_is_warned_of(models: Path, capsys: 
         assert ("warning: template=none: chat prompts are bare text" in err) == bool(said)
 
 
-def test_a_chat_without_a_template_ends_before_it_loads(
-    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """And `load` where conversations are to come; a text needs none."""
+def test_conversations_without_a_template_end_before_they_load(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text needs none."""
     target = str(models / TARGET)
     monkeypatch.setattr("outrider.api.model.load_stack", None)
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"has no chat template, .* template=vicuna, .*template=none"):
         outrider.load(target, device="cpu", conversations=True)
-    monkeypatch.setattr("sys.argv", ["chat", f"target={target}", "device=cpu"])
-    with pytest.raises(SystemExit) as left:
-        chat.main()
-    assert left.value.code == 2
     for given in ({"conversations": True, "template": "vicuna"}, {}):
         with pytest.raises(TypeError):  # as the weights are about to be loaded
             outrider.load(target, device="cpu", **given)
 
 
-def test_messages_and_the_chat_likewise(models: Path) -> None:
+def test_messages_likewise(models: Path) -> None:
     where = trained(models, EARLY_EXIT, TALK)
     model = outrider.load(where, target=str(models / TARGET), device="cpu")
     by_hand = outrider.load(str(models / TARGET), device="cpu", template="vicuna")
@@ -142,4 +133,3 @@ def test_messages_and_the_chat_likewise(models: Path) -> None:
     refusing = outrider.load(where, target=str(models / TARGET), device="cpu", template="tokenizer")
     with pytest.raises(UserError, match=r"^template=tokenizer: expected vicuna"):
         refusing.generate(MESSAGES)
-    assert ChatConfig(target="t").template == "auto"
