@@ -43,14 +43,13 @@ AS_DECLARED = ReadingChanges()
 class StoredHead:
     """A head on disk, checked but not loaded: its dialect, its reading, and its tensors' locations.
 
-    config: its config.json. declared: the reading declared by its config; reading: with overrides applied. stored: the
-    tensors' names in the files, by their names here.
+    config: its config.json. reading: the one that its config declares, with overrides applied. stored: the tensors'
+    names in the files, by their names here.
     """
 
     source: str
     dialect: Dialect
     config: Mapping[str, object]
-    declared: Reading
     reading: Reading
     files: TensorFiles
     stored: Mapping[str, str]
@@ -62,8 +61,7 @@ class StoredHead:
 
     def weights(self, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The tensors of its `reading`, which differ from the stored ones if it is not the declared reading."""
-        found = self.tensors(dtype, device)
-        return found if self.reading == self.declared else fit_tensors(self.reading, found, self.source)
+        return fit_tensors(self.reading, self.tensors(dtype, device), self.source)
 
     @property
     def made_here(self) -> bool:
@@ -92,12 +90,7 @@ def open_head(
     held = dict(files.stored(files.file_of))
     require_floats(f"eagle3={source}", held, [theirs for name, theirs in stored.items() if name not in (D2T, T2D)])
     shapes = {name: tuple(held[theirs].shape) for name, theirs in stored.items()}
-    try:
-        declared = read_config(config, shapes, target.num_hidden_layers, source)
-    except UserError:
-        if changes.taps is None:
-            raise
-        declared = read_config(config, shapes, target.num_hidden_layers, source, changes.taps)
+    declared = read_config(config, shapes, target.num_hidden_layers, source, changes.taps)
     reading = changed(declared, changes, target)
     require_target(reading, target, source)
     try:
@@ -106,7 +99,7 @@ def open_head(
         if reading == declared:
             raise
         _require_shapes(reading, shapes, dialect, source)  # the config is wrong, and the overrides fit
-    return StoredHead(source, dialect, config, declared, reading, files, stored)
+    return StoredHead(source, dialect, config, reading, files, stored)
 
 
 def holds_head(source: str) -> bool:

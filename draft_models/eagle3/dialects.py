@@ -17,17 +17,22 @@ from typing import Any
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.eagle3.reading import Reading
+from outrider.draft_models.eagle3.reading import Reading, default_taps
 from outrider.draft_models.targets.settings import Dialect, Written
 
 Shapes = Mapping[str, tuple[int, ...]]
 MIDLAYER, FIRST_LAYER, BASE = "midlayer.", "layers.0.", "model."
 TAPS = "eagle_aux_hidden_state_layer_ids"
 _LAYERS: dict[str, Callable[..., PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-_LAYER_KEYS = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-    "hidden_act", "vocab_size", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-    "max_position_embeddings", "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window",
+# The fields of `Reading` by transformers' keys of a layer's config, and the further keys that decide what a layer is.
+_LAYER = {
+    "vocab_size": "vocabulary", "hidden_size": "hidden", "intermediate_size": "intermediate",
+    "num_hidden_layers": "layers", "num_attention_heads": "heads", "num_key_value_heads": "key_heads",
+    "head_dim": "head_dim", "rms_norm_eps": "epsilon", "hidden_act": "activation",
+    "max_position_embeddings": "max_positions", "attention_bias": "attention_bias", "mlp_bias": "mlp_bias",
+}  # fmt: skip
+_FURTHER = (
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "sliding_window", "use_sliding_window",
     "max_window_layers", "layer_types",
 )  # fmt: skip
 # Switches of which this toolkit supports only the given value, and the meaning of other values.
@@ -37,24 +42,31 @@ _FIXED = {
     "next_layer_regular": (True, "later layers that are given the embedding too"),
     "parallel_draft_step": (1, "several tokens drafted at once"),
 }
+# The switches by fields of `Reading`: the name in config.json, and its default or the tensor that shows it.
+_SWITCHES: dict[str, tuple[str, bool | str]] = {
+    "tap_norms": ("fc_norm", "fc_norm.0.weight"),
+    "joint_norm": ("norm_before_fc", "input_norm.weight"),
+    "embedding_norm": ("use_input_layernorm_in_first_layer", True),
+    "norm_before_residual": ("norm_before_residual", False),
+    "final_norm": ("use_last_layernorm", True),
+    "norm_output": ("norm_output", False),
+}
 # The names in SGLang's first EAGLE-3.1 code for the norms of the aux hidden states, and for their switch.
 _FORMER = {f"aux_norm_{place}.weight": f"fc_norm.{i}.weight" for i, place in enumerate(("low", "mid", "high"))}
 _FORMER_SWITCH = {"fc_norm": "use_aux_norm"}
-# The names of switches in config.json, by fields of `Reading`.
-_WORDS = {
-    "tap_norms": "fc_norm", "joint_norm": "norm_before_fc", "norm_output": "norm_output",
-    "norm_before_residual": "norm_before_residual",
-}  # fmt: skip
-# The switches of each dialect that is written, and further fields that its readers' own code supports.
+# What the readers' own code of each dialect that is written supports of the fields in `_PLAIN`.
 _KNOWN: dict[Written, tuple[str, ...]] = {
     "specforge": ("tap_norms", "norm_output"),
-    "speculators": (*_WORDS, "head_norms", "layers", "attention_bias", "mlp_bias"),
-}
-_PLAIN: dict[str, object] = {  # the implied value of a field that a dialect does not know
-    "tap_norms": False, "joint_norm": False, "norm_output": False, "norm_before_residual": False, "final_norm": True,
-    "embedding_norm": True, "fc_bias": False, "head_norms": False, "attention_bias": False, "mlp_bias": False,
-    "layers": 1,
+    "speculators": (
+        "tap_norms", "joint_norm", "norm_output", "norm_before_residual", "head_norms", "layers", "attention_bias",
+        "mlp_bias",
+    ),
 }  # fmt: skip
+_PLAIN: dict[str, object] = {  # the implied value of a field that a dialect does not know
+    **{name: default is True for name, (_, default) in _SWITCHES.items()},
+    **dict.fromkeys(("fc_bias", "head_norms", "attention_bias", "mlp_bias"), False),
+    "layers": 1,
+}
 
 
 def own_name(stored: str) -> str:
@@ -103,59 +115,45 @@ def read_config(
 
 
 def _read(config: Mapping[str, Any], shapes: Shapes, taps: tuple[int, ...]) -> Reading:
-    switches = _Switches(config)
     for name, (known, what) in _FIXED.items():
-        if switches.get(name, known) != known:
-            raise UserError(f"{name}={switches.get(name, known)!r}: {what}; expected {known!r}")
+        if (given := _switch(config, name, known)) != known:
+            raise UserError(f"{name}={given!r}: {what}; expected {known!r}")
     found = {int(name.split(".")[1]) for name in shapes if name.startswith("layers.") and name.split(".")[1].isdigit()}
     layers = max(found, default=0) + 1
     described = config if "speculators_model_type" not in config else config.get("transformer_layer_config")
     layer = _layer_config(described, layers)
     rows = shapes.get("lm_head.weight", (layer.vocab_size,))[0]
+    kinds = getattr(layer, "layer_types", None) or ["full_attention"] * layers
+    switches: dict[str, Any] = {
+        name: _switch(config, word, default in shapes if isinstance(default, str) else default)
+        for name, (word, default) in _SWITCHES.items()
+    }
+    sizes: dict[str, Any] = {name: getattr(layer, key, False) for key, name in _LAYER.items()}
     return Reading(
+        **sizes,
+        **switches,
         taps=taps,
         target_hidden=config.get("target_hidden_size") or layer.hidden_size,
-        hidden=layer.hidden_size,
-        intermediate=layer.intermediate_size,
-        layers=layers,
-        heads=layer.num_attention_heads,
-        key_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        epsilon=layer.rms_norm_eps,
-        activation=layer.hidden_act,
-        vocabulary=layer.vocab_size,
         draft_vocabulary=config.get("draft_vocab_size") or config.get("truncated_vocab_size") or rows,
         rope=dict(layer.rope_parameters),
-        max_positions=layer.max_position_embeddings,
-        windows=_windows(layer, layers),
-        attention_bias=layer.attention_bias,
-        mlp_bias=getattr(layer, "mlp_bias", False),
+        windows=tuple(layer.sliding_window if kind == "sliding_attention" else None for kind in kinds),
         fc_bias="fc.bias" in shapes,
         head_norms=layer.model_type == "qwen3",
-        tap_norms=switches.get("fc_norm", "fc_norm.0.weight" in shapes),
-        joint_norm=switches.get("norm_before_fc", "input_norm.weight" in shapes),
-        embedding_norm=switches.get("use_input_layernorm_in_first_layer", True),
-        norm_before_residual=switches.get("norm_before_residual", False),
-        final_norm=switches.get("use_last_layernorm", True),
-        norm_output=switches.get("norm_output", False),
         own_embedding="embed_tokens.weight" in shapes,
     )
 
 
-class _Switches:
-    """The config's switches, which trainers write at its top level or in its `eagle_config`."""
+def _switch(config: Mapping[str, Any], name: str, default: object) -> Any:
+    """The value of a switch, at the config's top level or in its `eagle_config`; `default` if it is not set.
 
-    def __init__(self, config: Mapping[str, Any]):
-        self._places = [config, _inner(config)]
-
-    def get(self, name: str, default: object) -> Any:
-        """The value of a switch; `default` if it is not set. Raises `UserError` if two values differ."""
-        names = (name, _FORMER_SWITCH.get(name, name))
-        found = [place[key] for place in self._places for key in dict.fromkeys(names) if place.get(key) is not None]
-        other = next((value for value in found if value != found[0]), None)
-        if other is not None:
-            raise UserError(f"{name}={found[0]!r} at the top, {other!r} in eagle_config: expected one of them")
-        return found[0] if found else default
+    Raises `UserError` if two values differ.
+    """
+    names = (name, _FORMER_SWITCH.get(name, name))
+    found = [one[key] for one in (config, _inner(config)) for key in names if one.get(key) is not None]
+    other = next((value for value in found if value != found[0]), None)
+    if other is not None:
+        raise UserError(f"{name}={found[0]!r} at the top, {other!r} in eagle_config: expected one of them")
+    return found[0] if found else default
 
 
 def _inner(config: Mapping[str, object]) -> Mapping[str, object]:
@@ -173,41 +171,31 @@ def _layer_config(described: object, layers: int) -> PreTrainedConfig:
     kind = described.get("model_type", "llama")
     if kind not in _LAYERS:
         raise UserError(f"model_type={kind!r}: expected one of {', '.join(_LAYERS)}, whose layers heads are made of")
-    given = {key: described[key] for key in _LAYER_KEYS if described.get(key) is not None}
+    given = {key: described[key] for key in (*_LAYER, *_FURTHER) if described.get(key) is not None}
     try:
-        return _LAYERS[kind](**given, num_hidden_layers=layers)
+        return _LAYERS[kind](**given | {"num_hidden_layers": layers})
     except Exception as error:  # any error of the class for unexpected values
         raise UserError(f"describes no layer ({reason(error)})") from None
 
 
-def _windows(layer: PreTrainedConfig, layers: int) -> tuple[int | None, ...]:
-    kinds = getattr(layer, "layer_types", None) or ["full_attention"] * layers
-    return tuple(layer.sliding_window if kind == "sliding_attention" else None for kind in kinds)
-
-
 def _taps(config: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
     """The boundaries; if none are named, 2, n // 2 and n − 3 of n layers (as in EAGLE, SpecForge and vLLM)."""
-    inner = _inner(config)
-    given = {TAPS: config.get(TAPS), f"eagle_config.{TAPS}": inner.get(TAPS)}
-    for name, place in (("layer_ids", config), ("eagle_config.layer_ids", inner)):
-        given[name] = place.get("layer_ids")  # boundaries, as vLLM reads them
-    named = {}
-    for name, layers in given.items():
+    places = {"": config, "eagle_config.": _inner(config)}
+    named: dict[str, tuple[int, ...]] = {}
+    for name, layers in {at + key: one.get(key) for at, one in places.items() for key in (TAPS, "layer_ids")}.items():
         if not layers:
             continue
         if not (isinstance(layers, list) and all(type(one) is int for one in layers)):
             raise UserError(f"{name}={layers!r}: expected a list of layers")
-        outputs = name == f"eagle_config.{TAPS}"
-        named[name] = tuple(layer + 1 for layer in layers) if outputs else tuple(layers)
+        outputs = name == f"eagle_config.{TAPS}"  # the others are boundaries, as vLLM reads them
+        named[f"{name}={layers!r}"] = tuple(layer + outputs for layer in layers)
     if len(set(named.values())) > 1:
-        said = "; ".join(f"{name}={given[name]} means boundaries {list(taps)}" for name, taps in named.items())
+        said = "; ".join(f"{name} means boundaries {list(taps)}" for name, taps in named.items())
         raise UserError(f"{said}: expected the same, or give reading.taps")
-    if named:
-        return next(iter(named.values()))
-    if target_layers < 7:
+    if not named and target_layers < 7:
         few = f"the target's {target_layers} layers are too few to choose"
         raise UserError(f"names no {TAPS}: expected them, as {few}; or give reading.taps")
-    return (2, target_layers // 2, target_layers - 3)
+    return next(iter(named.values()), default_taps(target_layers))
 
 
 def require_said(reading: Reading, shapes: Shapes, dialect: Written, target: PreTrainedConfig) -> None:
@@ -236,7 +224,7 @@ def written_config(
     reading: Reading, dialect: Written, target: PreTrainedConfig, target_name: str, drafted: int
 ) -> dict[str, object]:
     """config.json of a head in `dialect`. target, target_name, drafted: as in `save_head`."""
-    switches = {_WORDS[name]: getattr(reading, name) for name in _KNOWN[dialect] if name in _WORDS}
+    switches = {_SWITCHES[name][0]: getattr(reading, name) for name in _KNOWN[dialect] if name in _SWITCHES}
     config: dict[str, object] = {
         "draft_vocab_size": reading.draft_vocabulary,
         TAPS: list(reading.taps),  # vLLM reads boundaries here, SGLang outputs of layers in eagle_config
@@ -246,15 +234,18 @@ def written_config(
         config["num_aux_hidden_states"] = len(reading.taps)
     if reading.hidden != reading.target_hidden:  # with this key EAGLE's own loader takes no embedding from the target
         config["target_hidden_size"] = reading.target_hidden
-    layer = _layer(reading, target)
+    layer = _written_layer(reading, target)
     if dialect == "specforge":
         inner = {"use_aux_hidden_state": True, TAPS: [boundary - 1 for boundary in reading.taps]}
         return {"architectures": ["LlamaForCausalLMEagle3"], **config, **layer, "eagle_config": inner}
+    if sizes := set(filter(None, reading.windows)):
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
+        layer |= {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": kinds}
     verifier = {"name_or_path": target_name, "architectures": list(target.architectures or ())}
     return config | {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "transformer_layer_config": layer | _written_windows(reading),
+        "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -264,37 +255,17 @@ def written_config(
     }
 
 
-def _layer(reading: Reading, target: PreTrainedConfig) -> dict[str, object]:
+def _written_layer(reading: Reading, target: PreTrainedConfig) -> dict[str, object]:
     """The layer's config in transformers' keys; rope as in versions before 5, which later versions read as well."""
     rope = {name: value for name, value in reading.rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-    special = {name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     layer = {
         "model_type": "qwen3" if reading.head_norms else "llama",
-        "vocab_size": reading.vocabulary,
-        "hidden_size": reading.hidden,
-        "intermediate_size": reading.intermediate,
-        "num_hidden_layers": reading.layers,
-        "num_attention_heads": reading.heads,
-        "num_key_value_heads": reading.key_heads,
-        "head_dim": reading.head_dim,
-        "rms_norm_eps": reading.epsilon,
-        "hidden_act": reading.activation,
-        "max_position_embeddings": reading.max_positions,
-        "attention_bias": reading.attention_bias,
-        "mlp_bias": reading.mlp_bias,
+        **{key: getattr(reading, name) for key, name in _LAYER.items()},
         "rope_theta": reading.rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "tie_word_embeddings": False,
-        **special,
+        **{name: getattr(target, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
     if "partial_rotary_factor" in reading.rope:
         layer["partial_rotary_factor"] = reading.rope["partial_rotary_factor"]
     return layer
-
-
-def _written_windows(reading: Reading) -> dict[str, object]:
-    sizes = {window for window in reading.windows if window is not None}
-    if not sizes:
-        return {}
-    kinds = ["full_attention" if window is None else "sliding_attention" for window in reading.windows]
-    return {"use_sliding_window": True, "sliding_window": max(sizes), "layer_types": kinds}
