@@ -90,7 +90,12 @@ def open_head(
     held = dict(files.stored(files.file_of))
     require_floats(f"eagle3={source}", held, [theirs for name, theirs in stored.items() if name not in (D2T, T2D)])
     shapes = {name: tuple(held[theirs].shape) for name, theirs in stored.items()}
-    declared = read_config(config, shapes, target.num_hidden_layers, source, changes.taps)
+    try:
+        declared = read_config(config, shapes, target.num_hidden_layers, source)
+    except UserError:
+        if changes.taps is None:
+            raise
+        declared = read_config(config, shapes, target.num_hidden_layers, source, changes.taps)
     reading = changed(declared, changes, target)
     require_target(reading, target, source)
     try:
