@@ -52,6 +52,10 @@ def use_kernel(kernel: str | Kernel) -> Iterator[None]:
         _kernel = before
 
 
+class KeysChangedError(Exception):
+    """A layer attends to other keys and values than its cache returned, which `Texts` cannot tell apart by text."""
+
+
 def grouped_attention(
     module: object,
     query: Tensor,
@@ -79,7 +83,7 @@ def grouped_attention(
     if isinstance(attention_mask, Band | Texts):
         options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "s_aux": s_aux}
         if isinstance(attention_mask, Texts):
-            return _by_texts(module, query, attention_mask, **options), None
+            return _by_texts(module, query, key, value, attention_mask, **options), None
         return _by_blocks(module, query, key, value, attention_mask, **options), None
     batch, heads, queries, width = query.shape
     key_heads, keys = key.shape[1], key.shape[2]
@@ -111,9 +115,15 @@ def grouped_attention(
     return out.reshape(batch, heads, queries, -1).transpose(1, 2), None
 
 
-def _by_texts(module: object, query: Tensor, texts: Texts, **options: Any) -> Tensor:
-    """`grouped_attention` of each text's queries over its own keys: [1, ΣQ, H, D]."""
-    each = zip(query.split(texts.rows, dim=2), texts.shown, texts.masks, strict=True)
+def _by_texts(module: object, query: Tensor, key: Tensor, value: Tensor, texts: Texts, **options: Any) -> Tensor:
+    """`grouped_attention` of each text's queries over its own keys: [1, ΣQ, H, D].
+
+    Raises `KeysChangedError` if key or value is not what the cache returned.
+    """
+    (own_key, own_value), *shown = texts.shown
+    if key is not own_key or value is not own_value:
+        raise KeysChangedError
+    each = zip(query.split(texts.rows, dim=2), shown, texts.masks, strict=True)
     return torch.cat([grouped_attention(module, own, *shown, mask, **options)[0] for own, shown, mask in each], dim=1)
 
 

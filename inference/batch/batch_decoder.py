@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -75,14 +76,20 @@ class Generator:
     def _answer_by_loops(self, prompts: Sequence[Sequence[int]], draws: Sequence[Tensor]) -> list[Answer]:
         """The answers, each decoded by a loop of its own."""
         assert self.stack is not None
-        batch, selectors = Batch(), [_Selector(self, numbers) for numbers in draws]
-        for prompt, selector in zip(prompts, selectors, strict=True):
-            rounds = autoregressive(
-                self.stack, prompt, max_new_tokens=len(selector.numbers), eos=self.eos, selector=selector, runtime=batch
-            )
-            batch.add(Text(rounds, lambda _: None, lambda _: None))
+        selectors = [_Selector(self, numbers) for numbers in draws]
         longest = max(map(len, draws))
-        with Stage(f"a batch of {len(prompts)}", longest, "tokens each at most") as stage:
+        stage = Stage(f"a batch of {len(prompts)}", longest, "tokens each at most")
+        with closing(Batch()) as batch, stage:
+            for prompt, selector in zip(prompts, selectors, strict=True):
+                rounds = autoregressive(
+                    self.stack,
+                    prompt,
+                    max_new_tokens=len(selector.numbers),
+                    eos=self.eos,
+                    selector=selector,
+                    runtime=batch,
+                )
+                batch.add(Text(rounds, lambda _: None, selector.done))
             while batch.texts:
                 batch.step()
                 stage.done = max(len(selector.tokens) for selector in selectors)
@@ -157,6 +164,11 @@ class _Selector(TokenSelector):
         token = self._generator.choose(logits, self.numbers[step : step + 1], step)
         self.tokens.append(int(token))
         return token
+
+    def done(self, error: Exception | None) -> None:
+        """See `Text`. Raises an error that is not the target's NaN, which `_FAILED` says already."""
+        if error is not None and self.tokens[-1:] != [_FAILED]:
+            raise error
 
     def top_k(self) -> TopK | None:
         """The distributions of all tokens so far."""

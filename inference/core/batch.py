@@ -6,6 +6,7 @@ its engine computes for the same row without company.
 """
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
+from outrider.draft_models.targets.attention import KeysChangedError
 from outrider.draft_models.targets.target import Masks, Rotary, Target, Texts
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.session import Pass, Session
@@ -50,7 +52,7 @@ class TextCaches:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write key, value [1, heads, ΣQ, head_dim] to the texts' caches; returns them as they are."""
         parts = zip(self.caches, key.split(self.rows, dim=2), value.split(self.rows, dim=2), strict=True)
-        self.shown[:] = [cache.update(*own, layer_idx) for cache, *own in parts]
+        self.shown[:] = [(key, value), *(cache.update(*own, layer_idx) for cache, *own in parts)]
         return key, value
 
 
@@ -74,8 +76,9 @@ class JointView:
     def masks(self) -> Masks:
         own = [request.view.masks() for request in self.requests]
         rows, caches = tuple(self.cache.rows), self.cache.caches
+        windows = set(own[0]).intersection(*own)  # a text shorter than a window has a mask without windows, too
         return {
-            window: Texts(rows, tuple(masks[window] for masks in own), caches, self.cache.shown) for window in own[0]
+            window: Texts(rows, tuple(masks[window] for masks in own), caches, self.cache.shown) for window in windows
         }
 
     def wanted(self, hidden: Tensor) -> Tensor:
@@ -86,17 +89,17 @@ class JointView:
 
 
 def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
-    """The outputs of passes of one kind, computed by one pass over the rows of all. Halved if memory is short."""
-    first = requests[0]
-    try:
-        if len(requests) == 1:
-            return [first.pass_(first.x, first.view)]
-        view = JointView(requests)
+    """The outputs of passes of one kind, computed by one pass over the rows of all.
+
+    Halved if memory is short, or if the layers cannot be run for several texts.
+    """
+    first, half = requests[0], len(requests) // 2
+    if not half:
+        return [first.pass_(first.x, first.view)]
+    view, outputs = JointView(requests), None
+    with suppress(torch.OutOfMemoryError, KeysChangedError):
         outputs = first.pass_(torch.cat([request.x for request in requests], dim=min(first.x.dim() - 1, 1)), view)
-    except torch.OutOfMemoryError:
-        if len(requests) == 1:
-            raise
-        half = len(requests) // 2
+    if outputs is None:  # outside the handler, whose traceback holds the pass's tensors
         return run_jointly(requests[:half]) + run_jointly(requests[half:])
     rows, last = view.cache.rows, [request.view.last for request in requests]
     parts = [output.split(rows if output.shape[1] == sum(rows) else last, dim=1) for output in outputs]
@@ -137,11 +140,22 @@ class Batch(Runtime):
         """Decode `text` too, from the next step on."""
         self.texts.append(text)
 
+    @torch.inference_mode()  # as in `step`: a loop that ends restores the mode in which it began
     def drop(self, text: Text) -> None:
         """End a text before its end."""
-        self.texts.remove(text)
         if text.run is not None:
             text.run.throw()
+        self._forget(text)
+
+    def close(self) -> None:
+        """End all texts."""
+        for text in [*self.texts]:
+            self.drop(text)
+
+    def _forget(self, text: Text) -> None:
+        """Remove a text that has ended; it keeps no session alive."""
+        self.texts.remove(text)
+        text.rounds, text.run, text.waits = iter(()), None, None
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -178,7 +192,7 @@ class Batch(Runtime):
             if text.waits is not None:
                 return
             error = None
-        self.texts.remove(text)
+        self._forget(text)
         text.done(error)
 
 
