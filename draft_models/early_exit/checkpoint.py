@@ -6,7 +6,6 @@ digest, so a directory that loads is complete. For serving engines the drafter b
 
 import dataclasses
 import hashlib
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -210,16 +209,9 @@ def require_target(meta: DrafterMeta, fingerprint: Fingerprint, path: Path | str
 
 
 def provenance() -> dict[str, str]:
-    """Versions of the writing software: this project (with its git revision in a checkout), torch, transformers."""
+    """Versions of the writing software: this project (with a digest of its sources), torch, transformers."""
     made = {"torch": torch.__version__, "transformers": version("transformers")}
-    made |= {"outrider": package_version(), "code": code_version()}
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if git.returncode == 0:
-        made["git"] = git.stdout.strip()
-    return made
+    return made | {"outrider": package_version(), "code": code_version()}
 
 
 def _read_weights(path: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:

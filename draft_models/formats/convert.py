@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save
-from torch import Tensor
 from transformers.utils import cached_file, has_file
 
 from outrider.base.errors import UserError, reason, warn
@@ -315,17 +314,12 @@ def _write_weights(
         for file, inner in left.items():
             weights = {}
             for name in inner:
-                weights[name] = read_as(tensors[name], dtype)
+                weights[name] = tensors[name].read().to(_written(tensors[name], dtype))
                 stage.advance()
             write_atomically(folder / file, save(weights, metadata={"format": "pt"}), remedy)
     if plan.is_sharded:
         write_json(folder / INDEX_FILE, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
     return len(plan.filename_to_tensors)
-
-
-def read_as(stored: Stored, dtype: torch.dtype | None) -> Tensor:
-    """The tensor, in the type in which it is written."""
-    return stored.read().to(_written(stored, dtype))
 
 
 def _written(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:

@@ -302,14 +302,6 @@ def why_not_by_layers(config: PreTrainedConfig) -> str | None:
             f"quantised by {method!r} (quantization_config in {CONFIG_FILE}); supported: fp8 with scales by block, and "
             "GGUF files. Give the model it was made from, or a GGUF file of it"
         )
-    if config.model_type == "opt":
-        if not config.do_layer_norm_before or config._remove_final_layer_norm:
-            return "an OPT with layer norms behind its layers (do_layer_norm_before=false), as opt-350m; not supported"
-        if config.word_embed_proj_dim != config.hidden_size:
-            return (
-                f"an OPT with projected embeddings (word_embed_proj_dim={config.word_embed_proj_dim}, "
-                f"hidden_size={config.hidden_size}), as opt-350m; not supported"
-            )
     try:
         model_spec(config)
     except UserError as error:

@@ -129,7 +129,7 @@ def test_a_map_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
         tmp_path, "specforge", {**weights, **beyond}
     )
     index = {"d2t": offsets + torch.arange(last + 1)}  # its value as an index instead of an offset
-    assert "expected 0 to 39. It holds offsets" in refused(tmp_path, "specforge", {**weights, **index})
+    assert "expected ascending ones, 0 to 39. It holds offsets" in refused(tmp_path, "specforge", {**weights, **index})
     assert "expected ascending ones" in refused(tmp_path, "specforge", {**weights, "d2t": offsets.flip(0)})
     unset = {"d2t": torch.zeros_like(offsets), "t2d": torch.ones_like(member)}
     assert "d2t and t2d name other tokens (8 and 40)" in refused(tmp_path, "specforge", {**weights, **unset})
