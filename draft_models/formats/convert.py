@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -37,7 +36,7 @@ from outrider.base.files import (
 )
 from outrider.base.locks import system_lock
 from outrider.base.progress import Stage, counted
-from outrider.draft_models.formats.gguf_file import find_gguf, open_gguf
+from outrider.draft_models.formats.gguf_file import find_gguf
 from outrider.draft_models.formats.torch_files import (
     AS_WRITTEN,
     CONFIG_FILE,
@@ -51,9 +50,6 @@ from outrider.draft_models.formats.torch_files import (
     Stored,
     is_block_fp8,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 INDEX_FILE = "model.safetensors.index.json"
 PLACE = "OUTRIDER_CACHE"  # environment variable: the location of the cache
@@ -101,15 +97,6 @@ def find_original(source: str, revision: str | None = None, *, weights: bool = T
     folder = Path(source)
     kind = _kind(lambda name: os.path.exists(folder / name), folder / CONFIG_FILE)
     return None if kind is None else FolderModel(source, folder, kind)
-
-
-def tokenizer_alone(source: str) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of a GGUF file, without converting its weights; None for other formats. Raises `UserError`."""
-    if (gguf := find_gguf(source)) is None:
-        return None
-    from outrider.draft_models.formats.gguf_tokenizer import gguf_tokenizer
-
-    return gguf_tokenizer(open_gguf(gguf))
 
 
 def is_as_written(source: str, revision: str | None) -> bool:
@@ -230,8 +217,7 @@ def _is_whole(entry: Path) -> bool:
     record = entry / RECORD_FILE
     if not record.exists():
         return False
-    said = read_mapping(record, "record of a conversion", "remove it").get("bytes")
-    return said in (None, _size(entry))  # older conversions do not say
+    return read_mapping(record, "record of a conversion", "remove it").get("bytes") == _size(entry)
 
 
 def _size(entry: Path) -> int:

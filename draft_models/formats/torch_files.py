@@ -6,7 +6,7 @@ The files are safetensors or torch's older pickles (.bin), one or several with a
 import math
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -183,19 +183,22 @@ class Kind:
                 )
         return found
 
-    def missing(self, source: str, file: str) -> UserError:
-        """The error for a missing file."""
-        return UserError(f"{source}: {file} is named in {self.index} but missing; fetch the checkpoint again")
+    def open_part(
+        self, source: str, file: str, path: str | None, names: Iterable[str], elsewhere: Iterable[str]
+    ) -> Mapping[str, Stored]:
+        """The tensors of a `file` of the model in `source`, which is at `path`.
 
-    def require(self, path: str, held: Collection[str], names: Iterable[str], elsewhere: Iterable[str]) -> None:
-        """Raise `UserError` unless the file at `path` has all of `names` and none of `elsewhere`; it has `held`."""
-        lacking = next((name for name in names if name not in held), None)
-        if lacking is not None:
-            raise UserError(f"{path}: holds no tensor {lacking!r}, which {self.index} says it does; fetch it again")
-        if (twice := next((name for name in elsewhere if name in held), None)) is not None:
-            raise UserError(
-                f"{path}: holds tensor {twice!r}, which {self.index} says another file does; fetch it again"
-            )
+        Raises `UserError` if it is missing, has not all of `names` or has one of `elsewhere`. An index may list a tied
+        head, which is omitted, as a separate tensor.
+        """
+        if path is None:
+            raise UserError(f"{source}: {file} is named in {self.index} but missing; fetch the checkpoint again")
+        held = self.open_file(path)
+        lacking = [name for name in names if name not in held and (self is SAFETENSORS or name != HEAD)]
+        wrong = [f"no tensor {name!r}" for name in lacking] + [f"tensor {name!r}" for name in elsewhere if name in held]
+        if wrong:
+            raise UserError(f"{path}: holds {wrong[0]}, which is not what {self.index} says; fetch it again")
+        return held
 
 
 SAFETENSORS = Kind("safetensors", "model.safetensors", ".safetensors", open_safetensors)
@@ -226,14 +229,10 @@ class FolderModel:
         found: dict[str, Stored] = {}
         by_file = self._by_file()
         for file, names in by_file.items():
-            path = str(self.folder / file)
-            if not Path(path).exists():
-                raise self.kind.missing(self.source, file)
-            held = self.kind.open_file(path)
-            expected = [name for name in names or held if name in held or name != HEAD or self.kind is not PICKLES]
+            path = self.folder / file
             elsewhere = [name for other, inside in by_file.items() if other != file for name in inside]
-            self.kind.require(path, held, expected, elsewhere)  # an index may list a tied head as a separate tensor
-            found |= {name: held[name] for name in expected}
+            held = self.kind.open_part(self.source, file, str(path) if path.exists() else None, names, elsewhere)
+            found |= {name: held[name] for name in names or held if name in held}
         scaled = {name for name in found if name + SCALES in found}
         block = self._block() if scaled else (0, 0)
         for name in scaled:

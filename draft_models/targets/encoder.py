@@ -37,12 +37,11 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     if os.path.isfile(source) and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from outrider.draft_models.formats.convert import tokenizer_alone
     from outrider.draft_models.targets.fingerprint import tokenizer_digest  # imports torch, not needed for a file
     from outrider.draft_models.targets.open_target import load_tokenizer, rows_beside
 
     try:
-        tokenizer = tokenizer_alone(source) or load_tokenizer(source, revision, role="tokenizer")
+        tokenizer = load_tokenizer(source, revision, role="tokenizer")
     except UserError as error:
         raise UserError(f"{error}; expected {_EXPECTED}") from None
 

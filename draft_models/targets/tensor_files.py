@@ -148,13 +148,10 @@ class TensorFiles:
         return by_file
 
     def _of(self, file: str, names: Iterable[str]) -> dict[str, Stored]:
-        path = self._path(file)
-        if path is None:
-            raise SAFETENSORS.missing(self.source, file)
-        held = open_safetensors(path)
+        stored = {name: self._stored(name) for name in names}
         others = (self._stored(name) for name, one in self.file_of.items() if one != file)
-        SAFETENSORS.require(path, held, map(self._stored, names), others)
-        return {name: held[self._stored(name)] for name in names}
+        held = SAFETENSORS.open_part(self.source, file, self._path(file), stored.values(), others)
+        return {name: held[stored[name]] for name in names}
 
     def _stored(self, name: str) -> str:
         return self.wrapped + (name.removeprefix(BASE_PREFIX) if self.headless else name)
