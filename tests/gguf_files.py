@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from outrider.draft_models.targets.open_target import open_target
@@ -89,54 +90,104 @@ def write_gguf(
     kind: str = "F32",
     *,
     permute: bool = True,
-    without: tuple[str, ...] = (),
-    architecture: str | None = None,
     template: str | None = None,
     pre: str = "gpt-2",
-    **changes: Any,
 ) -> Path:
     """The model directory `source` as the GGUF file `path`, matrices as `kind`.
 
-    permute: off leaves Llama's rows of q and k as they are, which is wrong. without: keys and tensors to leave out.
-    architecture: another name of it. pre: how the tokenizer says it cuts texts. changes: keys to add, without the
-    architecture's name before them and with "__" for a point.
+    permute: off leaves Llama's rows of q and k as they are, which is wrong. pre: how the tokenizer says it cuts texts.
     """
     target = open_target(str(source))
-    config: PreTrainedConfig = target.config
-    family = architecture or {"mistral": "llama"}.get(config.model_type, config.model_type)
-    writer = GgufWriter(path, family, without)
-    _add_config(writer, config, family)
-    for key, value in changes.items():
-        writer.add(f"{family}.{key.replace('__', '.')}", value)
-    add_bpe(writer, target.tokenizer, template, pre)
-    weights = target.files.read(target.files.file_of)
-    names = ggml_names(family, config.num_hidden_layers, weights)
-    for name, tensor in weights.items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        array = tensor.float().numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-        if family == "llama" and heads and permute:
-            array = permuted(array, heads)
-        writer.tensor(names[name], array, kind if array.ndim > 1 else "F32")
-    rope = config.rope_parameters
-    if rope["rope_type"] == "llama3":
-        writer.tensor("rope_freqs.weight", np.array(llama3_factors(rope, config.head_dim), np.float32), "F32")
+    config, weights = target.config, target.files.read(target.files.file_of)
+    family = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    keys = keys_of(config) | {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
+    if getattr(config, "head_dim", None):
+        keys |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
+        keys["attention.sliding_window"] = config.sliding_window
+    tensors = laid_out(weights, config, family, permute)
+    if config.rope_parameters["rope_type"] == "llama3":
+        factors = llama3_factors(config.rope_parameters, config.head_dim)
+        tensors["rope_freqs.weight"] = np.array(factors, np.float32)
+    return write_file(path, family, keys, tensors, kind, target.tokenizer, template, pre)
+
+
+def write_file(
+    path: Path,
+    family: str,
+    keys: Mapping[str, Any],
+    tensors: Mapping[str, NDArray[Any]],
+    kind: str,
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | None,
+    pre: str = "gpt-2",
+) -> Path:
+    """A file of `keys`, without the architecture's name before them, and `tensors`, matrices as `kind`."""
+    writer = GgufWriter(path, family)
+    for key, value in keys.items():
+        writer.add(f"{family}.{key}", value)
+    add_bpe(writer, tokenizer, template, pre)
+    for name, array in tensors.items():
+        writer.tensor(name, array, kind if array.ndim > 1 else "F32")
     return writer.close()
 
 
-class GgufWriter:
-    """The package's writer, with keys that may be left out."""
+def keys_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """The keys that every architecture has, and those of its rotary positions."""
+    found: dict[str, Any] = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": {"falcon": 1, "gpt2": 4}.get(config.model_type, config.num_key_value_heads),
+    }  # fmt: skip
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if rope:
+        found["rope.freq_base"] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        found["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
+    if rope.get("rope_type") in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope.get("rope_type") == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return found
 
-    def __init__(self, path: Path, family: str, without: tuple[str, ...] = ()):
-        self.path, self.without = path, without
-        self.writer = gguf.GGUFWriter(path, family)
-        if "general.architecture" in without:
-            del self.writer.kv_data[0]["general.architecture"]
+
+def laid_out(
+    state: Mapping[str, Tensor], config: PreTrainedConfig, family: str, permute: bool = True
+) -> dict[str, NDArray[Any]]:
+    """The tensors of a model by ggml's names, as llama.cpp's converter lays them out. permute: see `write_gguf`."""
+    found = {}
+    kept = {
+        name: tensor for name, tensor in state.items() if name != "lm_head.weight" or not config.tie_word_embeddings
+    }
+    for name, known in ggml_names(family, config.num_hidden_layers, kept).items():
+        array = kept[name].float().numpy()
+        part = known.split(".")[-2]
+        if name.endswith("experts.gate_up_proj"):  # [experts, gates and values, hidden]
+            block = name.split(".")[2]
+            found[f"blk.{block}.ffn_gate_exps.weight"], found[f"blk.{block}.ffn_up_exps.weight"] = np.split(array, 2, 1)
+            continue
+        if family == "llama" and part in ("attn_q", "attn_k") and permute:
+            array = permuted(array, config.num_attention_heads if part == "attn_q" else config.num_key_value_heads)
+        if family in ("gemma2", "gemma3", "nemotron") and known.endswith("norm.weight"):
+            array = array + 1
+        if part == "ffn_gate_inp_shexp":  # one row, which ggml keeps as a vector
+            array = array[0]
+        if family == "gpt2" and array.ndim == 2 and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
+            array = np.ascontiguousarray(array.T)
+        found[known] = array
+    return found
+
+
+class GgufWriter:
+    """The package's writer, which finds the type of a value by itself."""
+
+    def __init__(self, path: Path, family: str):
+        self.path, self.writer = path, gguf.GGUFWriter(path, family)
 
     def add(self, key: str, value: Any) -> None:
-        if key in self.without:
-            return
         if isinstance(value, bool):
             self.writer.add_bool(key, value)
         elif isinstance(value, int):
@@ -149,8 +200,6 @@ class GgufWriter:
             self.writer.add_array(key, value)
 
     def tensor(self, name: str, array: NDArray[Any], kind: str) -> None:
-        if name in self.without:
-            return
         raw = gguf.GGMLQuantizationType[kind]
         data = random_blocks(array, raw) if kind in UNQUANTISABLE else gguf.quants.quantize(array, raw)
         self.writer.add_tensor(name, data, raw_dtype=raw)
@@ -176,26 +225,6 @@ def random_blocks(array: NDArray[Any], kind: Any) -> NDArray[Any]:
     for at, scale in _SCALES[kind.name]:
         raw[..., at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
     return raw.reshape(*array.shape[:-1], -1)
-
-
-def _add_config(writer: GgufWriter, config: PreTrainedConfig, family: str) -> None:
-    values = {
-        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.freq_base": config.rope_parameters["rope_theta"],
-    }  # fmt: skip
-    if getattr(config, "head_dim", None):
-        values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
-    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
-        values["attention.sliding_window"] = config.sliding_window
-    rope = config.rope_parameters
-    if rope["rope_type"] in ("linear", "yarn"):
-        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
-    if rope["rope_type"] == "yarn":
-        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    for key, value in values.items():
-        writer.add(f"{family}.{key}", value)
 
 
 def add_bpe(writer: GgufWriter, tokenizer: PreTrainedTokenizerFast, template: str | None, pre: str = "gpt-2") -> None:

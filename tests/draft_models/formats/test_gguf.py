@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import outrider
 from outrider.base.errors import UserError
@@ -26,14 +26,13 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from tests.gguf_files import (
     TEMPLATE,
     UNQUANTISABLE,
-    GgufWriter,
-    add_bpe,
     bpe_tokenizer,
     dequantised,
-    ggml_names,
-    permuted,
+    keys_of,
+    laid_out,
     rewritten,
     save_plain_target,
+    write_file,
     write_gguf,
 )
 from tests.tiers import as_many, typical_where
@@ -393,60 +392,11 @@ def write_family(
 
     tensors, more: other tensors and values of keys, the latter with "__" for a point.
     """
-    writer, written, config = GgufWriter(path, family), EXAMPLES[family], model.config
-    values = {key: getattr(config, name) for key, name in (written.epsilon, *written.keys)}
-    values |= {
-        "block_count": LAYERS, "context_length": SIZES["max_position_embeddings"], "embedding_length": 64,
-        "feed_forward_length": 96, "attention.head_count": 4,
-        "attention.head_count_kv": {"falcon": 1, "gpt2": 4}.get(family, 2),
-    }  # fmt: skip
-    values |= rotary(config)
-    for key, value in {**values, **{key.replace("__", "."): value for key, value in more.items()}}.items():
-        writer.add(f"{family}.{key}", value)
-    add_bpe(writer, bpe_tokenizer(), TEMPLATE)
-    for name, array in {**laid_out(model, family), **(tensors or {})}.items():
-        writer.tensor(name, array, kind if array.ndim > 1 else "F32")
-    return writer.close()
-
-
-def rotary(config: PreTrainedConfig) -> dict[str, Any]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    found: dict[str, Any] = {"rope.freq_base": rope["rope_theta"]} if rope else {}
-    if "partial_rotary_factor" in rope:
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        found["rope.dimension_count"] = int(size * rope["partial_rotary_factor"])
-    if rope.get("rope_type") == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": rope["factor"]}
-    return found
-
-
-def laid_out(model: PreTrainedModel, family: str) -> dict[str, NDArray[Any]]:
-    """The tensors of `model` by ggml's names, as llama.cpp's converter lays them out."""
-    found, state = {}, model.state_dict()
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    for name, known in ggml_names(family, LAYERS, state).items():
-        array = state[name].numpy()
-        if name.endswith("experts.gate_up_proj"):  # [experts, gates and values, hidden]
-            block = name.split(".")[2]
-            found[f"blk.{block}.ffn_gate_exps.weight"], found[f"blk.{block}.ffn_up_exps.weight"] = np.split(array, 2, 1)
-        else:
-            found[known] = as_stored(array, known, family)
-    return found
-
-
-def as_stored(array: NDArray[Any], name: str, family: str) -> NDArray[Any]:
-    part = name.split(".")[-2]
-    if family == "llama" and part in ("attn_q", "attn_k"):
-        return permuted(array, 4 if part == "attn_q" else 2)
-    if family in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
-        return array + 1
-    if part == "ffn_gate_inp_shexp":  # one row, which ggml keeps as a vector
-        return array[0]
-    if family == "gpt2" and array.ndim == 2 and part in ("attn_qkv", "attn_output", "ffn_up", "ffn_down"):
-        return np.ascontiguousarray(array.T)
-    return array
+    written, config = EXAMPLES[family], model.config
+    keys = keys_of(config) | {key: getattr(config, name) for key, name in (written.epsilon, *written.keys)}
+    keys |= {key.replace("__", "."): value for key, value in more.items()}
+    laid = laid_out(model.state_dict(), config, family) | (tensors or {})
+    return write_file(path, family, keys, laid, kind, bpe_tokenizer(), TEMPLATE)
 
 
 @torch.inference_mode()

@@ -136,14 +136,13 @@ def trained(folder: Path, *user_defined: str) -> SentencePieceProcessor:
 def spm_file(
     path: Path,
     pieces: SentencePieceProcessor,
-    without: tuple[str, ...] = (),
     architecture: str = "llama",
     user_defined: tuple[str, ...] = ("<tool>",),
     **more: Any,
 ) -> Path:
     """A GGUF file of a SentencePiece model alone, as llama.cpp's converter writes one."""
     count = range(pieces.get_piece_size())
-    writer = GgufWriter(path, architecture, without)
+    writer = GgufWriter(path, architecture)
     kinds = {True: CONTROL}
     writer.add("tokenizer.ggml.model", "llama")
     tokens, scores = [pieces.id_to_piece(i) for i in count], [float(pieces.get_score(i)) for i in count]
