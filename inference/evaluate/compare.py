@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,7 +286,7 @@ def report(
         for r in results
         for arm, g in r.generations.items()
     }
-    page = make_page(reports, results, lambda ids: str(setup.tokenizer.decode(list(ids))))
+    page = partial(make_page, reports, results, lambda ids: str(setup.tokenizer.decode(list(ids))))
     write_reports(out_dir, reports, results, texts, page)
     print(markdown(reports))
     for name, where in config.places.items() if config.card else ():

@@ -28,7 +28,7 @@ from outrider.base.machine import describe_machine
 from outrider.base.progress import counted
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
-from outrider.base.words import Table
+from outrider.base.words import Columns, filled
 from outrider.data_prep.text.chat import VICUNA_SYSTEM
 from outrider.data_prep.text.prompts import Prompt, read_prompts
 from outrider.data_prep.text.sources import read_file
@@ -51,13 +51,19 @@ from outrider.inference.measure.statistics import (
     loops_text,
     share_of_loops,
     structure_statistics,
-    tau_text,
 )
 from outrider.inference.measure.threads import use_threads
 from outrider.inference.settings.evaluate import ReplayConfig
 from outrider.inference.settings.method import MethodConfig
 
 CPU = torch.device("cpu")
+REPLAYED: Columns = {
+    "method": ("{method}", ""),
+    "τ": ("{tau:.3f?}", ""),
+    "τ without loops": ("{tau_without_loops:.3f?}", ""),
+    "drafted/round": ("{drafted_tokens_per_round:.1f}", ""),
+    "draft µs": ("{draft_us:.0f}", ""),
+}
 
 
 @dataclass(frozen=True)
@@ -313,14 +319,7 @@ def replay_report(turns: Sequence[RecordedTurn], generations: Sequence[Generatio
 
 def replay_markdown(reports: Sequence[Mapping[str, Any]], transcripts: str) -> str:
     """A table of τ per method, overall and by category."""
-    categories = list(reports[0]["by_category"])
-    rows = []
-    for report in reports:
-        drafting = "–" if report["draft_us"] is None else f"{report['draft_us']:.0f}"
-        by_category = (tau_text(report["by_category"][name]["tau"]) for name in categories)
-        drafted = f"{report['drafted_tokens_per_round']:.1f}"
-        taus = (tau_text(report[key], 3) for key in ("tau", "tau_without_loops"))
-        rows.append((report["method"], *taus, drafted, drafting, *by_category))
-    columns = dict.fromkeys(("method", "τ", "τ without loops", "drafted/round", "draft µs", *categories), "")
+    groups = {name: (f"{{by_category[{name}][tau]:.2f?}}", "") for name in reports[0]["by_category"]}
     said = f"{reports[0]['turns']} turns, {reports[0]['tokens']} tokens, greedy; {loops_text(reports[0]['loops'])}."
-    return "\n".join([f"# Replay of {Path(transcripts).name}", "", said, "", *Table(columns, rows).markdown(), ""])
+    table = filled({**REPLAYED, **groups}, reports)
+    return "\n".join([f"# Replay of {Path(transcripts).name}", "", said, "", *table.markdown(), ""])

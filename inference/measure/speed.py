@@ -58,7 +58,7 @@ def speedup(
     """Median and interval of the baseline's `seconds` over the arm's, over prompts for which both decoded tokens."""
     both = timed(results, arm, baseline)
     names = (arm, baseline, seconds.__name__)
-    return _median(both, [_ratio(r, arm, baseline, seconds) for r in both], streams.within(*names))
+    return median_of(both, [_ratio(r, arm, baseline, seconds) for r in both], streams.within(*names))
 
 
 def speedups_over_baselines(
@@ -75,7 +75,7 @@ def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams)
     """Median and interval of the seconds before an arm's first token; None for an arm that was not run."""
     if arm not in results[0].generations:
         return None
-    return _median(results, [r.generations[arm].prefill_seconds for r in results], streams.within(arm, "prefill"))
+    return median_of(results, [r.generations[arm].prefill_seconds for r in results], streams.within(arm, "prefill"))
 
 
 def tokens_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
@@ -168,7 +168,7 @@ def _ratio(result: PromptResult, arm: str, baseline: str, seconds: Callable[[Gen
     return seconds(result.generations[baseline]) / seconds(result.generations[arm])
 
 
-def _median(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> Speedup:
+def median_of(results: Sequence[PromptResult], values: Sequence[float], streams: Streams) -> Speedup:
     """The median of `values`, one per result, and its interval, resampled by conversation."""
     if not values:
         return {"median": None, "ci95": None, "prompts": 0}

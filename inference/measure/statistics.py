@@ -45,11 +45,6 @@ def decode_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     }
 
 
-def tau_text(tau: float, digits: int = 2) -> str:
-    """τ; a dash if there was no round, and so none."""
-    return f"{tau:.{digits}f}" if tau else "–"
-
-
 def structure_statistics(generations: Iterable[Generation]) -> dict[str, float]:
     """Per-round means of the structure's sums (see `Structure.totals`); empty if it has none.
 

@@ -17,7 +17,7 @@ from outrider.data_prep.text.sources import read_records
 from outrider.inference.doctor.scores import table
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.statistics import coverage
-from outrider.inference.report.wording import Report
+from outrider.inference.report.tables import Report
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 
@@ -59,15 +59,18 @@ def digests(settings: Report) -> dict[str, str]:
     }
 
 
-def drafter_lines(report: Report) -> list[str]:
-    """These facts as Markdown."""
+def drafter_sentences(report: Report) -> list[str]:
+    """Draft vocabularies and times of training."""
     lines = [vocabulary_sentence(kind, known) for kind, known in report.get("draft_vocabularies", {}).items()]
     if trained := report.get("trained_seconds"):
         said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
-        lines += ["", f"Trained, evaluations on the way included: {said}."]
-    for kind, found in report.get("doctor", {}).items():
-        lines += ["", "```", *table(kind, found), "```"]
+        lines.append(f"Trained, evaluations on the way included: {said}.")
     return lines
+
+
+def doctor_lines(report: Report) -> list[str]:
+    """The doctor's tables, for letters of equal width."""
+    return [line for kind, found in report.get("doctor", {}).items() for line in table(kind, found)]
 
 
 def vocabulary_sentence(kind: str, known: Report) -> str:

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from outrider.base.words import Table
-from outrider.inference.measure.lossless import BULK, GAP, PEAK, Judgement, judge
+from outrider.inference.measure.lossless import Judgement, judge
 from outrider.inference.measure.results import PromptResult
-from outrider.inference.report.wording import Report
+from outrider.inference.report.tables import Report
 from outrider.inference.settings.method import AUTOREGRESSIVE
 
 HALF_NAMES = ("bfloat16", "float16")
@@ -72,43 +71,6 @@ def target_differs(report: Report) -> bool:
     judged = lossless["judged"].get(AUTOREGRESSIVE)
     same = lossless["autoregressive_identical"] == lossless["checked"] or (judged and computes in HALF_NAMES)
     return not same or bool(judged and judged["faults"])
-
-
-def judgements(reports: Sequence[Report]) -> Table | None:
-    """The judgement of every arm by rounding errors over the reference's text, in units of transformers' own.
-
-    None without judgements.
-    """
-    judged = {arm: one for report in reports for arm, one in report["lossless"]["judged"].items() if one}
-    columns = {
-        "method": "which of the ways to decode",
-        f"worst row (at most {BULK})": "the keys, values or logits that are furthest off on average",
-        f"worst position (at most {PEAK:.0f})": "the same at one place of one text",
-        f"largest gap (at most {GAP:.0f})": "how much likelier the best token was than one chosen in its place",
-        "other choices": "positions at which another token would have been chosen; transformers' own pass has some too",
-        "faults": "what is beyond its limit",
-    }
-    rows = [
-        (
-            arm,
-            f"{one['bulk']:.2f}: {one['bulk_at']}",
-            f"{one['peak']:.1f}: {one['peak_at']}",
-            f"{one['largest_gap']:.1f}",
-            f"{one['ties']} of {one['positions']} (transformers: {one['own_ties']})",
-            f"NOT LOSSLESS: {'; '.join(one['faults'])}" if one["faults"] else "none above rounding",
-        )
-        for arm, one in judged.items()
-    ]
-    return Table(columns, rows) if rows else None
-
-
-def judgement_lines(reports: Sequence[Report]) -> list[str]:
-    """The judgement of every arm as Markdown; empty without judgements."""
-    table = judgements(reports)
-    if table is None:
-        return []
-    said = "Judged by rounding errors over the reference's text, in units of transformers' own:"
-    return ["", said, "", *table.markdown(), "", resolution(reports[0])]
 
 
 def wrong_arms(reports: Sequence[Report]) -> list[str]:

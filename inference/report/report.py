@@ -1,13 +1,9 @@
-"""The report: numbers from measured generations, as JSON, Markdown and plots, and in Weights & Biases."""
+"""The report: numbers from measured generations, as JSON and Markdown, and in Weights & Biases."""
 
-import io
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from outrider.base.files import require_writable, write_atomically, write_json
 from outrider.base.machine import describe_machine
@@ -40,36 +36,18 @@ from outrider.inference.measure.statistics import (
     structure_statistics,
     verdict,
 )
-from outrider.inference.report.facts import drafter_lines
-from outrider.inference.report.lossless import is_lossless, judgement_lines, lossless_section, target_differs
+from outrider.inference.report.facts import doctor_lines
+from outrider.inference.report.lossless import is_lossless, lossless_section, resolution, target_differs
+from outrider.inference.report.plots import save_plots
 from outrider.inference.report.served import served_lines
-from outrider.inference.report.wording import (
-    busy_sentences,
-    conditions,
-    identical_text,
-    method_sentence,
-    methods_table,
-    plain_sentence,
-    recommendation,
-    whole_table,
-)
+from outrider.inference.report.tables import identical_text, judged_table, methods_tables
+from outrider.inference.report.wording import busy_sentences, conditions, recommendation, sentences
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 from outrider.inference.sizing.policy import Tuning
 
 Report = dict[str, Any]
 EXACT = ("float32", "float64")  # dtypes in which texts must be equal, and no difference is a rounding tie
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#B5578F",
-    "#E69F00",
-    "#3D9BD3",
-    "#8A6D00",
-    "#5A5A5A",
-)  # as page.css has them
 COLUMNS = ("method", "prompts", "identical", "tau", "tokens_per_second", "speedup", "speedup_low", "speedup_high")
-MARKERS = "os^Dv"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
@@ -183,33 +161,33 @@ def relate_to_chain(reports: Sequence[Report]) -> None:
 
 def markdown(reports: Sequence[Report]) -> str:
     """report.md: the tables of the methods, and sentences on each method."""
-    first = reports[0]
+    first, judged, doctor = reports[0], judged_table(reports), doctor_lines(reports[0])
     lines = [
         f"# {first['drafter']} on {first['target']}",
-        "",
-        *(f"**{busy}**\n" for busy in busy_sentences(first)),
+        *(f"**{busy}**" for busy in busy_sentences(first)),
         f"**Verdict:** {recommendation(reports)}",
-        "",
         conditions(reports),
-        "",
-        *methods_table(reports).markdown(),
-        "",
-        *whole_table(reports).markdown(),
+        *("\n".join(table.markdown()) for table in methods_tables(reports)),
+        "\n".join(sentences(reports)),
     ]
-    lines += ["", *plain_sentence(first), *(method_sentence(report) for report in reports), *judgement_lines(reports)]
-    lines += [*served_lines(reports), *drafter_lines(first)]
-    if first.get("skipped"):
-        lines += ["", f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}."]
-    return "\n".join(lines) + "\n"
+    if judged.rows:
+        said = "Judged by rounding errors over the reference's text, in units of transformers' own:"
+        lines += [said, "\n".join(judged.markdown()), resolution(first)]
+    lines += ["\n".join(part) for part in (served_lines(reports), doctor and ["```", *doctor, "```"]) if part]
+    return "\n\n".join(lines) + "\n"
 
 
 def write_reports(
-    out_dir: Path, reports: Sequence[Report], results: Sequence[PromptResult], texts: Mapping, page: str
+    out_dir: Path,
+    reports: Sequence[Report],
+    results: Sequence[PromptResult],
+    texts: Mapping,
+    page: Callable[[Mapping[str, str]], str],
 ) -> None:
     """Write report.json, report.md, report.html, the plots and generations.jsonl to `out_dir`, each atomically.
 
     report.json is the report itself for one method, {"reports": [...]} for several. `texts` maps (prompt id,
-    arm) to the decoded continuation. page: report.html (see `inference.report.page`).
+    arm) to the decoded continuation. page: makes report.html of the plots (see `inference.report.page`).
     """
     require_writable(out_dir)
     generations = [
@@ -225,49 +203,9 @@ def write_reports(
     content = reports[0] if len(reports) == 1 else {"reports": list(reports)}
     (out_dir / REPORT_FILE).unlink(missing_ok=True)  # written last, so it never accompanies another run's files
     write_atomically(out_dir / "generations.jsonl", ("\n".join(generations) + "\n").encode())
-    _save(plot_speedups(reports), out_dir / "speedup_per_prompt.png")
-    _save(plot_acceptance(reports), out_dir / "acceptance_by_position.png")
+    write_atomically(out_dir / "report.html", page(save_plots(out_dir, reports)).encode())
     write_atomically(out_dir / "report.md", markdown(reports).encode())
-    write_atomically(out_dir / "report.html", page.encode())
     write_json(out_dir / REPORT_FILE, content)
-
-
-def plot_speedups(reports: Sequence[Report]) -> Figure:
-    """One row per method: a dot for every prompt, and the median with its interval above them."""
-    figure = Figure(figsize=(7, 1.2 + 0.6 * len(reports)), layout="constrained")
-    axes = figure.subplots()
-    for place, report in enumerate(reports):
-        values, speedup, colour = [*report["speedup_per_prompt"].values()], report["speedup"], COLOURS[place % 8]
-        axes.plot(values, [place + 0.15] * len(values), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
-        if values:
-            axes.plot(speedup["ci95"], [place - 0.15] * 2, color=colour, linewidth=3)
-            axes.plot(speedup["median"], place - 0.15, MARKERS[place % 5], markersize=9, color=colour)
-    axes.axvline(1.0, color="black", linewidth=1, linestyle="--")
-    axes.set(xlabel="times as fast as plain decoding: each prompt, and median with 95 % interval", xlim=(0, None))
-    axes.set_yticks(range(len(reports)), [report["method"] for report in reports])
-    axes.set_ylim(len(reports) - 0.5, -0.5)
-    return figure
-
-
-def plot_acceptance(reports: Sequence[Report]) -> Figure:
-    """Share of rounds accepted to depth i, among rounds that drafted that deep; marker area ∝ rounds."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for place, report in enumerate(reports):
-        table = report["acceptance_by_position"]
-        if not table:
-            continue
-        positions, shares = [row["position"] for row in table], [row["accepted"] for row in table]
-        sizes, colour = [90 * row["rounds"] / table[0]["rounds"] for row in table], COLOURS[place % 8]
-        axes.plot(positions, shares, color=colour, linewidth=1)
-        axes.scatter(
-            positions, shares, s=sizes, color=colour, marker=MARKERS[place % 5], label=report["method"], clip_on=False
-        )
-    axes.set(xlabel="depth in the draft", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if axes.lines:  # no legend if nothing was drafted
-        figure.legend(loc="outside right upper")
-    return figure
 
 
 def _verdict(report: Report) -> str:
@@ -276,12 +214,6 @@ def _verdict(report: Report) -> str:
     if not is_lossless(report):
         return "not lossless"
     return verdict(report["speedup_without_loops"], (report.get("load") or {}).get("busy"))
-
-
-def _save(figure: Figure, path: Path) -> None:
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    write_atomically(path, image.getvalue())
 
 
 def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], settings: Mapping[str, Any]) -> None:
@@ -309,6 +241,6 @@ def log_reports(config: WandbConfig, out_dir: Path, reports: Sequence[Report], s
 def row(report: Report) -> dict[str, Any]:
     """The figures of one method, by `COLUMNS`."""
     speed, gain = report["tokens_per_second"]["speculative"], report["speedup"]
-    counted = (report["method"], report["prompts"], identical_text(report, "identical"), report["tau"])
+    counted = (report["method"], report["prompts"], identical_text(report, ties=False), report["tau"])
     figures = (*counted, speed, gain["median"], *(gain["ci95"] or (None, None)))
     return dict(zip(COLUMNS, figures, strict=True))

@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.base.streams import Streams
-from outrider.base.words import Table
+from outrider.base.words import figure
 from outrider.inference.core.rounds import Generation
 from outrider.inference.measure.results import PromptResult
 from outrider.inference.measure.speed import speedup, without_loops
 from outrider.inference.measure.statistics import MIN_PROMPTS, decode_statistics, share_of_loops, verdict
-from outrider.inference.report.wording import Report, busy_sentences, interval_text, judged_speed, number_text
+from outrider.inference.report.tables import Report, served_table
+from outrider.inference.report.wording import busy_sentences, judged_speed
 from outrider.inference.settings.kinds import EAGLE3, KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE
 
@@ -28,23 +29,6 @@ Row = dict[str, Any]
 Counts = npt.NDArray[np.int64]
 Counted = Sequence[tuple[Sequence[int] | None, int]]
 Texts = Sequence[Generation]
-
-SERVED = {
-    "method": "how drafts were made",
-    "requests": "at a time",
-    "K": "tokens of a draft",
-    "τ": "tokens of a pass of the target, in the engine",
-    "τ here": "by this runtime, or of the table alone",
-    "accepted by depth": "share of rounds accepted so far, in the engine; or of drafted tokens, if it says no more",
-    "here": "the same by this runtime, or of the table alone; * where the engine differs by more than chance",
-    "identical": "texts that equal the engine's own without a drafter; in brackets, those of it (without it, those "
-    "with a drafter) that equal the reference's",
-    "tokens/s": "of all requests together, without a drafter and with it",
-    "ms/token": "of a request after its first step, without a drafter and with it",
-    "speed-up [95 %]": "of a request's decoding: the median over prompts",
-    "without loops [95 %]": "the same of the texts that do not repeat themselves; the verdict comes from it",
-    "verdict": "as above",
-}
 
 
 def served_row(
@@ -159,40 +143,12 @@ def _compared(there: Counts, here: Counts, units: Sequence[str], streams: Stream
     ]
 
 
-def served_table(reports: Sequence[Report]) -> Table:
-    """A row for every method and concurrency."""
-    return Table(SERVED, [_cells(report["method"], row) for report in reports for row in report.get("served") or ()])
-
-
-def _cells(method: str, row: Row) -> tuple[str, ...]:
-    depths, speeds, spent = row["acceptance"], row["tokens_per_second"].values(), row["seconds_per_token"].values()
-    here = (f"{one['here']:.3f}{'*' * one['differs']}" for one in depths)
-    own, plain = row["identical_to_reference"], row["plain_identical_to_reference"]
-    equal = (
-        f"({own}/{row['requests']})" if plain is None else f"{row['identical_to_plain']}/{row['requests']} ({plain})"
-    )
-    return (
-        method,
-        str(row["concurrency"]),
-        str(row["draft_tokens"]),
-        *("–" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "tau_here")),
-        " ".join(f"{one['served']:.3f}" for one in depths),
-        " ".join(here),
-        "" if own is None else equal,
-        " → ".join(map(number_text, speeds)),
-        " → ".join(number_text(1000 * seconds) for seconds in spent),
-        interval_text(row["speedup"]),
-        interval_text(judged_speed(row)),
-        row["verdict"],
-    )
-
-
 def served_lines(reports: Sequence[Report]) -> list[str]:
     """The engine's part of report.md; empty if none was asked for."""
     served = [report for report in reports if report.get("served")]
     if not served:
         return []
-    lines = ["", f"## In {served[0]['served'][0]['engine']}", "", *served_table(served).markdown(), ""]
+    lines = [f"## In {served[0]['served'][0]['engine']}", "", *served_table(served).markdown(), ""]
     lines += dict.fromkeys(words for report in served for row in report["served"] for words in busy_sentences(row))
     for report in served:
         for arm, judged in (report.get("served_judgement") or {}).items():
@@ -258,7 +214,7 @@ def _expected(rows: Sequence[Row]) -> Iterator[str]:
         costs = [some[k]["tau"] * some[k]["seconds_per_token"][DRAFTED] / some[k]["seconds_per_token"][PLAIN]
                  for k in lengths]  # fmt: skip
         said = [f"K = {k} {(1 + sum(shares[:k])) / np.interp(k, lengths, costs):.2f}×"
-                + (f" ({interval_text(some[k]['speedup'])})" if k in some else "")
+                + (f" ({figure(some[k]['speedup'])})" if k in some else "")
                 for k in range(lengths[0], lengths[-1] + 1)]  # fmt: skip
         yield (f"- {count} at a time, the speed-up expected of acceptance and seconds of a step (measured): "
                f"{', '.join(said)}.")  # fmt: skip

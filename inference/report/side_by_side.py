@@ -13,15 +13,24 @@ from outrider.base.errors import UserError, require
 from outrider.base.files import read_json, require_writable, write_atomically, write_json
 from outrider.base.run_dirs import only_run
 from outrider.base.streams import Streams
-from outrider.base.words import Table, listed
+from outrider.base.words import Columns, filled, listed
 from outrider.inference.measure.results import REPORT_FILE, PromptResult, read_results
-from outrider.inference.measure.speed import decoding, timed
-from outrider.inference.measure.statistics import bootstrap_median, looped, loops_text, share_of_loops, verdict
-from outrider.inference.report.wording import interval_text
+from outrider.inference.measure.speed import Speedup, decoding, median_of, timed
+from outrider.inference.measure.statistics import looped, loops_text, share_of_loops, verdict
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.tools import CompareConfig
 
 COMPARISON = "compare.json"
+COMPARED: Columns = {
+    "first": ("{pair[0]}", ""),
+    "second": ("{pair[1]}", ""),
+    "over plain decoding [95 %]": ("{gain:interval}", ""),
+    "without loops [95 %]": ("{gain_without_loops:interval}", ""),
+    "tokens/s as they were [95 %]": ("{seconds:interval}", ""),
+    "τ [95 %]": ("{tau:interval}", ""),
+    "same text": ("{same_text}/{shared}", ""),
+    "verdict": ("{verdict}", ""),
+}
 Value = Callable[[PromptResult, str], float]  # a figure of a method on a prompt
 
 
@@ -139,13 +148,9 @@ def compare_methods(
 
     texts = {name: [run.results[name].generations[arm].tokens for run, arm in arms] for name in shared}
 
-    def ratio(value: Value, fair: Sequence[str] = fair) -> dict[str, Any]:
+    def ratio(value: Value, fair: Sequence[str] = fair) -> Speedup:
         values = [value(after.results[name], other) / value(before.results[name], one) for name in fair]
-        if not values:
-            return {"median": None, "ci95": None, "prompts": 0}
-        units = [before.results[name].unit for name in fair]
-        median, interval = bootstrap_median(values, streams.arrays(value.__name__), units=units)
-        return {"median": median, "ci95": interval, "prompts": len(set(units))}
+        return median_of([before.results[name] for name in fair], values, streams.within(value.__name__))
 
     gain = ratio(_speedup, [name for name in fair if not any(map(looped, texts[name]))])
     return {
@@ -175,24 +180,13 @@ def _tau(result: PromptResult, method: str) -> float:
 def comparison_table(found: Mapping[str, Any]) -> str:
     """The comparison as Markdown."""
     (first, second), (one, other, shared) = found["compare"], found["prompts"]
-    ratios = {
-        "gain": "over plain decoding [95 %]",
-        "gain_without_loops": "without loops [95 %]",
-        "seconds": "tokens/s as they were [95 %]",
-        "tau": "τ [95 %]",
-    }
-    columns = dict.fromkeys(("first", "second", *ratios.values(), "same text", ""), "")
-    rows = [
-        (*row["pair"], *(interval_text(row[key]) for key in ratios), f"{row['same_text']}/{shared}", row["verdict"])
-        for row in found["methods"]
-    ]
+    loops = max((row["loops"] for row in found["methods"]), key=lambda loops: loops["looping"])
     lines = [
         f"# {second} over {first}",
         "",
-        f"{shared} shared turns, of {one} and {other}. A ratio above 1 is in favour of {second}. "
-        f"{loops_text(max((row['loops'] for row in found['methods']), key=lambda loops: loops['looping']))}.",
+        f"{shared} shared turns, of {one} and {other}. A ratio above 1 is in favour of {second}. {loops_text(loops)}.",
         "",
-        *Table(columns, rows).markdown(),
+        *filled(COMPARED, ({**row, "shared": shared} for row in found["methods"])).markdown(),
     ]
     lines += [f"\n**{folder}: {why} Do not quote its speeds.**" for folder, why in found["busy"].items()]
     if found["differences"]:

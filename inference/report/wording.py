@@ -1,17 +1,16 @@
-"""The wording of reports: figures as text, and tables of them, for all pages: a row per method, baselines first."""
+"""What all pages say of a report in sentences."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.base.words import Table, in_shell, option
-from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text, tau_text
-from outrider.inference.settings.method import TRANSFORMERS
+from outrider.base.words import figure, in_shell, option
+from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text
+from outrider.inference.report.facts import drafter_sentences
+from outrider.inference.report.tables import Report
 from outrider.inference.settings.sampling import SamplingConfig
 
-Report = Mapping[str, Any]
 _LOOPS = ", where drafts are nearly always right; verdicts and the recommendation come from the others"
 _LOOPS_CAUSE = "as those of a base model do under a chat template (give template=none or longer prompts)"
 INT8 = (
@@ -19,8 +18,6 @@ INT8 = (
     "±127 with one scale a row, rounded once when it was loaded. It is another target than the one its drafters were "
     "trained for, so τ may be lower than there. transformers widens the weights for every product."
 )
-Columns = Mapping[str, tuple[str, Callable[[Report], str]]]  # by a column's name: what it says, and a report's cell
-PLAIN, GENERATE = "plain decoding", "transformers generate"
 OWN_RUN = "the target's own run differs: plain decoding here gives other texts than transformers"
 
 
@@ -70,7 +67,7 @@ def _recommended(ranked: Sequence[Report]) -> str:
         loops = f"{loops_text(ranked[0]['loops'])}, {_LOOPS_CAUSE}"
         return f"undecided: {loops}; a verdict needs {MIN_PROMPTS} prompts that do not, here: {prompts}"
     best = next(one for kind in ("faster", "undecided", "slower") for one in ranked if one["verdict"] == kind)
-    found = interval_text(judged_speed(best)).replace(" ", " plain decoding ", 1)
+    found = figure(judged_speed(best)).replace(" ", " plain decoding ", 1)
     if best["verdict"] == "faster":
         return f"`{best['method']}` is the fastest: {found}{_rivals(best, ranked)}"
     if best["verdict"] == "slower":
@@ -94,7 +91,7 @@ def _slower_plain(report: Report) -> str:
     if faster is None or faster["ci95"] is None or faster["ci95"][0] <= 1 + MARGIN:
         return ""
     return (
-        f" Plain decoding is slower here than transformers' generate, which has {interval_text(faster)} of its speed: "
+        f" Plain decoding is slower here than transformers' generate, which has {figure(faster)} of its speed: "
         f"compare with generate. threads=1 helps on a machine that others use (here {_threads(report)}), "
         f"dtype=bfloat16 on a processor that has it (here {report['dtype']})."
     )
@@ -165,15 +162,19 @@ def _choice(report: Report) -> str:
     return f"greedy ({said})" if said else "greedy"
 
 
-def plain_sentence(report: Report) -> list[str]:
-    """The share of the baseline's time outside the model; empty if it decoded nothing."""
-    token = report["autoregressive"]
-    if token["token_us"] is None:
-        return []
-    return [
-        f"plain decoding: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
-        f"({100 * token['host_share']:.1f} %) are not the model's pass."
-    ]
+def sentences(reports: Sequence[Report]) -> list[str]:
+    """On plain decoding, each method, the drafters, and turns that were left out."""
+    first, lines = reports[0], list[str]()
+    token = first["autoregressive"]
+    if token["token_us"] is not None:
+        lines.append(
+            f"plain decoding: {token['token_us']:.0f} µs a token, of which {token['host_us']:.0f} µs "
+            f"({100 * token['host_share']:.1f} %) are not the model's pass."
+        )
+    lines += [*map(method_sentence, reports), *drafter_sentences(first)]
+    if first.get("skipped"):
+        lines.append(f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}.")
+    return lines
 
 
 def method_sentence(report: Report) -> str:
@@ -199,127 +200,7 @@ def _chosen(name: str, size: Mapping[str, Any]) -> str:
     return f"{name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
 
 
-def identical_text(report: Report, key: str) -> str:
-    """The number of compared texts equal to the reference's, by `key` of the lossless section."""
-    return "sampled" if report["temperature"] else f"{report['lossless'][key]}/{report['lossless']['checked']}"
-
-
-def identical_with_ties(report: Report, of: str = "") -> str:
-    """The number of identical texts, and of rounding ties. of: "autoregressive_" for plain decoding's."""
-    ties = report["lossless"].get(f"{of}excused_ties")
-    return identical_text(report, f"{of}identical") + (f" (+{ties} ties)" if ties else "")
-
-
-def number_text(value: float | None) -> str:
-    """A number with one decimal; a dash if nothing was timed."""
-    return "–" if value is None else f"{value:.1f}"
-
-
-def interval_text(speedup: Mapping[str, Any] | None) -> str:
-    """A speed-up's median and interval; a dash if nothing was timed."""
-    if speedup is None or speedup["median"] is None:
-        return "–"
-    low, high = speedup["ci95"]
-    return f"{times_text(speedup)} [{low:.2f}, {high:.2f}]"
-
-
-def times_text(speedup: Mapping[str, Any]) -> str:
-    """A speed-up's median."""
-    return "–" if speedup["median"] is None else f"{speedup['median']:.2f}×"
-
-
-def milliseconds_text(seconds: Mapping[str, Any]) -> str:
-    """Seconds as milliseconds with their interval."""
-    low, high = seconds["ci95"]
-    return f"{1e3 * seconds['median']:.1f} [{1e3 * low:.1f}, {1e3 * high:.1f}]"
-
-
 def _short(value: object) -> str:
     """A field's value as JSON; long ones are truncated here, but not in report.json."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-METHODS: Columns = {
-    "method": ("how drafts were made; plain decoding: the target alone, in this runtime", itemgetter("method")),
-    "verdict": (
-        f"faster or slower where the whole interval says so by more than {MARGIN:.0%}, else undecided; of fewer than "
-        f"{MIN_PROMPTS} prompts always undecided",
-        itemgetter("verdict"),
-    ),
-    "speed-up [95 %]": (
-        "how many times as fast as plain decoding: the median over prompts, and where the median of other such prompts "
-        "lies with 95 % confidence",
-        lambda one: interval_text(one["speedup"]),
-    ),
-    "without loops [95 %]": (
-        "the same of the texts that do not repeat themselves; the verdict comes from it",
-        lambda one: interval_text(one["speedup_without_loops"]),
-    ),
-    "vs transformers": (
-        "the same over transformers' own generate",
-        lambda one: interval_text(one["speedup"].get("vs_transformers_generate")),
-    ),
-    "tokens/s": (
-        "decoded tokens a second, the prefill left out",
-        lambda one: number_text(one["tokens_per_second"]["speculative"]),
-    ),
-    "tokens a pass": (
-        "τ: tokens that one pass of the target yields on average, its own included; 1 without a drafter",
-        lambda one: tau_text(one["tau"]),
-    ),
-    "accepted": ("v_d: share of the drafted tokens that the target accepted", "{acceptance_rate:.2f}".format_map),
-    "from drafter": ("r_d: share of the text that was drafted", "{draft_share:.2f}".format_map),
-    "drafted a pass": ("tokens drafted before each pass of the target", "{drafted_tokens_per_round:.2f}".format_map),
-    "identical": (
-        "texts that equal, token for token, what transformers' generate says, of those compared; ties: texts that part "
-        "from it where rounding decides",
-        identical_with_ties,
-    ),
-}
-WHOLE: Columns = {
-    "from the prompt on": ("how drafts were made", itemgetter("method")),
-    "prefill ms [95 %]": (
-        "milliseconds before the first token, a drafter's own among them",
-        lambda one: milliseconds_text(one["prefill_seconds"]["speculative"]),
-    ),
-    "decoding": ("the speed-up of what comes after", lambda one: times_text(one["speedup"])),
-    "prefill and decoding [95 %]": (
-        "the speed-up with the prefill counted",
-        lambda one: interval_text(one["end_to_end"]),
-    ),
-    "vs transformers": (
-        "the same over transformers' own generate",
-        lambda one: interval_text(one["end_to_end"].get("vs_transformers_generate")),
-    ),
-}
-
-
-def filled(columns: Columns, reports: Iterable[Report], baselines: Sequence[Mapping[str, str]] = ()) -> Table:
-    """The table of `reports`, a row for each. baselines: cells by column, rows before them; others are empty there."""
-    rows = [[given.get(name, "") for name in columns] for given in baselines]
-    rows += [[cell(report) for _, cell in columns.values()] for report in reports]
-    return Table({name: said for name, (said, _) in columns.items()}, rows)
-
-
-def methods_table(reports: Sequence[Report]) -> Table:
-    """The verdict, speed-ups, τ and acceptance of each method."""
-    first, speeds = reports[0], reports[0]["tokens_per_second"]
-    same = identical_with_ties(first, "autoregressive_")
-    rows = [{"method": PLAIN, "speed-up [95 %]": "1.00", "identical": same}]
-    if speeds[TRANSFORMERS] is not None:
-        faster, role = interval_text(first[TRANSFORMERS]["speedup"]), "sampled" if first["temperature"] else "reference"
-        rows.append({"method": GENERATE, "speed-up [95 %]": faster, "vs transformers": "1.00", "identical": role})
-    for row, arm in zip(rows, ("autoregressive", TRANSFORMERS), strict=False):
-        row |= {"tokens/s": number_text(speeds[arm]), "tokens a pass": "1.00"}
-    return filled(METHODS, reports, rows)
-
-
-def whole_table(reports: Sequence[Report]) -> Table:
-    """The time of whole answers: the prefill, including the drafter's, and decoding."""
-    first, prefills = reports[0], reports[0]["prefill_seconds"]
-    rows = [(PLAIN, milliseconds_text(prefills["autoregressive"]), "1.00", "1.00", "")]
-    if prefills[TRANSFORMERS] is not None:
-        speed, whole = times_text(first[TRANSFORMERS]["speedup"]), interval_text(first[TRANSFORMERS]["end_to_end"])
-        rows.append((GENERATE, milliseconds_text(prefills[TRANSFORMERS]), speed, whole, "1.00"))
-    return filled(WHOLE, reports, [dict(zip(WHOLE, row, strict=True)) for row in rows])

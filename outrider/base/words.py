@@ -8,11 +8,14 @@ import json
 import os
 import re
 import shlex
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.base.errors import UserError
 
+Columns = Mapping[str, tuple[str, str]]  # of a table: by a title, the template of its cells and what it says
 _BARE = re.compile(r"(?!\.\d|(?i:null|true|false|nan|inf)$)[A-Za-z_/.][\w/.*-]*", re.ASCII)  # Hydra takes it as it is
 _FUSED = "one tree of a drafter and n-grams was not faster than the better of the two (benchmarks/results/fused.md)"
 _KEEP = "a memory across prompts was shown to gain in replays of like questions only (benchmarks/results/ngrams.md)"
@@ -136,3 +139,43 @@ class Table:
         """The table as lines of Markdown."""
         rows = ["".join(f" {cell} |" if cell else " |" for cell in row) for row in (list(self.columns), *self.rows)]
         return [f"|{rows[0]}", "|" + "---|" * len(self.columns), *(f"|{row}" for row in rows[1:])]
+
+
+class _Figures(string.Formatter):
+    """Fills the templates of columns. What the facts lack is empty."""
+
+    def get_field(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return super().get_field(name, args, kwargs)
+        except (KeyError, IndexError, TypeError):
+            return "", name
+
+    def format_field(self, value: Any, form: str) -> str:
+        return figure(value, form)
+
+
+def figure(value: Any, form: str = "interval") -> str:
+    """A figure as text; a dash for None and a median of nothing. A text stays.
+
+    form: one of `format`, with "?" behind it if zero is a dash too. Of a median with its interval: "interval"; "times",
+    the median alone; "ms", in thousandths.
+    """
+    if isinstance(value, str):
+        return value
+    if value is None or (form.endswith("?") and not value):
+        return "–"
+    if not isinstance(value, Mapping):
+        return format(value, form.removesuffix("?"))
+    if value["median"] is None:
+        return "–"
+    if form == "ms":
+        low, middle, high = (1000 * seconds for seconds in (value["ci95"][0], value["median"], value["ci95"][1]))
+        return f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+    times = f"{value['median']:.2f}×"
+    return times if form == "times" else f"{times} [{value['ci95'][0]:.2f}, {value['ci95'][1]:.2f}]"
+
+
+def filled(columns: Columns, facts: Iterable[Mapping[str, Any]]) -> Table:
+    """The table with a row for each of `facts`."""
+    rows = [[_Figures().vformat(cell, (), one) for cell, _ in columns.values()] for one in facts]
+    return Table({name: said for name, (_, said) in columns.items()}, rows)

@@ -18,7 +18,7 @@ from outrider.base.errors import UserError
 from outrider.data_prep.text.prompts import Prompt
 from outrider.inference.evaluate import compare
 from outrider.inference.measure.results import append_result, read_results
-from outrider.inference.report import report
+from outrider.inference.report import plots
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
@@ -45,7 +45,7 @@ def evaluate(config: EvaluateConfig, prompts: Sequence[Prompt] = QUESTIONS) -> N
     Most of these models have no chat template: what a config leaves open is bare text.
     """
     config = replace(config, template="none") if config.template == "auto" else config
-    with patch.object(report, "_save"):
+    with patch.object(plots, "_save", return_value=""):
         compare.evaluate_checkpoint(config, prompts)
 
 

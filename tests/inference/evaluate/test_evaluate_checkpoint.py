@@ -41,7 +41,7 @@ def command(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
     def run(*overrides: str, plots: bool = False) -> tuple[int, str, str]:
         if not plots:  # which take longer to draw than these models to decode
-            monkeypatch.setattr("outrider.inference.report.report._save", lambda *_: None)
+            monkeypatch.setattr("outrider.inference.report.plots._save", lambda *_: "")
         monkeypatch.setattr("sys.argv", ["evaluate-checkpoint", "max_new_tokens=12", "threads=1", *overrides])
         status = 0
         try:

@@ -27,6 +27,7 @@ from outrider.inference.measure.threads import machine_load
 from outrider.inference.report.facts import RUN, overlap
 from outrider.inference.report.lossless import most_that_differ
 from outrider.inference.report.page import make_page, rejected_tokens
+from outrider.inference.report.plots import save_plots
 from outrider.inference.report.report import COLUMNS, log_reports
 from outrider.inference.report.side_by_side import compare_reports
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -122,7 +123,7 @@ def test_the_page_needs_nothing_but_itself(alone: EvaluateConfig) -> None:
     assert len(raw) < 400_000
     assert not {"src", "href", "srcset", "action"} & {key for _, found in page.elements for key in found}
     assert not {"link", "iframe", "img", "object"} & {name for name, _ in page.elements}
-    assert not re.search(r"url\(|@import|https?:|fetch\(|innerHTML", raw)
+    assert not re.search(r"url\((?!#)|@import|https?:|fetch\(|innerHTML", raw)
     said = html.unescape(" ".join(raw.split()))
     for wanted in ("Is it the target's own text?", "digest: target", "What the columns say"):
         assert wanted in said
@@ -243,7 +244,7 @@ def test_a_window_shows_the_verdict_first_and_never_scrolls_sideways(
     reports, results = kept(alone)
     busy = machine_load([0.34], [4.0], cores=2)
     many = [{**report, "target": "/a/long/name/" * 9, "load": busy, "speedup": WIDE} for report in reports] * 6
-    page = make_page(many, results, decode).replace("</body>", MEASURE + "</body>")
+    page = make_page(many, results, decode, save_plots(tmp_path, many)).replace("</body>", MEASURE + "</body>")
     (tmp_path / "report.html").write_text(page)
     (tmp_path / "frame.html").write_text(FRAME.format(width))
     dom = browsed(tmp_path / "frame.html")

@@ -15,7 +15,7 @@ from outrider.inference.evaluate import compare
 from outrider.inference.measure.results import read_results
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.measure.time_limit import TimeLimit, spread_order
-from outrider.inference.report import report
+from outrider.inference.report import plots
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import MethodConfig
 from tests.inference.evaluate.evaluating import QUESTIONS
@@ -65,7 +65,7 @@ def timed(
     made = config(name, methods={"lookup": MethodConfig(source="prompt_lookup")}, compare_transformers=False)
     made = replace(made, minutes=minutes, resume=resume)
     questions = [replace(QUESTIONS[0], id=str(number)) for number in range(8)]
-    with patch.object(report, "_save"):  # plots take longer to draw than these models to decode
+    with patch.object(plots, "_save", return_value=""):  # plots take longer to draw than these models to decode
         compare.evaluate_checkpoint(made, questions, clock or Ticking(seconds))
     return list(read_results(Path(made.out_dir))), json.loads((Path(made.out_dir) / "report.json").read_text())
 

@@ -1,0 +1,85 @@
+"""The plots of a report, as files and in the page."""
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from outrider.base.files import write_atomically
+from outrider.base.words import figure
+from outrider.inference.report.tables import Report
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#B5578F", "#E69F00", "#3D9BD3", "#8A6D00", "#7A7A7A")
+MARKERS = "os^Dv"  # methods are told apart by their shapes, too
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+SPEEDUPS = "Speed-up over plain decoding (dashed: 1×): a dot for each prompt; below, the median and its 95 % interval"
+ACCEPTANCE = "Share of drafts accepted so deep, of those that reached this depth; small marks: few of them"
+
+
+def save_plots(folder: Path, reports: Sequence[Report]) -> dict[str, str]:
+    """Write the plots to `folder`; returns them as SVG for a page of HTML, by what they show."""
+    return {
+        SPEEDUPS: _save(plot_speedups(reports), folder / "speedup_per_prompt.png"),
+        ACCEPTANCE: _save(plot_acceptance(reports), folder / "acceptance_by_position.png"),
+    }
+
+
+def _save(plot: Figure, path: Path) -> str:
+    image, vectors = io.BytesIO(), io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "outrider"}):
+        plot.savefig(image, format="png", dpi=160)
+        plot.savefig(vectors, format="svg", transparent=True, metadata=NO_METADATA)
+    write_atomically(path, image.getvalue())
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", vectors.getvalue().partition("<svg")[2].join(("<svg", "")))
+
+
+def plot_speedups(reports: Sequence[Report]) -> Figure:
+    """One row per method: its name and speed-up, a dot for every prompt, and the median with its interval below.
+
+    An interval that is wider by far is cut, which an arrow shows.
+    """
+    plot = Figure(figsize=(4.8, 0.8 + 0.6 * len(reports)), layout="constrained")
+    axes = plot.subplots()
+    timed = [report["speedup"] for report in reports if report["speedup"]["median"] is not None]
+    highest = max((speedup["ci95"][1] for speedup in timed), default=0)
+    most = max(1.2, min(highest, 2.5 * max((speedup["median"] for speedup in timed), default=0)))
+    for place, report in enumerate(reports):
+        values, speedup, colour = [*report["speedup_per_prompt"].values()], report["speedup"], COLOURS[place % 8]
+        axes.text(0, place - 0.2, f"{report['method']}: {figure(speedup)}", parse_math=False)
+        axes.plot([1, 1], [place - 0.15, place + 0.45], "--", color="black", linewidth=1)
+        axes.plot(values, [place] * len(values), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
+        if values:
+            axes.plot(speedup["ci95"], [place + 0.25] * 2, color=colour, linewidth=3)
+            axes.plot(speedup["median"], place + 0.25, MARKERS[place % 5], markersize=8, color=colour)
+            if speedup["ci95"][1] > most:
+                axes.plot(most, place + 0.25, ">", markersize=8, color=colour)
+    limits = {"xlim": (0, 1.05 * most), "ylim": (len(reports) - 0.5, -0.7)}
+    axes.set(xlabel="times as fast as plain decoding", yticks=[], **limits)
+    return plot
+
+
+def plot_acceptance(reports: Sequence[Report]) -> Figure:
+    """Share of rounds accepted to depth i, among rounds that drafted that deep; marker area ∝ rounds."""
+    plot = Figure(figsize=(4.8, 3.6 + 0.1 * len(reports)), layout="constrained")
+    axes = plot.subplots()
+    for place, report in enumerate(reports):
+        table = report["acceptance_by_position"]
+        if not table:
+            continue
+        positions, shares = [row["position"] for row in table], [row["accepted"] for row in table]
+        sizes, colour = [90 * row["rounds"] / table[0]["rounds"] for row in table], COLOURS[place % 8]
+        axes.plot(positions, shares, color=colour, linewidth=1)
+        axes.scatter(
+            positions, shares, s=sizes, color=colour, marker=MARKERS[place % 5], label=report["method"], clip_on=False
+        )
+    axes.set(xlabel="depth in the draft", ylabel="accepted, of rounds that drafted so deep", ylim=(0, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if axes.lines:  # no legend if nothing was drafted
+        plot.legend(loc="outside lower left", ncols=2, frameon=False)
+    return plot
