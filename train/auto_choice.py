@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from outrider.base.errors import require
-from outrider.base.words import quoted
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.inference.measure.statistics import MIN_PROMPTS
 from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
 from outrider.train.pipeline_run import fitted
-from outrider.train.pipeline_settings import HERE, STEPS, TARGET, TIME, PipelineConfig, StepConfig
+from outrider.train.pipeline_settings import HERE, STEPS, TARGET, TIME, PipelineConfig
 from outrider.train.settings.auto import TRAINED, AutoConfig
 
 Device = Literal["cpu", "cuda"]
@@ -46,7 +45,7 @@ _TRAINING = {
     "fit.schedule": "linear", "fit.save_every": 50, "fit.wandb.mode": "disabled",
 }  # fmt: skip
 _SHORT = {"teacher": "cached", "frozen_dtype": "fast", "fit.precision": "fast", "seq_len": 512, "fit.lr": 0.004,
-          "fit.warmup": 0, "fit.eval_every": "null"}  # fmt: skip
+          "fit.warmup": 0, "fit.eval_every": None}  # fmt: skip
 _EXPECTED = {"prompts": 0.2, "trigrams": 1.0}  # minutes of the steps that have no limit
 
 
@@ -54,24 +53,24 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
     """The options of every step of `choice`, without the minutes."""
     size = _LARGER if look.device == "cuda" else {}
     share = min(0.5, _HELDOUT / look.prompts) if look.prompts else 0.0
-    heldout = {"data.heldout_fraction": f"{share:.3g}"} if share > DataConfig.heldout_fraction else {}
+    heldout = {"data.heldout_fraction": float(f"{share:.3g}")} if share > DataConfig.heldout_fraction else {}
     template = {} if config.template == "auto" else {"template": config.template}
     answers = _ANSWERS | {f"data.{key}": value for key, value in template.items()}
     of_data = {key: value for key, value in answers.items() if key not in _ANSWERS}
     methods = [*(method for kind in choice.kinds for method in KINDS[kind].measured), *_ALWAYS]
     steps: dict[str, dict[str, object]] = {
-        "prompts": {} if config.prompts is None else {"file": quoted(config.prompts)},
+        "prompts": {} if config.prompts is None else {"file": config.prompts},
         "responses": {
             "data": "python_docs", "data.path": f"{HERE}/prompts/train.jsonl", "dtype": "fast", "max_new_tokens": 160,
             "temperature": 0.7, "top_k_logits": 16, "batch_size": look.rows, "shard_size": 2 * look.rows, **of_data,
         },
         "eesd": {
-            **answers, **_TRAINING, **_SHORT, "objective": "kl", "train_head": "false", "eval_rows": 16,
+            **answers, **_TRAINING, **_SHORT, "objective": "kl", "train_head": False, "eval_rows": 16,
             "fit.epochs": 3, "fit.batch_rows": 2, **heldout, **size,
         },
         SMALL_LM.name: {
             **answers, **_TRAINING, **_SHORT, "drafter": "tiny", "drafter.layers": 2, "drafter.hidden": 256,
-            "drafter.intermediate": 704, "drafter.tied": "true", "objective": "forward_kl", "fit.epochs": 4,
+            "drafter.intermediate": 704, "drafter.tied": True, "objective": "forward_kl", "fit.epochs": 4,
             "fit.batch_rows": 4, **heldout, **size,
         },
         EAGLE3.name: {
@@ -79,10 +78,10 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
             "fit.batch_rows": 16, "fit.lr": 0.002, "fit.warmup": 0.02, "fit.max_grad_norm": 1.0, "fit.eval_every": 500,
             **heldout,
         },
-        "trigrams": {**answers, "orders": "[2,3,4]"},
+        "trigrams": {**answers, "orders": [2, 3, 4]},
         "report": {
-            "method": f"[{','.join(methods)}]", "target": TARGET, "prompts": f"{HERE}/prompts/heldout.jsonl",
-            "dtype": "fast", "num_prompts": 12, "card": "true",
+            "method": methods, "target": TARGET, "prompts": f"{HERE}/prompts/heldout.jsonl",
+            "dtype": "fast", "num_prompts": 12, "card": True,
             "max_new_tokens": look.length(choice.kinds, choice.minutes.get("report", 0.0)), **template,
         },
     }  # fmt: skip
@@ -204,14 +203,15 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[str, ...], why: M
 
 def pipeline_of(config: AutoConfig, choice: Choice, look: Look) -> PipelineConfig:
     """The pipeline that carries out `choice`: a step for each kind that it trains, and prompts, answers and report."""
-    steps = {}
-    for name, options in options_of(config, choice, look).items():
-        minutes = None if config.debug else choice.minutes.get(name)
-        expected = minutes + look.loading if minutes else _EXPECTED.get(name)
-        timed = {TIME: f"{minutes:.3g}"} if minutes else {}
-        steps[name] = StepConfig([f"{key}={value}" for key, value in {**options, **timed}.items()], [], expected)
+    steps, expected = options_of(config, choice, look), dict(_EXPECTED)
+    for name in choice.minutes if not config.debug else ():
+        steps[name][TIME] = float(f"{choice.minutes[name]:.3g}")
+        expected[name] = choice.minutes[name] + look.loading
     debug, out_dir = config.debug, config.out_dir
-    return fitted(PipelineConfig(steps=steps, target=config.target, out_dir=out_dir, debug=debug, resume=True))
+    made = PipelineConfig(
+        steps=steps, expected_minutes=expected, target=config.target, out_dir=out_dir, debug=debug, resume=True
+    )
+    return fitted(made)
 
 
 def describe(choice: Choice, look: Look) -> str:

@@ -44,11 +44,12 @@ from outrider.train.auto_choice import (
     pipeline_of,
     rows_of,
 )
-from outrider.train.pipeline_run import ConfigFor, check_steps, reports_in, run_command, run_pipeline
+from outrider.train.pipeline_run import ConfigFor, job_of, jobs_of, reports_in, run_command, run_pipeline, words_of
 from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
 from outrider.train.settings.auto import PACKAGED, TRAINED, AutoConfig
 
-_OWN_SIZE = ("max_new_tokens=", "num_prompts=", "minutes=", "card=")  # of the report's options
+_LONGER = {"max_new_tokens": 256, "num_prompts": None}
+_OWN_SIZE = {*_LONGER, TIME, "card", "resume"}  # options of the report that a longer one does not have
 RECORD, LOG = "auto.json", "auto.log"
 _EXPORTS = 0.5  # minutes after the last step
 _TEXT_TOKENS = 1024  # of a prompt and its answer
@@ -83,7 +84,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     unfit = _unfit(config)
     every = Choice(tuple(kind for kind in TRAINED if kind not in unfit), {}, {})
     checked = pipeline_of(config, every, unseen)
-    check_steps(checked, config_for)
+    jobs_of(checked, config_for)
     memory = _memory(checked, target, there, config_for)
     print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
     if config.plan:
@@ -96,15 +97,14 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     else:
         folder = require_writable(config.out_dir)
         with only_run(folder, "a target's drafters"):
-            start = _start(config, folder, unseen, unfit, began)
+            start = _start(config, folder, unseen, unfit, began, config_for)
         choice, look = start.choice, start.look
         print(describe(choice, look), flush=True)
     pipeline = pipeline_of(config, choice, look)
     spent = 60 * look.spent  # of this run, or of the one that it goes on with
     limit = TimeLimit(config.minutes - _EXPORTS, time.perf_counter(), spent)
-    more = check_steps(pipeline, config_for) if config.debug else None
-    run_pipeline(pipeline, None if config.debug else limit, more)
-    _conclude(config, folder, pipeline)
+    run_pipeline(pipeline, jobs_of(pipeline, config_for), None if config.debug else limit)
+    _conclude(config, folder, pipeline, config_for)
 
 
 def _fetched() -> str:
@@ -147,16 +147,19 @@ def _rows(target: OpenTarget, device: Device, there: int) -> int:
 
 def _memory(pipeline: PipelineConfig, target: OpenTarget, there: int, config_for: ConfigFor) -> str:
     """What an evaluation holds and what there is, in words. Raises `UserError` if that is too little."""
-    options = [option("target", target.source), "method=[prompt_lookup]"]
-    options += [one for one in pipeline.steps["report"].overrides if one.startswith(("dtype=", "max_new_tokens="))]
-    held = sum(one.size for one in evaluation_memory(config_for(STEPS["report"].script, options), target.config))
+    options: dict[str, object] = {"target": target.source, "method": ["prompt_lookup"]}
+    options |= {key: pipeline.steps["report"][key] for key in ("dtype", "max_new_tokens")}
+    job = job_of(STEPS["report"].script, options, config_for)
+    held = sum(one.size for one in evaluation_memory(job.settings, target.config))
     said = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
     if held > there:
         raise UserError(f"target={target.source}: decoding it takes {said}; take a smaller one")
     return said
 
 
-def _start(config: AutoConfig, folder: Path, unseen: Look, unfit: Mapping[str, str], began: float) -> Start:
+def _start(
+    config: AutoConfig, folder: Path, unseen: Look, unfit: Mapping[str, str], began: float, config_for: ConfigFor
+) -> Start:
     """What a stopped run began with; of a new one, what the target's first answers tell."""
     path, made_of = folder / RECORD, config.deciding()
     if path.exists():
@@ -166,19 +169,25 @@ def _start(config: AutoConfig, folder: Path, unseen: Look, unfit: Mapping[str, s
         start = read_as(Start, path, "record of a run", _REMEDY)
         check_identity(start.made_of, made_of, path, config)
         return start
-    look = _look(config, folder, unseen, began)
+    look = _look(config, folder, unseen, began, config_for)
     start = Start(made_of, look, choose(config, look, unfit))
     write_json(path, asdict(start))
     return start
 
 
-def _look(config: AutoConfig, folder: Path, unseen: Look, began: float) -> Look:
+def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_for: ConfigFor) -> Look:
     """Let the target answer for a little: these answers stay, and the step `responses` makes more."""
     every = pipeline_of(config, Choice((), {}, {}), unseen)
-    limit = f"{TIME}={look_minutes(config):.3g}"
+    every = replace(every, more={"responses": {TIME: look_minutes(config)}}, out_dir=str(folder))
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
-        _run(every, "prompts", folder)
-        seconds = _run(every, "responses", folder, limit)
+        for name in ("prompts", "responses"):  # which the pipeline then finds begun
+            begun = time.monotonic()
+            status = run_command(job_of(STEPS[name].script, every.placed(name), config_for), folder / LOG)
+            if status:
+                raise UserError(
+                    f"target={config.target}: step {name} failed (exit status {status}); see {folder / LOG}"
+                )
+        seconds = time.monotonic() - begun
     answers = folder / "responses"
     done, timed = read_mapping(answers / SUMMARY_FILE, "summary of answers", _REMEDY), seconds_spent(answers)
     tokens, count, prompts = (int(str(done[name])) for name in ("tokens", "responses", "prompts"))
@@ -195,43 +204,31 @@ def _look(config: AutoConfig, folder: Path, unseen: Look, began: float) -> Look:
     )
 
 
-def _run(pipeline: PipelineConfig, name: str, folder: Path, *more: str) -> float:
-    """Run the command of a step, which the pipeline then finds begun; returns the seconds."""
-    began, options = time.monotonic(), [*pipeline.placed(pipeline.options(name)), *more]
-    words = [*options, option("out_dir", folder / name), "resume=true"]
-    status = run_command(STEPS[name].script, words, folder / LOG)
-    if status:
-        raise UserError(f"target={pipeline.target}: step {name} failed (exit status {status}); see {folder / LOG}")
-    return time.monotonic() - began
-
-
-def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig) -> None:
+def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig, config_for: ConfigFor) -> None:
     """Write the exports and say what to use, on the screen and in the folder's README.md."""
     report = folder / STEPS["report"].product
     said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
     drafters = [name for name in _EXPORTED if (folder / STEPS[name].product).exists()]
-    said += [_export(config, folder, name) for name in drafters]
+    said += [_export(config, folder, name, config_for) for name in drafters]
     for name in drafters:
         serve = ["outrider", "serve", option("target", config.target), option("checkpoint", folder / name)]
         said.append(f"talk to it: {' '.join(map(in_shell, serve))}")
-    measured = replace(pipeline, out_dir=str(folder))
-    asked = measured.placed(measured.options("report"))
-    said += [measure_again(asked, report.parent)] if any(map(busy_sentences, reports_in(report))) else []
-    words = [word for word in asked if not word.startswith(_OWN_SIZE)]
-    longer = ["max_new_tokens=256", "num_prompts=null", option("out_dir", folder / "longer")]
-    said.append(f"measure longer texts: {' '.join(map(in_shell, ['evaluate-checkpoint', *words, *longer]))}")
+    asked = replace(pipeline, out_dir=str(folder)).placed("report")
+    said += [measure_again(words_of(asked), report.parent)] if any(map(busy_sentences, reports_in(report))) else []
+    longer = {key: value for key, value in asked.items() if key not in _OWN_SIZE}
+    longer |= {**_LONGER, "out_dir": folder / "longer"}
+    said.append(f"measure longer texts: {' '.join(map(in_shell, ['evaluate-checkpoint', *words_of(longer)]))}")
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in said).encode())
     print("\n".join([*said, f"auto out_dir={folder} state=complete"]), flush=True)
 
 
-def _export(config: AutoConfig, folder: Path, name: str) -> str:
+def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) -> str:
     """Write a drafter as an engine loads it: llama.cpp where target and drafter are for it, else vLLM. Where it is."""
     out_dir = folder / "export" / name
-    places = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir}
-    words = [*(option(key, place) for key, place in places.items()), "resume=true"]
-    first = (
-        [["engine=llama_cpp"]] if config.target.endswith(".gguf") and name in (EARLY_EXIT.step, SMALL_LM.step) else []
-    )
-    if all(run_command("train/export.py", [*words, *engine], folder / LOG) for engine in [*first, []]):
-        return f"no engine loads {folder / name}: {folder / LOG} says why"
-    return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
+    options = {"checkpoint": folder / name, "target": config.target, "out_dir": out_dir, "resume": True}
+    llama_cpp = config.target.endswith(".gguf") and name in (EARLY_EXIT.step, SMALL_LM.step)
+    for engine in ["llama_cpp", "vllm"] if llama_cpp else ["vllm"]:
+        job = job_of("train/export.py", {**options, "engine": engine}, config_for)
+        if run_command(job, folder / LOG) == 0:
+            return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
+    return f"no engine loads {folder / name}: {folder / LOG} says why"

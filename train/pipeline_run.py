@@ -21,16 +21,16 @@ from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, require_writable, write_json
 from outrider.base.progress import RELAY, Stage, relayed
 from outrider.base.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
-from outrider.base.settings import ABSENT, Settings, differences, read_as
-from outrider.base.words import Table, clean, in_words, option, quoted
+from outrider.base.settings import read_as
+from outrider.base.words import Table, clean, in_words, option
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.loading.rehearsal import read_some, small
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.train.pipeline_settings import HERE, MAKERS, ROOT, STEPS, TIME, PipelineConfig, key_of
+from outrider.train.pipeline_settings import HERE, MAKERS, ROOT, STEPS, Options, PipelineConfig
 
 IMPORTED = Path(__file__).parents[2]  # where steps import this project from
-LOGS = "logs"  # <step>.log: its output; .json: the record of a finished step; .seconds.json: time of interrupted runs
+LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
 SUMMARY = "pipeline.json"
 FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
 _AGAIN = "remove it, and resume=true does the step again"
@@ -40,7 +40,10 @@ _SHARED = ("machine", "made_with", "dtype", "device", "runtime", "prompts", "max
 
 @dataclass(frozen=True)
 class Record:
-    """A finished step: its options, seconds and end time, and the end times of the steps whose products it read."""
+    """A step that was begun: its options, seconds and end time, and the end times of the steps whose products it read.
+
+    seconds: of all runs since it was begun. finished: 0 until it is.
+    """
 
     options: list[str]
     seconds: float
@@ -48,8 +51,28 @@ class Record:
     made_from: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Job:
+    """A command of this project that is to run: its script, its settings, and the options that they were made of."""
+
+    script: str
+    words: list[str]
+    settings: Any
+
+
 ConfigFor = Callable[[str, Sequence[str]], Any]  # the settings of a script, by its options
-Words = Mapping[str, Sequence[str]]  # options by step
+Jobs = Mapping[str, Job]  # by step
+
+
+def words_of(options: Options) -> list[str]:
+    """`options` as on a command line."""
+    return [option(key, value) for key, value in options.items()]
+
+
+def job_of(script: str, options: Options, config_for: ConfigFor) -> Job:
+    """The job of a script. Raises `UserError` for options that its command refuses."""
+    words = words_of(options)
+    return Job(script, words, config_for(script, words))
 
 
 def fitted(config: PipelineConfig) -> PipelineConfig:
@@ -62,53 +85,41 @@ def fitted(config: PipelineConfig) -> PipelineConfig:
         return config
     context = context_limit(target)
     most = {"draft_vocabulary": target.vocab_size, "seq_len": context, "decode_tokens": context // 2}
-
-    def cut(option: str) -> str:
-        key, _, value = option.partition("=")
-        return f"{key}={min(int(value), most[key])}" if key in most and value.isdecimal() else option
-
-    steps = {name: replace(step, overrides=[*map(cut, step.overrides)]) for name, step in config.steps.items()}
+    steps = {
+        name: {
+            key: min(value, most[key]) if key in most and isinstance(value, int) else value
+            for key, value in options.items()
+        }
+        for name, options in config.steps.items()
+    }
     return replace(config, steps=steps)
 
 
-def check_steps(config: PipelineConfig, config_for: ConfigFor) -> Words:
-    """Raise `UserError`, naming the step, for options that a command refuses and for inputs that it cannot read.
+def jobs_of(config: PipelineConfig, config_for: ConfigFor) -> dict[str, Job]:
+    """The steps to do, each checked before any runs; small ones with debug=true.
 
-    Inputs are files, a target with its tokenizer, and records, unless an earlier step writes them. Finished steps are
-    skipped. Returns the options that make each step small with debug=true, and otherwise none.
+    Raises `UserError`, naming the step, for options that a command refuses and for inputs that it cannot read. Inputs
+    are files, a target with its tokenizer, and records, unless an earlier step writes them. Those of a step whose
+    product is there are not read.
     """
-    config, found = _placed(config), {}
+    config, jobs = _placed(config), dict[str, Job]()
     for name in config.to_do:
-        if not config.debug and (Path(config.out_dir) / STEPS[name].product).exists():
-            continue
-        options = config.options(name)
-        left = {key_of(option) for option in options if HERE in option}
+        left = {key for key, value in config.options(name).items() if HERE in str(value)}
 
         def wanted(key: str, left: set[str] = left) -> bool:
             return key not in left
 
         try:
-            settings = given = config_for(STEPS[name].script, config.placed(options))
+            job = job_of(STEPS[name].script, config.placed(name), config_for)
             if config.debug:
-                settings = small(given, Path(config.out_dir))
-                found[name] = words_between(given, settings)
-            settings.require_places(wanted)
-            read_some(settings, wanted)
+                job = replace(job, settings=small(job.settings, Path(config.out_dir)))
+            if config.debug or not (Path(config.out_dir) / STEPS[name].product).exists():
+                job.settings.require_places(wanted)
+                read_some(job.settings, wanted)
         except UserError as error:
             raise UserError(f"step {name}, before any has run: {error}") from None
-    return found
-
-
-def words_between(before: Settings, after: Settings) -> list[str]:
-    """The options that make `after` of `before`."""
-    changed = differences(asdict(before), asdict(after))
-    return [f"~{key}" if new is ABSENT else f"{key}={_value(new)}" for key, _, new in changed]
-
-
-def _value(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_value, value))}]"
-    return quoted(value) if isinstance(value, str) else "null" if value is None else str(value).lower()
+        jobs[name] = job
+    return jobs
 
 
 def _placed(config: PipelineConfig) -> PipelineConfig:
@@ -116,11 +127,11 @@ def _placed(config: PipelineConfig) -> PipelineConfig:
     return replace(config, out_dir=str(rehearsal_folder(config.out_dir))) if config.debug else config
 
 
-def run_pipeline(config: PipelineConfig, limit: TimeLimit | None = None, more: Words | None = None) -> None:
+def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = None) -> None:
     """Run the unfinished steps, in order, and write `SUMMARY`.
 
-    A step is done when its product exists and was made from the current products of earlier steps. limit: for all
-    steps, of all runs; what they leave of it goes to the last one with a time limit. more: see `check_steps`.
+    A step is done when its product exists and was made from the current products of earlier steps. jobs: see `jobs_of`.
+    limit: for all steps, of all runs; what they leave of it goes to the last one with a time limit.
 
     Raises `UserError` if the directory holds a run and resume is off, or a run with other options. Also raises it for a
     step that fails, naming it and its log; the summary then covers the finished steps.
@@ -142,52 +153,56 @@ def run_pipeline(config: PipelineConfig, limit: TimeLimit | None = None, more: W
         (out_dir / LOGS).mkdir(exist_ok=True)
         records = _records(config)
         if limit is not None:
-            cut = sum(_seconds_cut(out_dir, name) for name in config.to_do)
-            limit = replace(limit, earlier=limit.earlier + _seconds(records) + cut)
+            limit = replace(limit, earlier=limit.earlier + sum(record.seconds for record in records.values()))
         try:
             for name in config.to_do:
-                _do_step(config, name, records, limit, (more or {}).get(name, ()))
+                _do_step(config, name, jobs[name], records, limit)
         finally:
             done = summary(config, records)
             write_json(out_dir / SUMMARY, done)
     print(steps_table(done["steps"]), flush=True)
-    print(f"pipeline seconds={_seconds(records):.1f} state=complete summary={out_dir / SUMMARY}", flush=True)
+    print(f"pipeline seconds={done['seconds']:.1f} state=complete summary={out_dir / SUMMARY}", flush=True)
+
+
+def _record_file(config: PipelineConfig, name: str) -> Path:
+    return Path(config.out_dir) / LOGS / f"{name}.json"
 
 
 def _records(config: PipelineConfig) -> dict[str, Record]:
-    """The records of finished steps. Raises `UserError` if one was done with other options."""
+    """The records of the steps that were begun. Raises `UserError` if one was finished with other options."""
     found = {}
     for name in config.to_do:
-        path = Path(config.out_dir) / LOGS / f"{name}.json"
+        path = _record_file(config, name)
         if path.exists():
             found[name] = read_as(Record, path, "record of a step", _AGAIN)
-            check_identity(_by_key(found[name].options), _by_key(config.options(name)), path)
+            if found[name].finished:
+                check_identity(_by_key(found[name].options), _by_key(words_of(config.options(name))), path)
     return found
 
 
-def _do_step(
-    config: PipelineConfig, name: str, records: dict[str, Record], limit: TimeLimit | None, more: Sequence[str]
-) -> None:
+def _by_key(options: list[str]) -> dict[str, str]:
+    """Texts without their quotes, which records of earlier versions lack."""
+    pairs = (option.partition("=") for option in options)
+    return {key: value.replace("'", "") for key, _, value in pairs}
+
+
+def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Record], limit: TimeLimit | None) -> None:
     """Run a step unless it is done, and put its record into `records`, where those of earlier steps are final."""
-    out_dir, made_from = Path(config.out_dir), _finish_times(name, records)
-    before = records.pop(name, None)
-    if before is not None and (out_dir / STEPS[name].product).exists() and before.made_from == made_from:
-        records[name] = before
+    out_dir, before = Path(config.out_dir), records.get(name)
+    made_from = {step: records[step].finished for step in STEPS[name].after if step in records}
+    if before and before.finished and (out_dir / STEPS[name].product).exists() and before.made_from == made_from:
         print(f"pipeline step={name} seconds={before.seconds:.1f} state=done-before", flush=True)
         if name == "report":  # running the step would have shown it
             print((out_dir / name / "report.md").read_bytes().decode(errors="replace"), flush=True)
         return
-    known = {} if before is None else before.made_from
-    if any(known.get(step, finished) != finished for step, finished in made_from.items()):
+    if before and any(before.made_from.get(step, finished) != finished for step, finished in made_from.items()):
         # Made from a product that has been made anew: its command would refuse to continue from it.
         with only_run(require_writable(out_dir / name), f"the product of step {name}"):
             shutil.rmtree(out_dir / name, ignore_errors=True)
-            _cut(out_dir, name).unlink(missing_ok=True)
-    records[name] = _run_step(config, name, records, limit, more)
-
-
-def _finish_times(name: str, records: Mapping[str, Record]) -> dict[str, float]:
-    return {before: records[before].finished for before in STEPS[name].after if before in records}
+        before = None
+    spent = before.seconds if before and not before.finished else 0.0
+    records[name] = Record(words_of(config.options(name)), spent, 0.0, made_from)
+    _run_step(config, name, job, records, limit)
 
 
 def step_stage(
@@ -197,8 +212,8 @@ def step_stage(
 
     spent: seconds of its earlier runs.
     """
-    own = config.expected_minutes(name)
-    later = [config.expected_minutes(step) for step in config.to_do if step not in (*done, name)]
+    own = config.expected(name)
+    later = [config.expected(step) for step in config.to_do if step not in (*done, name)]
     known = not config.debug and None not in later
 
     def left() -> float | None:
@@ -210,51 +225,40 @@ def step_stage(
     return stage
 
 
-def _run_step(
-    config: PipelineConfig, name: str, records: Mapping[str, Record], limit: TimeLimit | None, more: Sequence[str]
-) -> Record:
-    """Run one step to its end, with its output on the screen and in its log. Raises `UserError` if it fails."""
-    out_dir, options = Path(config.out_dir), config.options(name)
-    log, step = out_dir / LOGS / f"{name}.log", STEPS[name]
-    (out_dir / LOGS / f"{name}.json").unlink(missing_ok=True)
-    words = [*config.placed(options), *more, option("out_dir", out_dir / name), "resume=true"]
-    began, cut, before = time.time(), _cut(out_dir, name), _seconds_cut(out_dir, name)
-    if limit is not None and [name] == [step for step in config.to_do if config.steps[step].minutes][-1:]:
-        loading = (config.steps[name].expected_minutes or 0) - config.steps[name].minutes
+def _run_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Record], limit: TimeLimit | None) -> None:
+    """Run a step to its end, with its output on the screen and in its log. Raises `UserError` if it fails."""
+    out_dir, file, before = Path(config.out_dir), _record_file(config, name), records[name].seconds
+    log, product, began = file.with_suffix(".log"), out_dir / STEPS[name].product, time.time()
+    if limit is not None and [name] == [step for step in config.to_do if config.limit(step)][-1:]:
+        loading = config.expected_minutes.get(name, 0) - config.limit(name)
         rest = (limit.left(limit.spent()) + before) / 60 - loading  # all that is left, for all of its runs
-        words.append(f"{TIME}={max(0.1, rest):.3g}")
+        job = replace(job, settings=replace(job.settings, minutes=max(0.1, rest)))
+    done = [step for step in records if records[step].finished]
+    write_json(file, asdict(records[name]))
     try:
-        with step_stage(config, name, records, before, limit) as stage:
+        with step_stage(config, name, done, before, limit) as stage:
             left = "unknown" if stage.left is None else in_words(stage.left)
             print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
-            status = run_command(step.script, words, log)
+            status = run_command(job, log)
     finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
-        seconds = before + time.time() - began
-        write_json(cut, {"seconds": seconds})
-    failed = status != 0 or not (out_dir / step.product).exists()
-    print(f"pipeline step={name} seconds={seconds:.1f} state={'failed' if failed else 'done'}", flush=True)
+        records[name] = replace(records[name], seconds=before + time.time() - began)
+        write_json(file, asdict(records[name]))
+    failed = status != 0 or not product.exists()
+    print(
+        f"pipeline step={name} seconds={records[name].seconds:.1f} state={'failed' if failed else 'done'}", flush=True
+    )
     if failed:
-        reason = f"exit status {status}" if status else f"it left no {step.product}"
+        reason = f"exit status {status}" if status else f"it left no {STEPS[name].product}"
         raise UserError(f"step {name} failed ({reason}); see {log}; resume=true continues from this step")
-    record = Record(options, seconds, time.time(), _finish_times(name, records))
-    write_json(out_dir / LOGS / f"{name}.json", asdict(record))
-    cut.unlink()
-    return record
+    records[name] = replace(records[name], finished=time.time())
+    write_json(file, asdict(records[name]))
 
 
-def _cut(out_dir: Path, name: str) -> Path:
-    return out_dir / LOGS / f"{name}.seconds.json"
-
-
-def _seconds_cut(out_dir: Path, name: str) -> float:
-    """Seconds of the runs of a step that did not end."""
-    file = _cut(out_dir, name)
-    return read_as(dict[str, float], file, "seconds of a step", "remove it")["seconds"] if file.exists() else 0.0
-
-
-def run_command(script: str, words: Sequence[str], log: Path) -> int:
-    """Run a command of this project in a process of its own; its exit status. Its output goes to stdout and `log`."""
-    return _tee([sys.executable, str(ROOT / script), *words], log)
+def run_command(job: Job, log: Path) -> int:
+    """Run a command in a process of its own; its exit status. Its output goes to stdout and `log`."""
+    held = log.with_suffix(".settings.json")
+    write_json(held, {"words": job.words, "settings": asdict(job.settings)})
+    return _tee([sys.executable, str(ROOT / job.script), "--settings", str(held)], log)
 
 
 def _tee(command: list[str], log: Path) -> int:
@@ -288,14 +292,14 @@ def _tee(command: list[str], log: Path) -> int:
 
 def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, Any]:
     """The costs and results of the finished steps, and the `FIGURES` of each compared method; JSON-able."""
-    out_dir, steps = Path(config.out_dir), dict[str, dict[str, Any]]()
-    for name, record in records.items():
-        steps[name] = {"seconds": record.seconds, "options": record.options}
+    out_dir, steps = Path(config.out_dir), dict[str, dict[str, object]]()
+    for name in (step for step in config.to_do if step in records and records[step].finished):
+        steps[name] = {"seconds": records[name].seconds, "options": records[name].options}
         told = _told(out_dir / STEPS[name].product)
         if "training_seconds" in (training := told.get("training", told)):
             steps[name]["training_seconds"] = training["training_seconds"]
     found: dict[str, Any] = {"complete": set(steps) == set(config.to_do), "debug": config.debug}
-    found |= {"seconds": _seconds(records), "steps": steps}
+    found |= {"seconds": sum(records[name].seconds for name in steps), "steps": steps}
     for name in MAKERS if config.target is None else ():
         if told := _told(out_dir / STEPS[name].product):
             found["target"] = {key: told[key] for key in FACTS if key in told}
@@ -329,11 +333,3 @@ def reports_in(path: Path) -> list[dict[str, Any]]:
     content: dict[str, Any] = read_mapping(path, "report", _AGAIN)
     reports: list[dict[str, Any]] = content.get("reports") or [content]
     return reports
-
-
-def _seconds(records: Mapping[str, Record]) -> float:
-    return sum(record.seconds for record in records.values())
-
-
-def _by_key(options: list[str]) -> dict[str, str]:
-    return {option.partition("=")[0]: option.partition("=")[2] for option in options}

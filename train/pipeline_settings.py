@@ -1,13 +1,11 @@
-"""Config of the pipeline: which commands it runs, in which order, with which options."""
+"""Settings of the pipeline: which commands it runs, in which order, with which options."""
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.base.errors import require, require_choice
-from outrider.base.settings import Positive, RunConfig, Settings, free, opt
-from outrider.base.words import quoted
+from outrider.base.errors import UserError, require, require_choice
+from outrider.base.settings import Positive, RunConfig, free, opt
 from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, Model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,8 +13,7 @@ HERE = "{out_dir}"  # in a step's options: the pipeline's own directory
 REPOSITORY = "{repository}"  # in a step's options: the directory of this project
 TARGET = "{target}"  # in a step's options: the target, which `target` names or one of MAKERS provides
 MAKERS = ("target", "fetch")  # the steps that can provide the target
-_PLACE = re.compile(r"\{(?:out_dir|repository|target)\}")
-_VALUE = re.compile(r"""(['"])(.*?)\1|[^\s'",[\]](?:[^'",[\]]*[^\s'",[\]])?""")  # an option's, or one in its list
+Options = Mapping[str, object]  # of a command: values by dotted key
 
 
 @dataclass(frozen=True)
@@ -30,15 +27,15 @@ class PipelineStep:
     script: str
     product: str
     after: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
+    links: Options = field(default_factory=dict)
 
-    def read_links(self, steps: Collection[str]) -> list[str]:
+    def read_links(self, steps: Collection[str]) -> dict[str, object]:
         """The links to the products of `steps`, and to the target."""
         unread = {f"{HERE}/{name}" for name in self.after if name not in steps}
-        return [link for link in self.links if link.partition("=")[2] not in unread]
+        return {key: place for key, place in self.links.items() if place not in unread}
 
 
-_ANSWERED, _OF_TARGET = (*MAKERS, "responses"), ("target={target}",)
+_ANSWERED, _OF_TARGET = (*MAKERS, "responses"), {"target": TARGET}
 STEPS = {
     "target": PipelineStep("train/toy_target.py", "target/toy_target.json"),
     "fetch": PipelineStep("data_prep/fetch_target.py", "fetch/fetched.json"),
@@ -48,54 +45,29 @@ STEPS = {
     ),
     "eesd": PipelineStep("train/eesd.py", "eesd/drafter.json", _ANSWERED, _OF_TARGET),
     "calibrate": PipelineStep(
-        "train/calibrate.py", "calibrate/calibration.json", (*_ANSWERED, "eesd"), ("checkpoint={out_dir}/eesd",)
+        "train/calibrate.py", "calibrate/calibration.json", (*_ANSWERED, "eesd"), {"checkpoint": "{out_dir}/eesd"}
     ),
     EAGLE3: PipelineStep("train/eagle3.py", "eagle3/eagle3.json", _ANSWERED, _OF_TARGET),
     SMALL_LM: PipelineStep("train/finetune_drafter.py", "small_lm/finetune_drafter.json", _ANSWERED, _OF_TARGET),
     "trigrams": PipelineStep(
-        "data_prep/build_trigrams.py", "trigrams/table.safetensors", _ANSWERED, ("tokenizer={target}",)
+        "data_prep/build_trigrams.py", "trigrams/table.safetensors", _ANSWERED, {"tokenizer": TARGET}
     ),
     "report": PipelineStep(
         "inference/evaluate_checkpoint.py",
         "report/report.json",
         (*MAKERS, "prompts", "eesd", "calibrate", EAGLE3, SMALL_LM, "trigrams"),
-        (
-            "checkpoint={out_dir}/eesd",
-            "eagle3={out_dir}/eagle3",
-            "small_lm={out_dir}/small_lm",
-            "table={out_dir}/trigrams",
-        ),
+        {
+            "checkpoint": "{out_dir}/eesd",
+            "eagle3": "{out_dir}/eagle3",
+            "small_lm": "{out_dir}/small_lm",
+            "table": "{out_dir}/trigrams",
+        },
     ),
 }
 OWN = ("out_dir", "resume")  # options of every step that the pipeline sets itself
 TIME = "minutes"  # the commands' option for their time limit
-
-
-@dataclass(frozen=True)
-class StepConfig(Settings):
-    """The options of one step, as on its command line.
-
-    A later one replaces an earlier one of the same key, and ~KEY takes it back.
-    """
-
-    overrides: list[str] = opt(factory=list, help="what an experiment says")
-    more: list[str] = field(default_factory=list)
-    """what you say: 'steps.eesd.more=["fit.steps=900","exit_layer=3"]'"""
-    expected_minutes: Positive | None = free(None, "on the experiment's machine; null: unknown. Tells the time left")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("overrides", "more"):
-            for option in getattr(self, name):
-                given = "=" in option or option.startswith("~")
-                require(given, name, option, "KEY=VALUE, an option of the step's command")
-                require(key_of(option) not in OWN, name, option, f"none of {', '.join(OWN)}: the pipeline gives them")
-
-    @property
-    def minutes(self) -> float:
-        """The command's time limit according to its experiment; 0 if that sets none."""
-        given = [option.partition("=")[2] for option in self.overrides if key_of(option) == TIME]
-        return float(given[-1]) if given and given[-1] != "null" else 0.0
+BACK = "~"  # the value of an option that is taken back
+_FORMER = ("overrides", "more", "expected_minutes")  # what a step consisted of when its options were words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +77,13 @@ class PipelineConfig(RunConfig):
     Each step is a command of this project, run by itself with out_dir=<out_dir>/<step>; see `STEPS`.
     """
 
-    steps: dict[str, StepConfig] = opt(factory=dict, help="a missing one is left out (~steps.NAME)")
+    steps: dict[str, dict[str, object]] = opt(factory=dict)
+    """the options of each step's command, as an experiment gives them: {eesd: {exit_layer: 3, fit.steps: 900}}; a step
+    that is missing is left out (~steps.NAME)"""
+    more: dict[str, dict[str, object]] = opt(factory=dict)
+    """your options of the steps, given as steps.eesd.fit.steps=900; ~steps.eesd.fit.steps takes one back"""
+    expected_minutes: dict[str, Positive] = free(factory=dict)
+    """of each step, on the experiment's machine; they tell the time left"""
     target: Model | None = None
     """model directory, GGUF file or Hub name; null: what step target or fetch leaves, which are passed over where it is
     given"""
@@ -118,38 +96,43 @@ class PipelineConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.steps), "steps", list(self.steps), "at least one step; choose an experiment, or see STEPS")
-        for name in self.steps:
-            require_choice("steps", name, tuple(STEPS))
+        for known, given in ((STEPS, self.steps), (self.steps, self.more)):
+            for name, options in given.items():
+                require_choice("steps", name, tuple(known))
+                _check_options(name, options)
         both = set(MAKERS) <= set(self.steps)
         require(not both, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
         if self.minutes is not None:
             self._check_minutes(self.minutes)
 
     def _check_minutes(self, minutes: float) -> None:
-        unknown = [name for name in self.to_do if self.steps[name].expected_minutes is None]
+        unknown = [name for name in self.to_do if name not in self.expected_minutes]
         require(not unknown, "minutes", minutes, f"null: how long {', '.join(unknown)} will take is not known")
         require(not self.debug, "minutes", minutes, "null with debug=true, where everything is small already")
         least = self._untimed
         require(minutes > least, "minutes", minutes, f"more than the {least:.1f} of loading, counting and saving")
-        given = any(self.steps[name].minutes for name in self.to_do)
+        given = any(map(self.limit, self.to_do))
         require(given, "minutes", minutes, "null: no step of the experiment has minutes that could change")
+
+    def limit(self, name: str) -> float:
+        """The minutes that the experiment gives step `name`; 0 if it gives none."""
+        minutes = self.steps[name].get(TIME)
+        return float(minutes) if isinstance(minutes, int | float) else 0.0
 
     @property
     def _untimed(self) -> float:
         """Minutes that the steps take in addition to their time limits."""
-        return sum((self.steps[name].expected_minutes or 0) - self.steps[name].minutes for name in self.to_do)
+        return sum(self.expected_minutes.get(name, 0) - self.limit(name) for name in self.to_do)
 
     @property
     def _share(self) -> float:
         """The factor on the time limit that a step has in its experiment."""
-        if self.minutes is None:
-            return 1.0
-        return (self.minutes - self._untimed) / sum(self.steps[name].minutes for name in self.to_do)
+        return 1.0 if self.minutes is None else (self.minutes - self._untimed) / sum(map(self.limit, self.to_do))
 
-    def expected_minutes(self, name: str) -> float | None:
+    def expected(self, name: str) -> float | None:
         """The minutes that step `name` is expected to take on the experiment's machine; None if unknown."""
-        step = self.steps[name]
-        return step.expected_minutes and step.expected_minutes - (1 - self._share) * step.minutes
+        known = self.expected_minutes.get(name)
+        return known and known - (1 - self._share) * self.limit(name)
 
     @property
     def to_do(self) -> list[str]:
@@ -157,38 +140,39 @@ class PipelineConfig(RunConfig):
         left_out = MAKERS if self.target else ()
         return [name for name in STEPS if name in self.steps and name not in left_out]
 
-    def options(self, name: str) -> list[str]:
-        """The command line of step `name`, with placeholders `HERE` and `REPOSITORY`, and without `OWN`."""
-        step = self.steps[name]
+    def options(self, name: str) -> dict[str, object]:
+        """The options of step `name`, with placeholders `HERE` and `REPOSITORY`, and without `OWN`."""
         target = self.target or f"{HERE}/{'fetch' if 'fetch' in self.steps else 'target'}"
-        timed = [f"{TIME}={self._share * step.minutes:.3g}"] if self.minutes is not None and step.minutes else []
-        given = [*STEPS[name].read_links(self.steps), *step.overrides, *timed]
-        kept: dict[str, str] = {}
-        for option in [*given, *step.more]:
-            if option.startswith("~") and key_of(option) in kept:
-                del kept[key_of(option)]
-            else:
-                kept[key_of(option)] = option
-        return [_filled(option, {TARGET: target}) for option in kept.values()]
+        given = {**STEPS[name].read_links(self.steps), **self.steps[name]}
+        if self.minutes is not None and self.limit(name):
+            given[TIME] = float(f"{self._share * self.limit(name):.3g}")
+        given |= self.more.get(name, {})
+        return {key: _filled(value, {TARGET: target}) for key, value in given.items() if value != BACK}
 
-    def placed(self, options: Sequence[str]) -> list[str]:
-        """`options` of a step with `HERE` and `REPOSITORY` replaced by their directories."""
-        return [_filled(option, {HERE: self.out_dir, REPOSITORY: str(ROOT)}) for option in options]
+    def placed(self, name: str) -> dict[str, object]:
+        """All options with which the command of step `name` runs."""
+        places = {HERE: self.out_dir, REPOSITORY: str(ROOT)}
+        options = {key: _filled(value, places) for key, value in self.options(name).items()}
+        return {**options, "out_dir": str(Path(self.out_dir) / name), "resume": True}
 
 
-def _filled(option: str, places: Mapping[str, str]) -> str:
-    """`option` with its placeholders replaced by `places`. A value with a placeholder is always a string."""
-
-    def fill(value: re.Match[str]) -> str:
-        given, quote = value[2] or value[0], value[1] or ""
-        text = _PLACE.sub(lambda place: places.get(place[0], place[0]), given)
-        later = _PLACE.search(text)
-        return value[0] if text == given else f"{quote}{text}{quote}" if later else quoted(text)
-
-    key, equals, values = option.partition("=")
-    return key + equals + _VALUE.sub(fill, values)
+def _check_options(name: str, options: Options) -> None:
+    for key in options:
+        if key in _FORMER:
+            raise UserError(
+                f"steps.{name}.{key}: a step is a mapping of its command's options now, in YAML as {name}: "
+                f"{{fit.steps: 900}} and on a command line as steps.{name}.fit.steps=900; the minutes that it is "
+                f"expected to take are expected_minutes.{name}"
+            )
+        require(key not in OWN, f"steps.{name}", key, f"none of {', '.join(OWN)}: the pipeline gives them")
 
 
-def key_of(option: str) -> str:
-    """The key of a Hydra override: `a.b` of `a.b=1`, `+a.b=1` and `~a.b`."""
-    return option.partition("=")[0].lstrip("+~")
+def _filled(value: object, places: Mapping[str, str]) -> object:
+    """The value of an option with the placeholders in its texts replaced by `places`."""
+    if isinstance(value, list | tuple):
+        return [_filled(one, places) for one in value]
+    if not isinstance(value, str):
+        return value
+    for place, path in places.items():
+        value = value.replace(place, path)
+    return value

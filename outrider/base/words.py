@@ -91,8 +91,15 @@ def in_words(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def quoted(text: str) -> str:
-    """`text` as the value of an option that a command reads as exactly this text, whatever is in it."""
+def quoted(value: object) -> str:
+    """A text, number, boolean, null or a list of those as the value of an option that a command reads as exactly it."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(quoted, value))}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    text = str(value)
+    if isinstance(value, int | float):
+        return text.removesuffix(".0")
     if _BARE.fullmatch(text):
         return text
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # otherwise OmegaConf looks for another option there
@@ -102,8 +109,8 @@ def quoted(text: str) -> str:
 
 
 def option(key: str, value: object) -> str:
-    """The word of a command line, to be quoted for a shell, that gives `key` this text."""
-    return f"{key}={quoted(str(value))}"
+    """The word of a command line, to be quoted for a shell, that gives `key` this value (see `quoted`)."""
+    return f"{key}={quoted(value)}"
 
 
 def in_shell(word: str) -> str:

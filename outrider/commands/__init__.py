@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from outrider.base.errors import UserError
+from outrider.base.files import read_mapping
 from outrider.base.progress import command
 from outrider.base.run_dirs import made_for_something
 from outrider.base.settings import Named, Settings, construct
@@ -54,6 +55,7 @@ def entry(
 ) -> Callable[[Callable[[Config], object]], Callable[[], None]]:
     """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
 
+    With --settings FILE it runs with settings that a pipeline made, and wrote beside the overrides they were made of.
     complete: adds the overrides that follow from those given. waits: it waits for user input, so no progress is shown.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
@@ -64,14 +66,16 @@ def entry(
     resumes = any(field.name == "resume" for field in dataclasses.fields(cast(Any, schema)))
 
     def decorate(run: Callable[[Config], object]) -> Callable[[], None]:
+        def carry_out(config: Config) -> None:
+            if isinstance(config, Settings):
+                look_for_places(config)
+            out_dir = Path(getattr(config, "out_dir", "."))
+            with nullcontext() if waits else command(name), made_for_something(out_dir):
+                run(config)
+
         def job(composed: DictConfig) -> None:
             with reported(resumes):  # within the job, as Hydra prints a banner around an exception that leaves it
-                config = build(schema, composed, HydraConfig.get().overrides.task)
-                if isinstance(config, Settings):
-                    look_for_places(config)
-                out_dir = Path(getattr(config, "out_dir", "."))
-                with nullcontext() if waits else command(name), made_for_something(out_dir):
-                    run(config)
+                carry_out(build(schema, composed, HydraConfig.get().overrides.task))
 
         @functools.wraps(run)
         @crashing()
@@ -86,10 +90,15 @@ def entry(
                 if not words and not is_whole(name):
                     print("\n".join([*_usage(name), "--help says all options"]), file=sys.stderr)
                     sys.exit(USER_ERROR_STATUS)
+                _quieten()
+                if words[:1] == ["--settings"] and words[1:]:
+                    made = read_mapping(words[1], "settings of a command", "the pipeline writes them again")
+                    sys.argv[1:] = construct(list[str], made["words"])  # which its records name
+                    carry_out(construct(schema, made["settings"]))
+                    return
                 refuse_flags(name, words)
                 sys.argv[1:] = complete(words)
                 store_composed(sys.argv[1:])
-                _quieten()
                 hydra.main(version_base=None, config_path=str(CONF_DIR), config_name=name)(job)()
 
         return main
@@ -114,9 +123,9 @@ def config_for(script: str, words: Sequence[str]) -> Any:
 
     Raises `UserError`.
     """
-    name = Path(script).stem
-    import_module(f"outrider.{COMMANDS[name].module}")
-    return _config_of(name, words)
+    entry_point = next(one for one in COMMANDS.values() if one.script == script)
+    import_module(f"outrider.{entry_point.module}")
+    return _config_of(entry_point.name, words)
 
 
 def _config_of(name: str, words: Sequence[str]) -> Any:

@@ -8,11 +8,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
 from outrider.base.errors import UserError
+from outrider.commands import config_for
 from outrider.data_prep.settings import ConvertConfig
 from outrider.data_prep.targets import convert_target
 from outrider.draft_models.formats.gguf_config import FAMILIES
 from outrider.draft_models.targets.open_target import open_target
 from outrider.train import auto_run
+from outrider.train.pipeline_run import Job
 from outrider.train.settings.auto import AutoConfig
 from tests.draft_models.formats.test_gguf import example, write_family
 from tests.gguf_files import rewritten
@@ -36,15 +38,15 @@ def test_auto_exports_for_another_engine_what_llama_cpp_does_not_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A Gemma 3 is read in GGUF, and not written."""
-    asked: list[list[str]] = []
+    asked: list[str] = []
 
-    def refuse_llama_cpp(script: str, words: list[str], log: Path) -> int:
-        asked.append(words)
-        return int("engine=llama_cpp" in words)
+    def refuse_llama_cpp(job: Job, log: Path) -> int:
+        asked.append(job.settings.engine)
+        return int(asked == ["llama_cpp"])
 
     monkeypatch.setattr(auto_run, "run_command", refuse_llama_cpp)
-    said = auto_run._export(AutoConfig(target="gemma3.gguf"), tmp_path, "eesd")
-    assert [words[-1] == "engine=llama_cpp" for words in asked] == [True, False]
+    said = auto_run._export(AutoConfig(target="gemma3.gguf"), tmp_path, "eesd", config_for)
+    assert asked == ["llama_cpp", "vllm"]
     assert said.startswith("for engines:")
 
 

@@ -46,7 +46,8 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.batch.generate import run_identity
 from outrider.inference.loading.rehearsal import read_some
 from outrider.train.auto_choice import Choice, Look, pipeline_of
-from outrider.train.pipeline_settings import STEPS, PipelineConfig, StepConfig
+from outrider.train.pipeline_run import job_of, words_of
+from outrider.train.pipeline_settings import STEPS, PipelineConfig
 from outrider.train.settings.auto import TRAINED, AutoConfig
 from tests.conf.test_configs import COMMANDS, compose_and_build
 from tests.tiers import as_many
@@ -80,7 +81,8 @@ def test_any_text_is_a_value_of_a_command(one: str, other: str) -> None:
 def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: str) -> None:
     config = AutoConfig(target=target, prompts=prompts, out_dir=out_dir)
     pipeline = pipeline_of(config, Choice(TRAINED, {}, {}), Look("cpu", 4))
-    built = {name: config_for(STEPS[name].script, pipeline.placed(pipeline.options(name))) for name in pipeline.to_do}
+    jobs = {name: job_of(STEPS[name].script, pipeline.placed(name), config_for) for name in pipeline.to_do}
+    built = {name: job.settings for name, job in jobs.items()}
     assert built["prompts"].file == prompts
     assert {built[name].target for name in ("responses", "eesd", "eagle3", "small_lm", "report")} == {target}
     assert built["trigrams"].tokenizer == target
@@ -89,11 +91,12 @@ def test_any_text_reaches_the_steps_of_auto(target: str, prompts: str, out_dir: 
     assert built["eesd"].data.path == (f"{out_dir}/responses/responses-*.jsonl",)
 
 
-def test_a_place_in_a_list_or_in_quotes_is_one_text() -> None:
-    step = StepConfig(["a=[{out_dir}/x, '{target}/y', z]", 'b="{out_dir}"', "c={out_dir}/y z"])
+def test_a_place_in_a_list_is_one_text() -> None:
+    step = {"a": ["{out_dir}/x", "{target}/y", "z"], "c": "{out_dir}/y z"}
     config = PipelineConfig(steps={"trigrams": step}, target="t,1", out_dir="o'(")
-    options = config.placed(config.options("trigrams"))
-    assert options[1:] == [r"a=['o\'(/x', 't,1/y', z]", r"b='o\'('", r"c='o\'(/y z'"]
+    placed = config.placed("trigrams")
+    assert (placed["a"], placed["c"]) == (["o'(/x", "t,1/y", "z"], "o'(/y z")
+    assert words_of(placed)[1:3] == [r"a=['o\'(/x','t,1/y',z]", r"c='o\'(/y z'"]
 
 
 @pytest.mark.parametrize("name", ["a=b(c", "a,b", "runs/a b,'c',d", "a,\nb"])

@@ -34,7 +34,7 @@ from outrider.train import auto_choice
 from outrider.train.auto_run import run_auto
 from outrider.train.exporting import export_drafter
 from outrider.train.pipeline_run import fitted
-from outrider.train.pipeline_settings import PipelineConfig, StepConfig
+from outrider.train.pipeline_settings import PipelineConfig
 from outrider.train.recipes.calibration import calibrate
 from outrider.train.recipes.eagle3 import train_eagle3
 from outrider.train.recipes.early_exit import train_early_exit
@@ -251,13 +251,13 @@ def test_where_it_refuses_all_of_them_its_own_words_say_why(tmp_path: Path) -> N
 def test_numbers_of_an_experiment_are_cut_to_the_target(tmp_path: Path) -> None:
     """And yours are not: the steps refuse them."""
     target = save(tmp_path / "target", max_position_embeddings=100)
-    sizes = ["draft_vocabulary=8192", "seq_len=512"]
-    base = PipelineConfig(steps={"eesd": StepConfig(sizes, ["draft_vocabulary=9000"]), "eagle3": StepConfig(sizes)})
+    sizes = {"draft_vocabulary": 8192, "seq_len": 512}
+    base = PipelineConfig(steps={"eesd": sizes, "eagle3": sizes}, more={"eesd": {"draft_vocabulary": 9000}})
     pipeline = fitted(replace(base, target=str(target)))
-    said = {name: dict(option.split("=", 1) for option in pipeline.options(name)) for name in pipeline.steps}
-    assert said["eagle3"]["draft_vocabulary"] == "260"
-    assert said["eesd"]["draft_vocabulary"] == "9000"
-    assert said["eesd"]["seq_len"] == said["eagle3"]["seq_len"] == "100"
+    said = {name: pipeline.options(name) for name in pipeline.steps}
+    assert said["eagle3"]["draft_vocabulary"] == 260
+    assert said["eesd"]["draft_vocabulary"] == 9000
+    assert said["eesd"]["seq_len"] == said["eagle3"]["seq_len"] == 100
     assert fitted(base) == base
 
 

@@ -37,8 +37,8 @@ from outrider.train import auto
 from outrider.train.auto_choice import Choice, Look, choose, describe, pipeline_of
 from outrider.train.auto_run import run_auto
 from outrider.train.core.time_budget import ENOUGH, StepBudget
-from outrider.train.pipeline_run import _tee, run_pipeline
-from outrider.train.pipeline_settings import STEPS, TIME
+from outrider.train.pipeline_run import Job, _tee, job_of, run_pipeline
+from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
 from outrider.train.settings.auto import AutoConfig
 from outrider.train.settings.fit import FitConfig
 from tests.conf.test_configs import compose_and_build
@@ -63,22 +63,27 @@ class Clock:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Commands that take `seconds` of `clock`, by step, and leave their products; their options are in `given`."""
+    """Commands that take `seconds` of `clock`, by step, and leave their products; their settings are in `given`."""
     made = SimpleNamespace(clock=Clock(), seconds={}, given={})
 
-    def run(script: str, words: list[str], log: Path) -> int:
-        (step,) = (name for name in STEPS if STEPS[name].script == script)
-        made.given[step] = dict(word.split("=", 1) for word in words)
+    def run(job: Job, log: Path) -> int:
+        (step,) = (name for name in STEPS if STEPS[name].script == job.script)
+        made.given[step] = job.settings
         made.clock.now += made.seconds.get(step, 0.0)
-        product = Path(made.given[step]["out_dir"]).parent / STEPS[step].product
+        product = Path(job.settings.out_dir).parent / STEPS[step].product
         product.parent.mkdir(exist_ok=True)
         product.write_text(json.dumps({"reports": []}) if step != "report" else "{")
         return 0
 
     monkeypatch.setattr("outrider.train.pipeline_run.run_command", run)
-    monkeypatch.setattr("outrider.train.pipeline_run.summary", lambda *_: {"steps": {}})
-    monkeypatch.setattr("outrider.train.pipeline_run.time", SimpleNamespace(time=made.clock))
+    monkeypatch.setattr("outrider.train.pipeline_run.summary", lambda *_: {"steps": {}, "seconds": 0.0})
+    monkeypatch.setattr("outrider.train.pipeline_run.time", SimpleNamespace(time=lambda: 1e9 + made.clock.now))
     return made
+
+
+def unread_jobs(pipeline: PipelineConfig) -> dict[str, Job]:
+    """The steps, whose inputs are not there."""
+    return {name: job_of(STEPS[name].script, pipeline.placed(name), config_for) for name in pipeline.to_do}
 
 
 @pytest.mark.parametrize("slow", [20.0, 200.0])
@@ -86,20 +91,19 @@ def test_what_a_step_leaves_goes_to_the_report(tmp_path: Path, steps: SimpleName
     """And what it takes too long for is taken from there; a resumed run knows what the one before has spent."""
     pipeline = replace(pipeline_of(CONFIG, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
     steps.seconds = {"responses": slow}
-    run_pipeline(pipeline, TimeLimit(15.0, earlier=300.0, clock=steps.clock))
+    jobs = unread_jobs(pipeline)
+    run_pipeline(pipeline, jobs, TimeLimit(15.0, earlier=300.0, clock=steps.clock))
     left = (15 * 60 - 300 - slow) / 60
-    assert float(steps.given["report"][TIME]) == pytest.approx(left - BUSY.loading, rel=0.01)
-    assert f"{TIME}=" not in " ".join(steps.given["prompts"])
+    assert steps.given["report"].minutes == pytest.approx(left - BUSY.loading, rel=0.01)
     (tmp_path / "out" / STEPS["report"].product).unlink()
-    run_pipeline(pipeline, TimeLimit(15.0, started=steps.clock.now, earlier=300.0, clock=steps.clock))
-    assert float(steps.given["report"][TIME]) == pytest.approx(left - BUSY.loading, rel=0.01)
+    run_pipeline(pipeline, jobs, TimeLimit(15.0, started=steps.clock.now, earlier=300.0, clock=steps.clock))
+    assert steps.given["report"].minutes == pytest.approx(left - BUSY.loading, rel=0.01)
 
 
 def test_without_a_limit_a_step_has_the_minutes_of_its_experiment(tmp_path: Path, steps: SimpleNamespace) -> None:
     pipeline = replace(pipeline_of(CONFIG, choose(CONFIG, BUSY, {}), BUSY), out_dir=str(tmp_path / "out"))
-    run_pipeline(pipeline)
-    planned = dict(option.split("=", 1) for option in pipeline.options("report"))
-    assert steps.given["report"][TIME] == planned[TIME]
+    run_pipeline(pipeline, unread_jobs(pipeline))
+    assert steps.given["report"].minutes == pipeline.options("report")[TIME]
 
 
 def test_a_plan_gives_no_minutes_to_answers_that_are_there() -> None:
@@ -114,7 +118,7 @@ def test_a_report_is_planned_with_its_loading_or_the_plan_says_that_it_is_too_lo
         config = replace(CONFIG, minutes=minutes)
         choice = choose(config, BUSY, {})
         held, tokens = choice.minutes["report"], BUSY.length((), choice.minutes["report"])
-        assert f"max_new_tokens={tokens}" in pipeline_of(config, choice, BUSY).options("report")
+        assert pipeline_of(config, choice, BUSY).options("report")["max_new_tokens"] == tokens
         fits = BUSY.report((), tokens) <= held + 0.1
         assert fits == ("cannot hold" not in describe(choice, BUSY))
         assert fits or tokens == 64
@@ -273,9 +277,10 @@ def test_auto_without_a_template_names_both_and_goes_on_with_none(tiny_models: P
     assert {*re.findall(r"\S*template=\w+", str(raised.value))} == {"template=none", "template=vicuna"}
     assert not (tmp_path / "out").exists()
     pipeline = pipeline_of(replace(config, template="none"), Choice(("early_exit",), {}, {}), BUSY)
-    given = {step: " ".join(pipeline.options(step)) for step in pipeline.to_do}
-    assert {step for step in given if " data.template=none" in given[step]} == {"responses", "eesd", "trigrams"}
-    assert " template=none" in given["report"]
+    given = {step: pipeline.options(step) for step in pipeline.to_do}
+    asked = {step for step, options in given.items() if options.get("data.template") == "none"}
+    assert asked == {"responses", "eesd", "trigrams"}
+    assert given["report"]["template"] == "none"
 
 
 # ---------------------------------------------------------------------------------------------------- training

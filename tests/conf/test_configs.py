@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 
 from outrider import cli
 from outrider.base.errors import UserError
-from outrider.commands import CONF_DIR, build, explain, look_for_places, register, reported
+from outrider.commands import CONF_DIR, build, config_for, explain, look_for_places, register, reported
 from outrider.commands.evaluating import with_methods
 from outrider.commands.options import compose_defaults
 from outrider.inference.settings.kinds import KINDS
@@ -49,7 +49,6 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {
 GROUPS = {
     p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in CONF_DIR.iterdir() if p.is_dir() and p.name[0] != "_"
 }
-COMPLETED = ("evaluate_checkpoint", "measure_engine", "replay")  # whose methods follow from the drafters
 REQUIRED = {"drafter=pretrained": ["drafter.path=x"], "data=local": ["data.path=x.jsonl"]}
 
 
@@ -62,6 +61,11 @@ def registered(command: str) -> type:
 
 def compose_and_build(command: str, overrides: Sequence[str]) -> Any:
     return _composed(command, *overrides)
+
+
+def as_typed(command: str, overrides: Sequence[str]) -> Any:
+    """The settings of a whole command line, with the methods that follow from drafters."""
+    return config_for(cli.COMMANDS[command].script, overrides)
 
 
 @cache  # what is composed is frozen, and no file of conf/ changes meanwhile
@@ -401,7 +405,7 @@ def test_a_command_without_options_shows_its_usual_lines(
     used = [overrides for found, overrides in written_commands(lines) if found == command]
     assert 1 <= len(used) == len(lines) <= 3
     for overrides in used:
-        compose_and_build(command, with_methods(overrides) if command in COMPLETED else overrides)
+        as_typed(command, overrides)
     main = importlib.import_module(f"outrider.{cli.COMMANDS[command].module}").main
     monkeypatch.setattr(sys, "argv", [command, "--help"])
     main()
@@ -419,7 +423,7 @@ def test_the_first_lines_are_of_different_commands() -> None:
     begun = written_commands(cli.usage())
     assert len({command for command, _ in begun}) == len(begun) > 1
     for command, overrides in begun:
-        compose_and_build(command, with_methods(overrides) if command in COMPLETED else overrides)
+        as_typed(command, overrides)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -17,11 +17,10 @@ import torch
 
 from outrider.base import settings
 from outrider.base.errors import UserError
-from outrider.commands.evaluating import with_methods
 from outrider.data_prep.text.documents import encode
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import MethodConfig
-from tests.conf.test_configs import COMMANDS, COMPLETED, ROOT, compose_and_build, written_commands
+from tests.conf.test_configs import COMMANDS, ROOT, as_typed, written_commands
 from tests.families import FAMILIES
 from tests.tiny import byte_tokenizer
 
@@ -121,12 +120,12 @@ def test_commands_are_understood(monkeypatch: pytest.MonkeyPatch, page: str, lin
     words = shlex.split(line, comments=True)
     if entry:
         ((command, overrides),) = entry
-        compose_and_build(command, with_methods(overrides) if command in COMPLETED else overrides)
+        as_typed(command, overrides)
     elif words[0] == "make" and line not in INSTALLING:
         options = [word for word in words[1:] if "=" in word]
         assert {*words[1:]} - {*options} <= MADE_BY_MAKE, page
         if options:  # of the pipeline
-            compose_and_build("pipeline", [f"experiment={words[1]}", *options])
+            as_typed("pipeline", [f"experiment={words[1]}", *options])
     elif words[0] == "python" and words[1].startswith("benchmarks/"):
         read_command_line(monkeypatch, ROOT / words[1], words[2:])
     elif words[:4] == [".venv/bin/python", "-m", "pytest", "-n0"]:
@@ -147,7 +146,7 @@ def of_vicuna() -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize(("command", "given"), of_vicuna(), ids=str)
 def test_commands_for_a_target_without_a_chat_template_render_conversations(command: str, given: list[str]) -> None:
     """As far as that goes without a network: a conversation is read as each source of the command says."""
-    config = compose_and_build(command, with_methods(given) if command == "evaluate_checkpoint" else given)
+    config = as_typed(command, given)
     data = getattr(config, "data", None) if command != "build_trigrams" else None  # which renders none
     talk = [{"role": role, "content": "so"} for role in ("user", "assistant")]
     for part in [part for _, _, part in data.parts()] or [data] if data else []:
@@ -209,7 +208,7 @@ def test_a_fresh_machine_is_told_its_two_commands() -> None:
 @pytest.mark.parametrize("command", ["demo", "demo-real", "smollm2"])
 def test_what_make_is_given_its_command_gets(command: str) -> None:
     """All of it: make itself takes any NAME=VALUE without a word. Python is the one that is make's own."""
-    given = ["minutes=6", "debug=true", "target=x", 'steps.report.more=["dtype=float32"]']
+    given = ["minutes=6", "debug=true", "target=x", "steps.report.dtype=float32"]
     outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
     done = subprocess.run(
         ["make", "-n", command, *given, "PYTHON=python3"],

@@ -17,10 +17,11 @@ from outrider.train.auto import main
 from outrider.train.auto_choice import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of
 from outrider.train.auto_run import run_auto
 from outrider.train.pipeline_run import reports_in
-from outrider.train.pipeline_settings import HERE, STEPS, TIME
+from outrider.train.pipeline_settings import TIME
 from outrider.train.settings.auto import TRAINED, AutoConfig
-from tests.conf.test_configs import COMMANDS, compose_and_build
+from tests.conf.test_configs import compose_and_build
 from tests.train.test_pipeline import said_by
+from tests.train.test_pipeline_options import settings_of
 
 LOOK = Look("cpu", 40, tokens_per_second=700.0, answer_tokens=140.0, prompts=40_000, loading=0.2, spent=1.0)
 CONFIG = AutoConfig(target="org/model", minutes=60.0)
@@ -79,9 +80,8 @@ def test_of_few_answers_enough_are_held_out() -> None:
     for prompts in (10, 40, 4000):
         look = replace(LOOK, prompts=prompts, context=120)
         pipeline = pipeline_of(replace(CONFIG, train=TRAINED), Choice(TRAINED, {}, {}), look)
-        said = [option for option in pipeline.options("eesd") if option.startswith("data.heldout_fraction=")]
-        shares[prompts] = float(said[0].partition("=")[2]) if said else None
-        assert "max_new_tokens=60" in pipeline.options("report")
+        shares[prompts] = pipeline.options("eesd").get("data.heldout_fraction")
+        assert pipeline.options("report")["max_new_tokens"] == 60
     assert shares == {10: 0.5, 40: 0.2, 4000: None}
 
 
@@ -93,22 +93,17 @@ def test_every_step_is_what_its_command_takes(device: str, kinds: tuple[str, ...
     look = replace(LOOK, device=device)
     choice = choose(config, look, {})
     pipeline = pipeline_of(config, choice, look)
-    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
     made = {"eesd", "small_lm", "eagle3"} & {*pipeline.to_do}
     assert made == {"eesd" if kind == "early_exit" else kind for kind in kinds}
-    for step in pipeline.to_do:
-        options = [option.replace(HERE, "o") for option in pipeline.options(step)]
-        built = compose_and_build(scripts[STEPS[step].script], options)
-        if step in choice.minutes:
-            assert built.minutes == pytest.approx(choice.minutes[step], rel=0.01)
-        if hasattr(built, "data"):
-            assert built.data.template == "vicuna"
-    report = compose_and_build("evaluate_checkpoint", [o.replace(HERE, "o") for o in pipeline.options("report")])
-    assert report.template == "vicuna"
-    sources = {method.source for method in report.methods.values()}
+    built = settings_of(pipeline)
+    for step, minutes in choice.minutes.items():
+        assert built[step].minutes == pytest.approx(minutes, rel=0.01)
+    assert {one.data.template for one in built.values() if hasattr(one, "data")} == {"vicuna"}
+    assert built["report"].template == "vicuna"
+    sources = {method.source for method in built["report"].methods.values()}
     assert sources == {*kinds, "ngrams", "prompt_lookup"}
-    assert pipeline.options("prompts") == ["file=p.jsonl"]
-    assert not any(TIME in option for option in pipeline.options("trigrams"))
+    assert pipeline.options("prompts") == {"file": "p.jsonl"}
+    assert TIME not in pipeline.options("trigrams")
 
 
 def test_minutes_without_prompts_to_answer_go_to_the_report() -> None:
@@ -121,7 +116,7 @@ def test_minutes_without_prompts_to_answer_go_to_the_report() -> None:
 def test_measured_texts_are_as_long_as_answers() -> None:
     for tokens, length in ((10.0, 64), (140.0, 140), (900.0, 256)):
         pipeline = pipeline_of(CONFIG, Choice((), {}, {}), replace(LOOK, answer_tokens=tokens))
-        assert f"max_new_tokens={length}" in pipeline.options("report")
+        assert pipeline.options("report")["max_new_tokens"] == length
 
 
 def test_folders_are_named_after_targets() -> None:
@@ -204,7 +199,7 @@ def test_inputs_that_a_later_step_cannot_use_stop_it_first(tmp_path: Path, tiny_
 def test_a_rehearsal_has_a_users_own_prompts_or_few(tmp_path: Path, own: bool) -> None:
     prompts = str(own_prompts(tmp_path)) if own else None
     pipeline = pipeline_of(replace(CONFIG, prompts=prompts, debug=True), Choice((), {}, {}), LOOK)
-    step = small(config_for(STEPS["prompts"].script, pipeline.options("prompts")), tmp_path)
+    step = small(settings_of(pipeline)["prompts"], tmp_path)
     assert (step.file, step.per_object == 1) == (prompts, not own)
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -20,20 +20,21 @@ from filelock import FileLock
 from outrider.base.errors import UserError
 from outrider.base.progress import Stage
 from outrider.base.run_dirs import only_run
+from outrider.base.settings import Settings
 from outrider.commands import config_for
 from outrider.draft_models.targets.settings import TARGET
-from outrider.train.pipeline_run import check_steps, run_pipeline, step_stage
-from outrider.train.pipeline_settings import HERE, STEPS, PipelineConfig, PipelineStep, StepConfig
-from tests.conf.test_configs import compose_and_build
+from outrider.train.pipeline_run import Job, jobs_of, run_pipeline, step_stage, words_of
+from outrider.train.pipeline_settings import HERE, STEPS, Options, PipelineConfig, PipelineStep
 from tests.tiers import typical_where
-from tests.train.test_pipeline_options import EXPERIMENTS, PAPERS, steps_of
+from tests.train.test_pipeline_options import EXPERIMENTS, PAPERS, pipeline, steps_of
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
-import sys
+import json, sys
 from pathlib import Path
-given = dict(word.split("=", 1) for word in sys.argv[1:])
-print("words", *sys.argv[1:])
+held = json.loads(Path(sys.argv[2]).read_text())
+given = dict(word.split("=", 1) for word in held["words"]) | held["settings"]
+print("words", *held["words"], held["settings"])
 if Path(given["fails"]).exists():
     print("no luck", file=sys.stderr)
     sys.exit(3)
@@ -51,8 +52,8 @@ with open(given["calls"], "a") as calls:
 
 def run_here(*words: str) -> str:
     """What the pipeline says; it and its steps run in this process, without the seconds that imports take."""
-    config = compose_and_build("pipeline", list(words))
-    return said_by(lambda: run_pipeline(config, more=check_steps(config, config_for)))
+    config = pipeline(list(words))
+    return said_by(lambda: run_pipeline(config, jobs_of(config, config_for)))
 
 
 def said_by(run: Callable[[], object]) -> str:
@@ -78,7 +79,7 @@ def test_one_command_runs_the_whole_mission(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     out_dir, made = tmp_path / "run-debug", steps_of(experiment)
     words = [f"experiment={experiment}", "debug=true", f"out_dir={tmp_path / 'run'}"]
-    words += ['steps.report.more=["max_new_tokens=6"]']
+    words += ["steps.report.max_new_tokens=6"]
     said = run_here(*words)
     for name in made:
         assert (out_dir / STEPS[name].product).exists()
@@ -131,20 +132,20 @@ def check_cards(out_dir: Path, methods: dict[str, str], made: set[str]) -> None:
 def test_what_steps_leave_for_others_need_not_be_there(tmp_path: Path, experiment: str) -> None:
     words = [f"experiment={experiment}", f"out_dir={tmp_path / 'run'}"]
     words += ["debug=true"] if experiment in PAPERS else []  # their targets are on the Hub
-    check_steps(compose_and_build("pipeline", words), config_for)
+    jobs_of(pipeline(words), config_for)
 
 
 @pytest.mark.parametrize(
     ("words", "step", "said"),
     [
-        (['steps.report.more=["prompts=nowhere.jsonl"]'], "report", "prompts=nowhere.jsonl: no such"),
-        (['steps.trigrams.more=["orders=[7]"]'], "trigrams", r"orders\[0\]=7: expected"),
-        (['steps.report.more=["max_new=7"]'], "report", "max_new: no such option"),
-        (['steps.trigrams.more=["data=local","data.path=nowhere"]'], "trigrams", "data.path='nowhere': expected"),
+        (["steps.report.prompts=nowhere.jsonl"], "report", "prompts=nowhere.jsonl: no such"),
+        (["steps.trigrams.orders=[7]"], "trigrams", r"orders\[0\]=7: expected"),
+        (["steps.report.max_new=7"], "report", "max_new: no such option"),
+        (["steps.trigrams.data=local", "steps.trigrams.data.path=nowhere"], "trigrams", "data.path='nowhere'"),
         (["target=nobody/nothing"], "responses", "target=nobody/nothing: "),
-        (["target=BARE", 'steps.responses.more=["data=local","data.path=BARE.jsonl"]'], "responses", "has no chat"),
+        (["target=BARE", "steps.responses.data=local", "steps.responses.data.path=BARE.jsonl"], "responses", "no chat"),
         (["target=BARE", *(f"~steps.{name}" for name in ("responses", "eesd", "small_lm", "calibrate", "report")),
-          'steps.trigrams.more=["tokenizer=BARE/config.json"]'], "trigrams", "not a SentencePiece model"),
+          "steps.trigrams.tokenizer=BARE/config.json"], "trigrams", "not a SentencePiece model"),
     ],
 )  # fmt: skip
 def test_no_step_starts_where_a_later_one_could_not(
@@ -153,7 +154,7 @@ def test_no_step_starts_where_a_later_one_could_not(
     shutil.copytree(tiny_models / TARGET, tmp_path / "bare")
     (tmp_path / "bare.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
     given = [word.replace("BARE", str(tmp_path / "bare")) for word in words]
-    config = compose_and_build("pipeline", ["experiment=demo", f"out_dir={tmp_path / 'run'}", *given])
+    config = pipeline(["experiment=demo", f"out_dir={tmp_path / 'run'}", *given])
     with pytest.raises(UserError, match=f"step {step}, before any has run: .*{said}"):
         import_module("outrider.train.pipeline").main.__wrapped__(config)
     assert not (tmp_path / "run").exists()
@@ -172,17 +173,33 @@ class Mission:
         self.script.write_text(STAND_IN)
         before: tuple[str, ...] = ()
         for name in self.names:
-            links = (f"calls={self.calls}", f"fails={folder}/{name}.fails", f"reads={HERE}/{''.join(before)}")
+            links = {"calls": self.calls, "fails": f"{folder}/{name}.fails", "reads": f"{HERE}/{''.join(before)}"}
             monkeypatch.setitem(STEPS, name, PipelineStep(str(self.script), f"{name}/product", before, links))
             before = (name,)
 
-    def run(self, resume: bool = True, debug: bool = False, **more: list[str]) -> list[str]:
+    def run(self, resume: bool = True, debug: bool = False, **more: Options) -> list[str]:
         """The steps that ran."""
         self.calls.write_text("")
-        steps = {name: StepConfig(["o=1"], more.get(name, [])) for name in self.names}
-        config = PipelineConfig(steps=steps, out_dir=str(self.out_dir), resume=resume, debug=debug)
-        run_pipeline(config, more={"eesd": ["o=2"]} if debug else None)
+        steps = {name: {"o": 1} for name in self.names}
+        config = PipelineConfig(steps=steps, more=more, out_dir=str(self.out_dir), resume=resume, debug=debug)
+        run_pipeline(config, stand_ins(config))
         return self.calls.read_text().split()
+
+
+@dataclass(frozen=True)
+class Given(Settings):
+    """The settings of a stand-in."""
+
+    out_dir: str
+    minutes: float | None = None
+
+
+def stand_ins(config: PipelineConfig) -> dict[str, Job]:
+    """Jobs without settings of a command, in the directory in which the pipeline runs them."""
+    if config.debug:
+        config = replace(config, out_dir=f"{config.out_dir}-debug")
+    placed = {name: config.placed(name) for name in config.to_do}
+    return {name: Job(STEPS[name].script, words_of(all_), Given(all_["out_dir"])) for name, all_ in placed.items()}
 
 
 @pytest.fixture
@@ -195,6 +212,7 @@ def test_steps_run_in_order_and_once(mission, capsys):
     said = capsys.readouterr().out
     assert f"words calls={mission.calls}" in said
     assert f"reads={mission.out_dir}/responses o=1 out_dir={mission.out_dir}/eesd resume=true" in said
+    assert f"--settings {mission.out_dir}/logs/eesd.settings.json" in (mission.out_dir / "logs/eesd.log").read_text()
     assert mission.run() == []
     with pytest.raises(UserError, match="holds an earlier run; resume=true continues it"):
         mission.run(resume=False)
@@ -226,9 +244,9 @@ def test_what_is_to_be_made_again_is_not_removed_under_a_run(mission):
 
 
 def test_other_options_are_refused_by_name(mission):
-    mission.run(eesd=["x.y=1"])
+    mission.run(eesd={"x.y": 1})
     with pytest.raises(UserError, match=r"logs/eesd\.json was made with other settings: x\.y=\"2\" \(was \"1\"\)"):
-        mission.run(eesd=["x.y=2"])
+        mission.run(eesd={"x.y": 2})
 
 
 def test_what_each_step_took_and_trained_is_said(mission, monkeypatch, capsys):
@@ -253,38 +271,37 @@ def test_a_failure_names_the_step_and_its_log_and_the_next_run_goes_on_there(mis
     summary = json.loads((mission.out_dir / "pipeline.json").read_text())
     assert (summary["complete"], list(summary["steps"])) == (False, ["responses"])
     (mission.out_dir.parent / "eesd.fails").unlink()
-    assert mission.run(eesd=["z=1"]) == ["eesd", "calibrate"]  # what failed may be tried with other options
+    assert mission.run(eesd={"z": 1}) == ["eesd", "calibrate"]  # what failed may be tried with other options
     assert "no luck" in (mission.out_dir / "logs/eesd.log").read_text()  # which is kept
     summary = json.loads((mission.out_dir / "pipeline.json").read_text())
     assert (summary["complete"], list(summary["steps"])) == (True, list(mission.names))
     (mission.out_dir / "eesd/product").unlink()
     (mission.out_dir.parent / "eesd.fails").touch()
     with pytest.raises(UserError, match="step eesd failed"):
-        mission.run(eesd=["z=1"])
+        mission.run(eesd={"z": 1})
     (mission.out_dir.parent / "eesd.fails").unlink()
-    assert mission.run(eesd=["z=2"]) == ["eesd", "calibrate"]  # also what was done once
+    assert mission.run(eesd={"z": 2}) == ["eesd", "calibrate"]  # also what was done once
 
 
 def test_a_step_took_all_the_time_of_its_runs(mission):
     (mission.out_dir.parent / "eesd.fails").touch()
     with pytest.raises(UserError, match="step eesd failed"):
         mission.run()
-    spent = mission.out_dir / "logs/eesd.seconds.json"
-    assert json.loads(spent.read_text())["seconds"] > 0
-    spent.write_text('{"seconds": 100}')
+    record = mission.out_dir / "logs/eesd.json"
+    spent = json.loads(record.read_text())
+    assert (spent["seconds"] > 0, spent["finished"]) == (True, 0)
+    record.write_text(json.dumps({**spent, "seconds": 100}))
     (mission.out_dir.parent / "eesd.fails").unlink()
     mission.run()
     took = {name: json.loads((mission.out_dir / f"logs/{name}.json").read_text())["seconds"] for name in mission.names}
     assert 100 < took["eesd"] < 160
     assert took["calibrate"] < 60
-    assert not spent.exists()
 
 
 def test_the_time_left_is_that_of_all_steps_that_are_not_done(monkeypatch):
     """Also of a step that was cut and goes on where it was; nobody knows it where one step does not say."""
     minutes = {"target": 5, "eesd": 3, "report": 2}
-    steps = {name: StepConfig(expected_minutes=expected) for name, expected in minutes.items()}
-    config = PipelineConfig(steps=steps)
+    config = PipelineConfig(steps={name: {} for name in minutes}, expected_minutes=minutes)
     monkeypatch.setattr(Stage, "spent", 50.0)
     assert str(step_stage(config, "eesd", {"target"})) == "step 2/3 eesd"
     assert step_stage(config, "eesd", {"target"}).left == 250.0
@@ -292,7 +309,7 @@ def test_the_time_left_is_that_of_all_steps_that_are_not_done(monkeypatch):
     assert step_stage(config, "eesd", {"target"}, spent=1000.0).left == 120.0  # those after it still take theirs
     assert step_stage(config, "report", {"target", "eesd"}, spent=1000.0).left == 0.0
     assert step_stage(replace(config, debug=True), "eesd", {"target"}).left is None
-    unknown = PipelineConfig(steps={**steps, "report": StepConfig()})
+    unknown = replace(config, expected_minutes={"target": 5, "eesd": 3})
     assert step_stage(unknown, "eesd", {"target"}).left is None
 
 
@@ -309,7 +326,7 @@ def test_a_rehearsal_lies_beside_the_run(mission):
     mission.run()
     assert mission.run(resume=False, debug=True) == list(mission.names)
     debug = mission.out_dir.with_name("out-debug")
-    assert " o=1 o=2 out_dir=" in (debug / "logs/eesd.log").read_text()
+    assert f" o=1 out_dir={debug}/eesd " in (debug / "logs/eesd.log").read_text()
     (debug / "rubbish").touch()
     assert mission.run(debug=True) == []
     assert (debug / "rubbish").exists()
@@ -324,19 +341,19 @@ def test_a_rehearsal_lies_beside_the_run(mission):
 
 def test_a_given_target_is_not_made_again(mission, monkeypatch):
     """And what was done with another one is not gone on with."""
-    links = (f"calls={mission.calls}", f"fails={mission.out_dir}/none")
+    links = {"calls": mission.calls, "fails": f"{mission.out_dir}/none"}
     monkeypatch.setitem(STEPS, "fetch", PipelineStep(str(mission.script), "fetch/product.json", (), links))
     monkeypatch.setitem(
-        STEPS, "eesd", PipelineStep(str(mission.script), "eesd/product", ("fetch",), (*links, "t={target}"))
+        STEPS, "eesd", PipelineStep(str(mission.script), "eesd/product", ("fetch",), {**links, "t": "{target}"})
     )
-    config = PipelineConfig(steps={"fetch": StepConfig(), "eesd": StepConfig()}, out_dir=str(mission.out_dir))
-    run_pipeline(config)
+    config = PipelineConfig(steps={"fetch": {}, "eesd": {}}, out_dir=str(mission.out_dir))
+    run_pipeline(config, stand_ins(config))
     assert mission.calls.read_text().split() == ["fetch", "eesd"]
     assert json.loads((mission.out_dir / "pipeline.json").read_text())["target"] == {"made_of": 1}
     with pytest.raises(UserError, match=r'made with other settings: t="mine" \(was "{out_dir}/fetch"\)'):
-        run_pipeline(replace(config, target="mine", resume=True))
+        run_pipeline(replace(config, target="mine", resume=True), {})
     other = replace(config, target="mine", out_dir=str(mission.out_dir.with_name("other")))
-    run_pipeline(other)
+    run_pipeline(other, stand_ins(other))
     assert mission.calls.read_text().split() == ["fetch", "eesd", "eesd"]
     summary = json.loads((Path(other.out_dir) / "pipeline.json").read_text())
     assert (summary["complete"], summary["target"]) == (True, {"path": "mine"})
@@ -362,9 +379,10 @@ def test_a_running_step_ends_with_the_pipeline(tmp_path):
         f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
     )
     code = (
-        "from outrider.train.pipeline_settings import *\nfrom outrider.train.pipeline_run import run_pipeline\n"
+        "from outrider.train.pipeline_settings import *\nfrom outrider.train.pipeline_run import Job, run_pipeline\n"
         f"STEPS['target'] = PipelineStep({str(script)!r}, 'x')\n"
-        f"run_pipeline(PipelineConfig(steps={{'target': StepConfig()}}, out_dir={str(tmp_path / 'out')!r}))\n"
+        f"config = PipelineConfig(steps={{'target': {{}}}}, out_dir={str(tmp_path / 'out')!r})\n"
+        f"run_pipeline(config, {{'target': Job({str(script)!r}, [], config)}})\n"
     )
     pipeline = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     deadline = time.monotonic() + 30

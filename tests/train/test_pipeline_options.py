@@ -1,15 +1,17 @@
 """What every experiment of the pipeline asks of its steps: options that their commands take, minutes, targets."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.base.errors import UserError
 from outrider.commands import config_for
-from outrider.train.pipeline_run import check_steps
-from outrider.train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig, StepConfig
-from tests.conf.test_configs import COMMANDS, GROUPS, compose_and_build
+from outrider.train.pipeline_run import job_of, jobs_of
+from outrider.train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
+from tests.conf.test_configs import GROUPS
 from tests.tiers import quick_where
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +21,18 @@ PAPERS = {  # experiments about targets of the papers: the target, and the steps
     "opt_13b": ("facebook/opt-13b", {"eesd", "calibrate"}),
 }
 EXPERIMENTS = ("demo", *PAPERS, "smollm2_demo")
+
+
+def pipeline(words: Sequence[str]) -> PipelineConfig:
+    """The pipeline of a command line."""
+    config: PipelineConfig = config_for("train/pipeline.py", words)
+    return config
+
+
+def settings_of(config: PipelineConfig) -> dict[str, Any]:
+    """What each step runs with; its inputs need not be there."""
+    placed = replace(config, out_dir="o")
+    return {name: job_of(STEPS[name].script, placed.placed(name), config_for).settings for name in config.to_do}
 
 
 def steps_of(experiment: str) -> set[str]:
@@ -31,16 +45,13 @@ def steps_of(experiment: str) -> set[str]:
 @pytest.mark.parametrize("name", quick_where(lambda name: name == "demo", EXPERIMENTS))
 def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
     """In a rehearsal without a network, in the directory of the rehearsal."""
-    words = [f"experiment={name}", f"debug={str(debug).lower()}"]
-    config = compose_and_build("pipeline", words)
+    config = pipeline([f"experiment={name}", f"debug={str(debug).lower()}"])
     assert set(config.to_do) == (steps_of(name) - {"target"} if name in PAPERS and not debug else steps_of(name))
-    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
-    small = check_steps(config, config_for) if debug else {}
-    here = "o-debug" if debug else "o"
-    for step in config.steps:
-        options = [*config.options(step), *small.get(step, ())]
-        options = [option.replace(HERE, here).replace(REPOSITORY, "r") for option in options]
-        built = compose_and_build(scripts[STEPS[step].script], [*options, f"out_dir={here}/{step}", "resume=true"])
+    assert debug or config.out_dir == f"runs/{name}"
+    here = f"{config.out_dir}-debug" if debug else "o"
+    rehearsed = {step: job.settings for step, job in jobs_of(config, config_for).items()} if debug else None
+    for step, built in (rehearsed or settings_of(config)).items():
+        assert (built.out_dir, built.resume) == (f"{here}/{step}", True)
         if hasattr(built, "data") and (debug or name not in PAPERS):
             sources = [part.source for _, _, part in built.data.parts()] or [built.data.source]
             assert set(sources) <= {"python_stdlib", "local"}  # no network
@@ -48,95 +59,81 @@ def test_every_step_is_what_its_command_takes(name: str, debug: bool) -> None:
             assert built.fit.wandb.mode == "disabled"
         if debug:
             fitted = hasattr(built, "fit") and (built.data.cache_dir, built.fit.steps)
-            assert fitted in (False, (f"{config.out_dir}-debug/cache", 2))
+            assert fitted in (False, (f"{here}/cache", 2))
             given = (getattr(built, name, None) for name in ("small_lm", "checkpoint", "table", "eagle3"))
             assert all(Path(where).is_relative_to(here) for where in given if where is not None)
-    if not debug:
-        assert config.out_dir == f"runs/{name}"
 
 
 def minutes_of(config: PipelineConfig) -> float:
     """What all steps together are given."""
-    given = [option for name in config.to_do for option in config.options(name) if option.startswith("minutes=")]
-    return sum(float(option.partition("=")[2]) for option in given)
+    return sum(config.options(name).get("minutes", 0.0) for name in config.to_do)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_whole_takes_the_minutes_that_are_there(name: str) -> None:
     """The steps get more or less, all in proportion, and what is asked of a step itself counts."""
-    plain = compose_and_build("pipeline", [f"experiment={name}"])
-    whole = sum(plain.expected_minutes(step) for step in plain.to_do)
+    plain = pipeline([f"experiment={name}"])
+    whole = sum(plain.expected(step) for step in plain.to_do)
     for minutes in (0.6 * whole, 2 * whole):
-        config = compose_and_build("pipeline", [f"experiment={name}", f"minutes={minutes}"])
-        assert sum(config.expected_minutes(step) for step in config.to_do) == pytest.approx(minutes)
+        config = pipeline([f"experiment={name}", f"minutes={minutes}"])
+        assert sum(config.expected(step) for step in config.to_do) == pytest.approx(minutes)
         assert minutes_of(config) == pytest.approx(minutes_of(plain) + minutes - whole, rel=0.02)
-        assert [o for o in config.options("report") if not o.startswith("minutes=")] == [
-            o for o in plain.options("report") if not o.startswith("minutes=")
-        ]
-    mine = compose_and_build("pipeline", [f"experiment={name}", f"minutes={whole}", 'steps.report.more=["minutes=99"]'])
-    assert "minutes=99" in mine.options("report")
+        assert {**config.options("report"), "minutes": 0} == {**plain.options("report"), "minutes": 0}
+    mine = pipeline([f"experiment={name}", f"minutes={whole}", "steps.report.minutes=99"])
+    assert mine.options("report")["minutes"] == 99
 
 
 def test_minutes_that_cannot_be_kept_are_refused() -> None:
     with pytest.raises(UserError, match=r"minutes=3\.0: expected more than the 3\.3 of loading, counting and saving"):
-        compose_and_build("pipeline", ["experiment=demo", "minutes=3"])
+        pipeline(["experiment=demo", "minutes=3"])
     with pytest.raises(UserError, match=r"expected null: how long eesd will take is not known"):
-        PipelineConfig(steps={"eesd": StepConfig()}, minutes=30.0)
+        PipelineConfig(steps={"eesd": {}}, minutes=30.0)
     with pytest.raises(UserError, match="expected null with debug=true"):
-        compose_and_build("pipeline", ["experiment=demo", "minutes=30", "debug=true"])
+        pipeline(["experiment=demo", "minutes=30", "debug=true"])
 
 
 @pytest.mark.parametrize(("name", "most"), [("demo", 12), ("smollm2_demo", 5), *((name, 185) for name in PAPERS)])
 def test_the_time_left_is_told_by_what_steps_are_expected_to_take(name: str, most: int) -> None:
     """Each step, none less than it has by its options; in all what README says."""
-    config = compose_and_build("pipeline", [f"experiment={name}"])
-    expected = {step: config.steps[step].expected_minutes for step in config.to_do}
-    for step, minutes in expected.items():
-        own = [option for option in config.options(step) if option.startswith("minutes=")]
-        assert minutes >= max([0.0, *(float(option.partition("=")[2]) for option in own)])
-    assert 0.5 * most <= sum(expected.values()) <= most
+    config = pipeline([f"experiment={name}"])
+    for step in config.to_do:
+        assert config.expected_minutes[step] >= config.options(step).get("minutes", 0.0)
+    assert 0.5 * most <= sum(config.expected_minutes[step] for step in config.to_do) <= most
 
 
 def test_the_demo_has_so_many_minutes_on_any_machine() -> None:
     """Whatever takes longer on a slower machine is limited: all but reading, counting and loading."""
-    config = compose_and_build("pipeline", ["experiment=demo"])
-    scripts = {script: command for command, (_, script, _) in COMMANDS.items()}
-    minutes = {}
-    for step in set(config.to_do) - {"trigrams"}:
-        options = [option.replace(HERE, "o") for option in config.options(step)]
-        built = compose_and_build(scripts[STEPS[step].script], options)
-        minutes[step] = built.minutes
-        assert not hasattr(built, "decode_prompts") or built.fit.eval_every is None  # one evaluation, at the end
-    assert sum(minutes.values()) <= 8
-    assert minutes["target"] == max(minutes.values())
+    built = settings_of(pipeline(["experiment=demo"]))
+    del built["trigrams"]
+    for one in built.values():
+        assert not hasattr(one, "decode_prompts") or one.fit.eval_every is None  # one evaluation, at the end
+    assert sum(one.minutes for one in built.values()) <= 8
+    assert built["target"].minutes == max(one.minutes for one in built.values())
 
 
 def test_drafters_that_no_step_trains_are_given() -> None:
     """A link to what a step would leave is no option where the step is left out."""
-    config = compose_and_build("pipeline", ["experiment=smollm2_demo"])
-    options, names = config.options("report"), ("eesd", "small_lm", "trigrams")
-    shipped = {f"{REPOSITORY}/drafters/smollm2/{name}" for name in names}
-    assert {option.partition("=")[2] for option in options if "drafters/" in option} == shipped
-    assert "target={out_dir}/fetch" in options
-    assert not any(f"{HERE}/{name}" in option for name in names for option in options)
-    mine = compose_and_build("pipeline", ["experiment=smollm2_demo", 'steps.report.more=["small_lm=m"]'])
-    assert "small_lm=m" in mine.options("report")
-    assert "table={out_dir}/trigrams" in compose_and_build("pipeline", ["experiment=demo"]).options("report")
+    options = pipeline(["experiment=smollm2_demo"]).options("report")
+    given = {key: value for key, value in options.items() if isinstance(value, str)}
+    shipped = {"checkpoint": "eesd", "small_lm": "small_lm", "table": "trigrams"}
+    places = {key: f"{REPOSITORY}/drafters/smollm2/{name}" for key, name in shipped.items()}
+    asked = f"{HERE}/prompts/heldout.jsonl"
+    assert given == {**places, "target": f"{HERE}/fetch", "prompts": asked, "dtype": "fast"}
+    mine = pipeline(["experiment=smollm2_demo", "steps.report.small_lm=m"])
+    assert mine.options("report")["small_lm"] == "m"
+    assert pipeline(["experiment=demo"]).options("report")["table"] == f"{HERE}/trigrams"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_another_target_takes_the_place_of_the_step_that_would_make_one(name: str) -> None:
-    config = compose_and_build("pipeline", [f"experiment={name}", "target=mine"])
+    config = pipeline([f"experiment={name}", "target=mine"])
     assert set(config.to_do) == steps_of(name) - {"target", "fetch"}
-    given = {step for step in config.to_do if "target=mine" in config.options(step)}
-    if name == "smollm2_demo":
-        assert given == {"report"}
-    else:
-        assert given == {"responses", "eesd", "small_lm", "eagle3", *(["report"] if name != "demo" else [])} & steps_of(
-            name
-        )
-        assert "tokenizer=mine" in config.options("trigrams")
-    assert not any("{target}" in option for step in config.to_do for option in config.options(step))
+    options = {step: config.options(step) for step in config.to_do}
+    given = {step for step, one in options.items() if one.get("target") == "mine"}
+    reading = {"responses", "eesd", "small_lm"} | ({"report"} if name != "demo" else set())
+    assert given == reading & steps_of(name)
+    assert options.get("trigrams", {}).get("tokenizer") == (None if name == "smollm2_demo" else "mine")
+    assert "{target}" not in str(options)
 
 
 def test_the_experiments_in_no_folder_are_the_pipelines() -> None:
@@ -147,14 +144,12 @@ def test_the_experiments_in_no_folder_are_the_pipelines() -> None:
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_paper_s_experiment_is_bounded_and_about_its_target(name: str) -> None:
     """All that takes long has minutes, each training is watched by what it decodes, and data and prompts are named."""
-    config, scripts = compose_and_build("pipeline", [f"experiment={name}"]), {c[1]: key for key, c in COMMANDS.items()}
+    config = pipeline([f"experiment={name}"])
     assert config.target == PAPERS[name][0]
-    built = {}
-    for step in config.to_do:
-        options = [option.replace(HERE, "o") for option in config.options(step)]
-        built[step] = compose_and_build(scripts[STEPS[step].script], options)
-        assert step == "trigrams" or built[step].minutes > 0
-        assert getattr(built[step], "target", None) in (None, config.target)
+    built = settings_of(config)
+    for step, one in built.items():
+        assert step == "trigrams" or one.minutes > 0
+        assert getattr(one, "target", None) in (None, config.target)
     for step in {"eesd", "small_lm"} & {*built}:
         assert built[step].decode_prompts > 0
         assert built[step].fit.eval_every is not None
@@ -175,40 +170,38 @@ def test_a_paper_s_experiment_is_bounded_and_about_its_target(name: str) -> None
 def test_a_rehearsal_has_the_target_that_a_user_gives() -> None:
     """Otherwise a toy, not what the experiment is about, which would have to be downloaded."""
     for given, target in ((["target=mine"], "mine"), ([], None)):
-        assert compose_and_build("pipeline", ["experiment=vicuna_7b", "debug=true", *given]).target == target
-    as_it_comes = compose_and_build("pipeline", ["experiment=opt_13b", "~steps.small_lm"]).options("report")
-    assert not any(option.startswith("small_lm=") for option in as_it_comes)
-    options = [option.replace(HERE, "o") for option in as_it_comes]
-    assert compose_and_build("evaluate_checkpoint", options).small_lm == "facebook/opt-125m"
+        assert pipeline(["experiment=vicuna_7b", "debug=true", *given]).target == target
+    as_it_comes = pipeline(["experiment=opt_13b", "~steps.small_lm"])
+    assert "small_lm" not in as_it_comes.options("report")
+    assert settings_of(as_it_comes)["report"].small_lm == "facebook/opt-125m"
 
 
-def test_a_later_option_replaces_an_earlier_one() -> None:
-    step = StepConfig(["a=1", "data=x", "+c=3"], ["++c=4", "data=y"])
-    config = PipelineConfig(steps={"trigrams": step})
-    assert config.options("trigrams") == ["tokenizer={out_dir}/target", "a=1", "data=y", "++c=4"]
-    taken_back = StepConfig(["a=1", "b=2"], ["~b", "~c", "~tokenizer"])  # of c nothing is known here: Hydra's own
-    assert PipelineConfig(steps={"trigrams": taken_back}).options("trigrams") == ["a=1", "~c"]
-    assert "tokenizer=mine" in replace(config, steps={"trigrams": StepConfig(more=["tokenizer=mine"])}).options(
-        "trigrams"
-    )
+def test_what_you_say_replaces_what_the_experiment_says() -> None:
+    """Also of an option with dots, a group and a list; and it is taken back by ~."""
+    words = ["eesd.data.mix.open.weight=0.5", "eesd.fit.lr=1e-3", "eesd.data@data.mix.open=python_packages"]
+    own = pipeline(["experiment=demo", *(f"steps.{word}" for word in words), "steps.trigrams.orders=[2]"])
+    given = {"data.mix.open.weight": 0.5, "fit.lr": 0.001, "data@data.mix.open": "python_packages"}
+    assert own.options("eesd") == {**pipeline(["experiment=demo"]).options("eesd"), **given}
+    assert own.options("trigrams") == {"tokenizer": f"{HERE}/target", "orders": [2]}
+    assert pipeline(["experiment=demo", "~steps.calibrate.fit.wandb.mode", "~steps.calibrate.prompts"]).options(
+        "calibrate"
+    ) == {"checkpoint": f"{HERE}/eesd", "heldout_prompts": 32, "minutes": 0.4}
+    added = pipeline(["experiment=demo", "+steps.eagle3={seq_len:64}", "steps.eagle3.fit.steps=9"])
+    assert added.options("eagle3") == {"target": f"{HERE}/target", "seq_len": 64, "fit.steps": 9}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"steps": {}}, "steps=.*expected at least one step"),
-        ({"steps": {"target": StepConfig(), "fetch": StepConfig()}}, "steps=.*expected one of target, fetch"),
-        ({"steps": {"evaluate": StepConfig()}}, "steps='evaluate': expected one of target"),
+        ({"steps": {"target": {}, "fetch": {}}}, "steps=.*expected one of target, fetch"),
+        ({"steps": {"evaluate": {}}}, "steps='evaluate': expected one of target"),
+        ({"steps": {"eesd": {}}, "more": {"report": {"minutes": 3}}}, "steps='report': expected"),
+        ({"steps": {"eesd": {"out_dir": "x"}}}, "steps.eesd='out_dir': expected none of"),
+        ({"steps": {"eesd": {"overrides": ["fit.steps=9"]}}}, r"steps\.eesd\.overrides: .*eesd: \{fit\.steps: 900\}"),
+        ({"steps": {"eesd": {}}, "more": {"eesd": {"more": ["fit.steps=9"]}}}, r"steps\.eesd\.fit\.steps=900"),
     ],
-)
+)  # fmt: skip
 def test_impossible_pipelines_name_the_key(changes, message) -> None:
     with pytest.raises(UserError, match=message):
         PipelineConfig(**changes)
-
-
-@pytest.mark.parametrize(
-    ("option", "message"), [("fit.steps", "expected KEY=VALUE"), ("out_dir=x", "expected none of")]
-)
-def test_impossible_options_are_refused(option: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        StepConfig(more=[option])
