@@ -132,7 +132,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "toy_target": (
         [*TEXT, "out_dir=out", "fit.steps=2", "fit.batch_rows=2", "seq_len=32", "layers=1", "hidden=32", "heads=2",
-         "kv_heads=2", "intermediate=32", "vocabulary=300", "eval_rows=4", "sample_tokens=4"],
+         "kv_heads=2", "intermediate=32", "vocabulary=300", "eval_rows=4"],
         {
             "train.students.toy:Tokenizer.train_from_iterator": "toy_target > training the tokenizer; ",
             "data_prep.text.rows:encode": "toy_target > tokenising train; ",
@@ -159,7 +159,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         [f"target={TARGET}", "out_dir=out"],
         {
             "draft_models.formats.convert:_sha256": f"convert_target > hashing {TARGET} 0/",
-            "draft_models.formats.convert:read_as": "convert_target > writing 0/",
+            "draft_models.formats.convert:save": "convert_target > writing ",
         },
     ),
     "evaluate_checkpoint": (

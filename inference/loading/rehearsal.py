@@ -39,7 +39,7 @@ _MOST: Mapping[str, float] = {
     "seq_len": 64, "eval_rows": 4, "decode_prompts": 2, "decode_tokens": 8, "draft_vocabulary": 64, "draft_steps": 4,
     "exit_layer": 1, "prompts": 4, "heldout_prompts": 2, "new_tokens": 8, "on_policy_tokens": 8, "prefix_tokens": 24,
     "prompt_chars": 120, "max_new_tokens": 12, "top_k_logits": 8, "batch_size": 8, "shard_size": 8, "num_prompts": 2,
-    "repeats": 1, "workers": 1, "memory_gb": 0.1, "warmup": 2, "vocabulary": 320, "sample_tokens": 0, "layers": 3,
+    "repeats": 1, "workers": 1, "memory_gb": 0.1, "warmup": 2, "vocabulary": 320, "layers": 3,
 }  # fmt: skip
 _OF_STEPS: Mapping[str, float] = {"seq_len": 1024, "batch_rows": 4, "micro_batch_rows": 4}  # in one process, on answers
 _GIVEN: Mapping[str, object] = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}

@@ -30,6 +30,7 @@ GONE = {  # names of earlier versions, and why they are gone
     **dict.fromkeys(("engine", "engine_plain", "engine_python", "engine_options", "draft_tokens"), _ENGINES),
     "transcripts": "`outrider replay` replays recorded answers, with the same options but target=replay",
     "tensorrt_llm": _HEADS, "modelopt": _HEADS, "eagle": _HEADS,
+    **dict.fromkeys(("compile", "sample_tokens"), "a toy target is trained as it is; `outrider serve` shows its text"),
     "chat": "the page of `outrider serve` is the place to talk, and shows who said each token",
     "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
 }  # fmt: skip

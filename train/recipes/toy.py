@@ -15,7 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_json
@@ -29,7 +29,7 @@ from outrider.train.core.driver import run_training
 from outrider.train.core.training import Metrics, Trained, Training
 from outrider.train.parts.drafter import export
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
-from outrider.train.students.toy import build_lm, can_compile, compile_layers, token_bytes, train_tokenizer
+from outrider.train.students.toy import build_lm, token_bytes, train_tokenizer
 
 
 class ToyTarget(nn.Module):
@@ -58,7 +58,7 @@ def train_toy_target(config: ToyTargetConfig) -> None:
     run_training(config, functools.partial(prepare, config, time.perf_counter()))
 
 
-def prepare(config: ToyTargetConfig, began: float, state: PartialState) -> Training[ToyTarget]:
+def prepare(config: ToyTargetConfig, began: float, _: PartialState) -> Training[ToyTarget]:
     """The training of a command that began at `began`."""
     with Stage("training the tokenizer"):
         tokenizer = train_tokenizer(_texts(config), config.vocabulary)
@@ -66,8 +66,6 @@ def prepare(config: ToyTargetConfig, began: float, state: PartialState) -> Train
     heldout = load_rows(config.data, tokenizer, config.seq_len, "heldout", max_rows=config.eval_rows or None)
     sizes = token_bytes(tokenizer)
     student = ToyTarget(build_lm(config, tokenizer))
-    if can_compile(state.device) if config.compile is None else config.compile:
-        compile_layers(student.lm)
 
     def evaluate(fitted: ToyTarget, _: int) -> Metrics:
         return {"bits_per_byte": bits_per_byte(fitted, heldout, sizes)}
@@ -75,13 +73,11 @@ def prepare(config: ToyTargetConfig, began: float, state: PartialState) -> Train
     def save(trained: Trained) -> None:
         parameters, out_dir = sum(p.numel() for p in student.parameters()), Path(config.out_dir)
         seconds = time.perf_counter() - began
-        sample = greedy_sample(student.lm, tokenizer, heldout, config.sample_tokens)
         report = {"bits_per_byte": trained.metrics["bits_per_byte"], "parameters": parameters}
         report |= {"steps": trained.step, "training_seconds": trained.result.seconds}
         export(student.lm, tokenizer, out_dir)
-        more = {"seconds": seconds, "sample": sample, "settings": config.deciding()}
-        write_json(out_dir / TOY_REPORT, {**report, **more})
-        print(describe(trained, parameters, seconds, sample, out_dir))
+        write_json(out_dir / TOY_REPORT, {**report, "seconds": seconds, "settings": config.deciding()})
+        print(describe(trained, parameters, seconds, out_dir))
 
     identity = config.deciding() | {"data_key": rows.key}
     return Training(student, rows, config.fit, identity, evaluate, save, minutes=config.minutes)
@@ -94,7 +90,6 @@ def _texts(config: ToyTargetConfig) -> Iterator[str]:
         yield record["text"]
 
 
-@torch.compiler.set_stance("force_eager")  # shapes differ from training, and each would be compiled again
 def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows: int = 8) -> float:
     """Loss on `rows` in bits per byte of the predicted text (the loss on EOS is included); split over processes."""
     process = join_processes()
@@ -109,29 +104,9 @@ def bits_per_byte(model: nn.Module, rows: PackedRows, sizes: Tensor, batch_rows:
     return nats / size / math.log(2)
 
 
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def greedy_sample(
-    lm: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: PackedRows,
-    new_tokens: int,
-    prompt_tokens: int = 48,
-) -> str:
-    """The beginning of a held-out row, `⟫`, and the model's greedy continuation; empty if `new_tokens` is 0."""
-    if not new_tokens:
-        return ""
-    prompt = rows[len(rows) // 2]["input_ids"][:prompt_tokens][None].to(lm.device)
-    mask = torch.ones_like(prompt)
-    text = lm.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens)[0]  # type: ignore[misc]
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    return f"{decode(text[: prompt.shape[1]])}⟫{decode(text[prompt.shape[1] :])}"
-
-
-def describe(trained: Trained, parameters: int, seconds: float, sample: str, out_dir: Path) -> str:
+def describe(trained: Trained, parameters: int, seconds: float, out_dir: Path) -> str:
     """The result of the training, for the screen."""
-    shown = f"greedy text after ⟫:\n{sample}\n" if sample else ""
     return (
-        f"{shown}toy target: {trained.metrics['bits_per_byte']:.3f} bits per byte held out, "
+        f"toy target: {trained.metrics['bits_per_byte']:.3f} bits per byte held out, "
         f"{parameters / 1e6:.1f} M parameters, {trained.step} steps, {seconds:.0f} s → {out_dir}"
     )

@@ -35,9 +35,7 @@ class ToyTargetConfig(RunConfig):
     seq_len: Width = opt(256, "tokens of a row")
     max_positions: Count = opt(2048, "the context that the model says it has")
     minutes: Positive | None = opt(None, "as many steps as take this long here, but at most those of `fit`")
-    compile: bool | None = free(None, "the layers, by torch.compile; null: on a GPU, where a C compiler is at hand")
     eval_rows: NotNegative = free(200, "held-out rows of seq_len tokens that give the final bits per byte; 0: all")
-    sample_tokens: NotNegative = free(160, "greedy text printed at the end; 0: none")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,12 +1,7 @@
 """The toy target before its training: a tokenizer, and a Llama whose layers begin as the identity."""
 
-import importlib.util
 import math
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -61,19 +56,6 @@ def build_lm(config: ToyTargetConfig, tokenizer: PreTrainedTokenizerFast) -> Lla
                 layer.mlp.down_proj.weight.zero_()
     lm.generation_config = GenerationConfig(do_sample=False, **special_tokens(tokenizer))
     return lm
-
-
-def can_compile(device: torch.device, headers: Path | None = None, triton: str = "triton") -> bool:
-    """Whether `torch.compile` is worthwhile and works: on a GPU, with Triton, a C compiler and Python's headers."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    there = Path(headers or sysconfig.get_path("include"), "Python.h").exists()  # often a separate package
-    return device.type == "cuda" and importlib.util.find_spec(triton) is not None and compiler is not None and there
-
-
-def compile_layers(lm: LlamaForCausalLM, backend: str = "inductor") -> None:
-    """Compile the transformer layers in place, one compilation for all; parameters keep their names."""
-    for layer in lm.model.layers:
-        layer.compile(backend=backend, dynamic=False)
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast) -> Tensor:
