@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -44,7 +45,7 @@ from outrider.train.auto_choice import (
     pipeline_of,
     rows_of,
 )
-from outrider.train.pipeline_run import ConfigFor, job_of, jobs_of, reports_in, run_command, run_pipeline, words_of
+from outrider.train.pipeline_run import ConfigFor, job_of, jobs_of, run_command, run_pipeline, words_of
 from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
 from outrider.train.settings.auto import PACKAGED, TRAINED, AutoConfig
 
@@ -232,3 +233,10 @@ def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) 
         if run_command(job, folder / LOG) == 0:
             return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
     return f"no engine loads {folder / name}: {folder / LOG} says why"
+
+
+def reports_in(path: Path) -> list[dict[str, Any]]:
+    """The reports, one per method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged file."""
+    content: dict[str, Any] = read_mapping(path, "report", "remove it, and resume=true does the step again")
+    reports: list[dict[str, Any]] = content.get("reports") or [content]
+    return reports

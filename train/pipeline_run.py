@@ -1,4 +1,4 @@
-"""Run the pipeline: each step in a separate process, skipped if it is done; then write a summary of all steps.
+"""Run the pipeline: each step in a separate process, skipped if it is done.
 
 A step is a process because it leaves memory, threads and the launcher's state as it found them, on a GPU too, and may
 be killed or repeated by its line in the log. This is not a Makefile: that neither knows the options that a product was
@@ -18,24 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping, require_writable, write_json
+from outrider.base.files import require_writable, write_json
 from outrider.base.progress import RELAY, Stage, relayed
 from outrider.base.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
 from outrider.base.settings import read_as
-from outrider.base.words import Table, clean, in_words, option
+from outrider.base.words import clean, in_words, option
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.loading.rehearsal import read_some, small
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.train.pipeline_settings import HERE, MAKERS, ROOT, STEPS, Options, PipelineConfig
+from outrider.train.pipeline_settings import HERE, ROOT, STEPS, Options, PipelineConfig
 
 IMPORTED = Path(__file__).parents[2]  # where steps import this project from
 LOGS = "logs"  # <step>.log: its output; .json: its record; .settings.json: what its command ran with
-SUMMARY = "pipeline.json"
-FIGURES = ("tau", "acceptance_rate", "draft_share", "lossless", "tokens_per_second", "speedup", "verdict")
 _AGAIN = "remove it, and resume=true does the step again"
-FACTS = ("parameters", "steps", "bits_per_byte", "made_of")  # of a target, by the step that made it
-_SHARED = ("machine", "made_with", "dtype", "device", "runtime", "prompts", "max_new_tokens", "temperature")
 
 
 @dataclass(frozen=True)
@@ -128,13 +124,13 @@ def _placed(config: PipelineConfig) -> PipelineConfig:
 
 
 def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = None) -> None:
-    """Run the unfinished steps, in order, and write `SUMMARY`.
+    """Run the unfinished steps, in order.
 
     A step is done when its product exists and was made from the current products of earlier steps. jobs: see `jobs_of`.
     limit: for all steps, of all runs; what they leave of it goes to the last one with a time limit.
 
     Raises `UserError` if the directory holds a run and resume is off, or a run with other options. Also raises it for a
-    step that fails, naming it and its log; the summary then covers the finished steps.
+    step that fails, naming it and its log.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("pipeline: started as several processes; start one, its steps are processes of their own")
@@ -154,14 +150,10 @@ def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = N
         records = _records(config)
         if limit is not None:
             limit = replace(limit, earlier=limit.earlier + sum(record.seconds for record in records.values()))
-        try:
-            for name in config.to_do:
-                _do_step(config, name, jobs[name], records, limit)
-        finally:
-            done = summary(config, records)
-            write_json(out_dir / SUMMARY, done)
-    print(steps_table(done["steps"]), flush=True)
-    print(f"pipeline seconds={done['seconds']:.1f} state=complete summary={out_dir / SUMMARY}", flush=True)
+        for name in config.to_do:
+            _do_step(config, name, jobs[name], records, limit)
+    seconds = sum(record.seconds for record in records.values())
+    print(f"pipeline seconds={seconds:.1f} state=complete out_dir={out_dir}", flush=True)
 
 
 def _record_file(config: PipelineConfig, name: str) -> Path:
@@ -288,48 +280,3 @@ def _tee(command: list[str], log: Path) -> int:
                 process.terminate()
                 process.wait()
             signal.signal(signal.SIGTERM, before)
-
-
-def summary(config: PipelineConfig, records: Mapping[str, Record]) -> dict[str, Any]:
-    """The costs and results of the finished steps, and the `FIGURES` of each compared method; JSON-able."""
-    out_dir, steps = Path(config.out_dir), dict[str, dict[str, object]]()
-    for name in (step for step in config.to_do if step in records and records[step].finished):
-        steps[name] = {"seconds": records[name].seconds, "options": records[name].options}
-        told = _told(out_dir / STEPS[name].product)
-        if "training_seconds" in (training := told.get("training", told)):
-            steps[name]["training_seconds"] = training["training_seconds"]
-    found: dict[str, Any] = {"complete": set(steps) == set(config.to_do), "debug": config.debug}
-    found |= {"seconds": sum(records[name].seconds for name in steps), "steps": steps}
-    for name in MAKERS if config.target is None else ():
-        if told := _told(out_dir / STEPS[name].product):
-            found["target"] = {key: told[key] for key in FACTS if key in told}
-    if config.target:
-        found["target"] = {"path": config.target}
-    report = out_dir / STEPS["report"].product
-    if report.exists():  # also a "not lossless" report, with which the step fails
-        reports = reports_in(report)
-        found |= {key: reports[0][key] for key in _SHARED if key in reports[0]}
-        found["methods"] = {one["method"]: {key: one[key] for key in FIGURES} for one in reports}
-    return found
-
-
-def _told(product: Path) -> dict[str, Any]:
-    """What the product of a step says in JSON; nothing where it is of another kind, or missing."""
-    told = product.suffix == ".json" and product.exists()
-    return read_mapping(product, "product of a step", _AGAIN) if told else {}
-
-
-def steps_table(steps: Mapping[str, Mapping[str, Any]]) -> str:
-    """`steps` of a `summary` as a Markdown table: the time of each step, and the training time within it."""
-    rows = [
-        (name, *(in_words(step[key]) if key in step else "" for key in ("seconds", "training_seconds")))
-        for name, step in steps.items()
-    ]
-    return "\n".join(Table({"step": "", "took": "", "trained": ""}, rows).markdown())
-
-
-def reports_in(path: Path) -> list[dict[str, Any]]:
-    """The reports, one per method, in evaluate-checkpoint's report.json. Raises `UserError` for a damaged file."""
-    content: dict[str, Any] = read_mapping(path, "report", _AGAIN)
-    reports: list[dict[str, Any]] = content.get("reports") or [content]
-    return reports

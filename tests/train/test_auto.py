@@ -15,8 +15,7 @@ from outrider.inference.loading.rehearsal import small
 from outrider.inference.report.wording import recommendation
 from outrider.train.auto import main
 from outrider.train.auto_choice import ENOUGH_TOKENS, LEAST, Choice, Look, choose, pipeline_of, rows_of
-from outrider.train.auto_run import run_auto
-from outrider.train.pipeline_run import reports_in
+from outrider.train.auto_run import reports_in, run_auto
 from outrider.train.pipeline_settings import TIME
 from outrider.train.settings.auto import TRAINED, AutoConfig
 from tests.conf.test_configs import compose_and_build
