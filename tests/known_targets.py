@@ -90,7 +90,7 @@ class Target:
                     noise = torch.randn(parameter.shape, generator=generator, dtype=self.dtype)
                     parameter += 0.1 * parameter.std() * noise
             if kind.endswith("some tokens"):
-                narrow(made, DraftVocabulary(self.some_tokens, VOCABULARY))
+                narrow(made, DraftVocabulary(self.some_tokens, self.stack.config.vocab_size))
             export(made, load_tokenizer(str(self.path)), folder)
         return load_small_lm(str(folder), load_tokenizer(str(self.path)), dtype=self.dtype)
 
