@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +175,24 @@ def test_an_answer_by_a_loop_is_what_it_is_alone(tmp_path: Any, dtype: torch.dty
         assert alone.top is not None
         assert together.top is not None
         assert torch.equal(alone.top.logprobs, together.top.logprobs)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_an_answer_whose_loop_fails_is_none(tmp_path: Any, error: type[Exception]) -> None:
+    """A prompt too large for memory fails alone; any other error is raised."""
+    model = load(save_target(tmp_path, "llama", kv_heads=2))
+    stack: Any = stack_at_once(model)
+
+    def fail(*_: object) -> None:
+        raise error("broken")
+
+    stack.at_once = SimpleNamespace(run=fail)
+    if error is RuntimeError:
+        with pytest.raises(RuntimeError, match="broken"):
+            answers_by(model, stack)
+    else:
+        assert answers_by(model, stack) == [Answer(failure="memory")] * 5
+    assert not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [("opt", torch.float32), ("llama", torch.float64)])
