@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, write_atomically, write_json
 from outrider.base.words import in_shell, option
 from outrider.draft_models.calibration_head import CalibrationHead
+from outrider.draft_models.formats.torch_files import read_sealed
 from outrider.draft_models.targets.fingerprint import model_differences, model_identity
 from outrider.draft_models.targets.tensor_files import TensorFiles
 
@@ -64,16 +64,12 @@ def load_calibration(
     """
     remedy = f"run outrider calibrate {in_shell(option('checkpoint', path))}"
     weights_file, meta_file = (Path(path) / folder / name for name in (WEIGHTS_FILE, META_FILE))
-    try:
-        blob = weights_file.read_bytes()
-    except OSError as error:
-        raise UserError(f"checkpoint={path}: no calibration head there ({error.strerror}); {remedy}") from None
+    if not weights_file.exists():
+        raise UserError(f"checkpoint={path}: no calibration head there; {remedy}")
     meta = read_mapping(meta_file, "description of a calibration head", remedy)
-    if not {"drafter_sha256", "weights_sha256"} <= meta.keys():
-        raise UserError(f"{meta_file}: damaged (it names no digests); {remedy}")
     if meta.get("format") != FORMAT:
         raise UserError(f"checkpoint={path}: a calibration head of format {meta.get('format')}, not {FORMAT}; {remedy}")
-    if meta["drafter_sha256"] != drafter_sha256:
+    if meta.get("drafter_sha256") != drafter_sha256:
         raise UserError(f"checkpoint={path}: its calibration head belongs to an earlier training; {remedy}")
     if target is not None:
         made_on = meta.get("target")
@@ -82,14 +78,9 @@ def load_calibration(
         if wrong := model_differences(made_on, target):
             found = f"its calibration head is of another target: {'; '.join(wrong)}"
             raise UserError(f"checkpoint={path}: {found}; {remedy}")
-    if hashlib.sha256(blob).hexdigest() != meta.get("weights_sha256"):
-        raise UserError(f"{weights_file}: truncated or altered; {remedy}")
-    try:
-        weights = load(blob)
-        head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
-        head.load_state_dict(weights)
-    except (SafetensorError, KeyError, IndexError, RuntimeError) as error:
-        raise UserError(f"{weights_file}: not a calibration head ({error}); {remedy}") from None
+    weights = load(read_sealed(weights_file, meta.get("weights_sha256"), remedy))
+    head = CalibrationHead(weights["target"].shape[1], weights["draft"].shape[0])
+    head.load_state_dict(weights)
     return head.to(device).requires_grad_(False)
 
 

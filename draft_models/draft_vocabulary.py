@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError
 from outrider.base.files import write_atomically
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, readable
+from outrider.draft_models.formats.torch_files import read_sealed, readable
 from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import MARK, DraftVocabulary, is_narrowed, whole_rows
 from outrider.draft_models.targets.settings import SMALL_LM
@@ -144,9 +144,8 @@ def read_draft_vocabulary(
     file, remedy = find_file(source, TOKENS_FILE, revision), f"restore {TOKENS_FILE}, or train the drafter again"
     if file is None:
         raise UserError(f"{role}={source}: no {TOKENS_FILE} there, which says what its tokens are; {remedy}")
-    content, mark = Path(file).read_bytes(), getattr(config, MARK)
-    if not isinstance(mark, dict) or hashlib.sha256(content).hexdigest() != mark.get("sha256"):
-        raise UserError(f"{file}: not the tokens that {CONFIG_FILE} was written with; {remedy}")
+    mark = getattr(config, MARK)
+    read_sealed(Path(file), mark.get("sha256") if isinstance(mark, dict) else None, remedy)
     with readable(file, "draft vocabulary"), safe_open(file, framework="pt") as stored:
         tokens, size = stored.get_tensor("tokens"), int(stored.metadata()["of"])
     require_tokens(tokens, config.vocab_size - 1, size, file)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -31,6 +30,7 @@ from outrider.base.settings import Count, construct
 from outrider.base.words import listed
 from outrider.draft_models.draft_vocabulary import require_tokens
 from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_layers
+from outrider.draft_models.formats.torch_files import read_sealed
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
 from outrider.draft_models.targets.model_files import decoder_layers, empty_model, final_norm, model_spec
@@ -215,18 +215,8 @@ def provenance() -> dict[str, str]:
 
 
 def _read_weights(path: Path | str, meta: DrafterMeta) -> dict[str, Tensor]:
-    file, sha256 = Path(path) / WEIGHTS_FILE, meta.weights_sha256
-    try:
-        blob_digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        if blob_digest != sha256:
-            raise UserError(
-                f"{file}: truncated or altered (sha256 {blob_digest[:12]}…, expected {sha256[:12]}…); restore it"
-            )
-        weights = load_file(file)
-    except FileNotFoundError:
-        raise UserError(f"{file}: missing; the checkpoint is incomplete") from None
-    except SafetensorError as error:
-        raise UserError(f"{file}: not readable ({error}); restore it") from None
+    file = Path(path) / WEIGHTS_FILE
+    weights = load(read_sealed(file, meta.weights_sha256, "restore it, or train the drafter again"))
     if meta.draft_vocabulary is not None:
         require_tokens(weights.get("draft_tokens"), meta.draft_vocabulary, meta.fingerprint.vocab_size, file)
     return weights

@@ -188,14 +188,10 @@ def _number(file: GgufFile, key: str, default: float | None = None, kind: type[i
 
 def _vocabulary_size(file: GgufFile) -> int:
     """The number of rows of the embedding, which may be padded beyond the tokens."""
-    if "token_embd.weight" not in file.tensors:
-        raise UserError(f"{file.path}: holds no tensor 'token_embd.weight'; expected a whole model")
-    shape = file.tensors["token_embd.weight"].shape
-    if len(shape) != 2 or 0 in shape:
-        raise UserError(
-            f"{file.path}: tensor 'token_embd.weight' of shape {list(shape)}: expected two dimensions; fetch it again"
-        )
-    return shape[0]
+    place = file.tensors.get("token_embd.weight")
+    if place is None or len(place.shape) != 2 or 0 in place.shape:
+        raise UserError(f"{file.path}: holds no matrix 'token_embd.weight'; expected a whole model; fetch it again")
+    return place.shape[0]
 
 
 def _end_tokens(file: GgufFile) -> int | list[int] | None:

@@ -3,6 +3,7 @@
 The files are safetensors or torch's older pickles (.bin), one or several with an index; fp8 weights are dequantised.
 """
 
+import hashlib
 import math
 import shutil
 import zipfile
@@ -149,6 +150,17 @@ def readable(path: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # SafetensorError for a bad header or a missing tensor, OSError for the rest
         raise UserError(f"{path}: not a readable {what} ({reason(error)}); fetch it again") from None
+
+
+def read_sealed(path: Path, sha256: object, remedy: str) -> bytes:
+    """The content of a file whose digest is recorded elsewhere. Raises `UserError` if it is missing or another."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: missing or not readable ({error.strerror}); {remedy}") from None
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"{path}: truncated or altered (its sha256 is not the recorded one); {remedy}")
+    return content
 
 
 @dataclass(frozen=True)

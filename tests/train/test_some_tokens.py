@@ -168,7 +168,7 @@ def test_it_trains_decodes_losslessly_and_only_drafts(tmp_path: Path, finished: 
     with pytest.raises(UserError, match=r"target=.*out: a drafter over some of its target's tokens"):
         open_target(str(out))
     save_file({"tokens": tokens + 1}, out / TOKENS_FILE)
-    with pytest.raises(UserError, match=r"not the tokens that config\.json was written with"):
+    with pytest.raises(UserError, match="truncated or altered"):
         load_small_lm(str(out), load_tokenizer(str(target)), dtype=torch.float32)
     (out / TOKENS_FILE).unlink()
     with pytest.raises(UserError, match=f"no {TOKENS_FILE} there"):

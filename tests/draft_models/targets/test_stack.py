@@ -165,12 +165,9 @@ def test_unusable_targets_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="not a readable safetensors file"):
         open_tensors(str(path))
-    path = save_target(tmp_path / "opt", "opt", do_layer_norm_before=False)
-    with pytest.raises(UserError, match="do_layer_norm_before=false"):
-        load_config(str(path))
-    path = save_target(tmp_path / "opt", "opt", word_embed_proj_dim=32)
-    with pytest.raises(UserError, match="word_embed_proj_dim=32, hidden_size=64"):
-        load_config(str(path))
+    for change in ({"do_layer_norm_before": False}, {"word_embed_proj_dim": 32}):
+        with pytest.raises(UserError, match="after its layers come"):
+            load_config(str(save_target(tmp_path / "opt", "opt", **change)))
     with pytest.raises(UserError, match=r"no tensor 'model\.embed_tokens\.weight'"):
         TensorFiles("x", None, {}, ("x", None)).read(["model.embed_tokens.weight"])
 
