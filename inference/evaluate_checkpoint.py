@@ -1,14 +1,9 @@
 """evaluate-checkpoint: a drafter checkpoint and prompts in, a report of losslessness and speed out."""
 
-from outrider.commands import entry
-from outrider.commands.evaluating import run, with_methods
-from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.commands import script
+from outrider.commands.evaluating import with_methods
 
-
-@entry("evaluate_checkpoint", EvaluateConfig, complete=with_methods)
-def main(config: EvaluateConfig) -> None:
-    run(config)
-
+main = script("evaluate_checkpoint", "outrider.inference.evaluate.compare:evaluate", complete=with_methods)
 
 if __name__ == "__main__":
     main()

@@ -1,14 +1,9 @@
 """measure-engine: what evaluate-checkpoint measures, and the same methods in a serving engine."""
 
-from outrider.commands import entry
-from outrider.commands.evaluating import run, with_methods
-from outrider.inference.settings.engine import EngineConfig
+from outrider.commands import script
+from outrider.commands.evaluating import with_methods
 
-
-@entry("measure_engine", EngineConfig, complete=with_methods)
-def main(config: EngineConfig) -> None:
-    run(config)
-
+main = script("measure_engine", "outrider.inference.evaluate.compare:evaluate", complete=with_methods)
 
 if __name__ == "__main__":
     main()

@@ -131,7 +131,7 @@ def test_a_folder_is_imported_as_part_of_the_package() -> None:
 
 
 def test_no_command_is_forgotten() -> None:
-    entries = {str(path) for path in modules() if "\n@entry(" in (ROOT / path).read_text()}
+    entries = {str(path) for path in modules() if re.search(r"\n(@entry|main = script)\(", (ROOT / path).read_text())}
     assert entries == ENTRIES
 
 

@@ -1,16 +1,8 @@
 """Train EESD's early-exit drafter for a target."""
 
-from outrider.commands import entry
-from outrider.train.settings.drafters import EesdConfig
+from outrider.commands import script
 
-
-@entry("eesd", EesdConfig)
-def main(config: EesdConfig) -> None:
-    # Imported once the config is known to be good: torch and transformers take seconds.
-    from outrider.train.recipes.early_exit import train_early_exit
-
-    train_early_exit(config)
-
+main = script("eesd", "outrider.train.recipes.early_exit:train_early_exit")
 
 if __name__ == "__main__":
     main()

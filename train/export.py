@@ -4,17 +4,9 @@ outrider export checkpoint=runs/eesd engine=llama_cpp out_dir=runs/served
 python train/export.py checkpoint=runs/eagle3 target=MODEL engine=vllm out_dir=runs/served
 """
 
-from outrider.commands import entry
-from outrider.train.settings.export import ExportConfig
+from outrider.commands import script
 
-
-@entry("export", ExportConfig)
-def main(config: ExportConfig) -> None:
-    # Imported once the config is known to be good: torch and transformers take seconds.
-    from outrider.train.exporting import export_drafter
-
-    export_drafter(config)
-
+main = script("export", "outrider.train.exporting:export_drafter")
 
 if __name__ == "__main__":
     main()

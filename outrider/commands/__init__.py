@@ -106,6 +106,19 @@ def entry(
     return decorate
 
 
+def script(name: str, run: str, *, complete: Callable[[Sequence[str]], list[str]] = list) -> Callable[[], None]:
+    """The command `name` that calls the function `run`, "module:function", with its config; complete: as of `entry`.
+
+    The module is imported once the config is known to be good: torch and transformers take seconds.
+    """
+
+    def call(config: object) -> None:
+        module, _, function = run.partition(":")
+        getattr(import_module(module), function)(config)
+
+    return entry(name, COMMANDS[name].load_settings(), complete=complete)(call)
+
+
 def _usage(name: str) -> list[str]:
     return usage(name.replace("_", "-"))
 

@@ -1,10 +1,9 @@
-"""What the commands share that measure methods: the methods that follow from the drafters, and the evaluation."""
+"""The methods of commands that measure some: those that follow from the given drafters."""
 
 import os
 from collections.abc import Sequence
 
 from outrider.commands import value_of
-from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import PROMPT_LOOKUP, presets_of
 
 
@@ -24,11 +23,3 @@ def with_methods(options: Sequence[str]) -> list[str]:
     presets = presets or [PROMPT_LOOKUP.name]
     end = places[-1] + 1 if places else 0  # Hydra takes no option after a flag and its value
     return [*options[:end], f"method=[{','.join(presets)}]", *options[end:]]
-
-
-def run(config: EvaluateConfig) -> None:
-    """Measure as the settings say, also in an engine."""
-    # Imported after the config is checked, as torch and transformers take seconds to import.
-    from outrider.inference.evaluate.compare import evaluate
-
-    evaluate(config)
