@@ -45,7 +45,7 @@ from outrider.inference.measure.bench import Peers
 from outrider.inference.measure.results import REPORT_FILE, Arm, PromptResult, read_results
 from outrider.inference.measure.speed import end_to_end, prefill_seconds, speedups_over_baselines, tokens_per_second
 from outrider.inference.measure.statistics import decode_statistics
-from outrider.inference.report.lossless import lossless_section
+from outrider.inference.report.report import lossless_section
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 

@@ -60,11 +60,10 @@ from outrider.inference.measure.results import Measured, append_result, begin_ru
 from outrider.inference.measure.threads import load_average, machine_load, use_threads
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.facts import digests, draft_vocabularies, overlaps, trained_seconds
-from outrider.inference.report.lossless import is_lossless, target_differs
 from outrider.inference.report.page import make_page
 from outrider.inference.report.report import build_report, log_reports, markdown, relate_to_chain, write_reports
 from outrider.inference.report.served import served_faults
-from outrider.inference.report.wording import OWN_RUN, busy_sentences, measure_again
+from outrider.inference.report.wording import OWN_RUN, busy_sentences, is_lossless, measure_again, target_differs
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS

@@ -78,13 +78,15 @@ def prefill_seconds(results: Sequence[PromptResult], arm: str, streams: Streams)
     return median_of(results, [r.generations[arm].prefill_seconds for r in results], streams.within(arm, "prefill"))
 
 
-def tokens_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
-    """Decoded tokens per second over all prompts; None for an arm that decoded none."""
-    if arm not in results[0].generations:
-        return None
-    generations = [r.generations[arm] for r in timed(results, arm)]
-    seconds = sum(g.decode_seconds for g in generations)
-    return sum(len(g.tokens) - 1 for g in generations) / seconds if seconds else None
+def tokens_per_second(results: Sequence[PromptResult], arm: str, *, whole: bool = False) -> float | None:
+    """Decoded tokens per second over all prompts; None for an arm that decoded none.
+
+    whole: of whole answers, with the prefill's time and token.
+    """
+    generations = [r.generations[arm] for r in results if arm in r.generations]
+    counted = [g for g in generations if whole or len(g.tokens) > 1]
+    seconds = sum(g.decode_seconds + whole * g.prefill_seconds for g in counted)
+    return sum(len(g.tokens) - (not whole) for g in counted) / seconds if seconds else None
 
 
 def parts_of_time(results: Sequence[PromptResult], arm: str) -> dict[str, float]:
@@ -143,20 +145,11 @@ def by_prompt_tokens(results: Sequence[PromptResult], method: str, streams: Stre
         f"{most // 2 + 1 if most > 64 else 1}-{most}": {
             "turns": len(group),
             "tokens_per_second": {name: tokens_per_second(group, arm) for name, arm in arms.items()},
-            "whole_answers": {name: answers_per_second(group, arm) for name, arm in arms.items()},
+            "whole_answers": {name: tokens_per_second(group, arm, whole=True) for name, arm in arms.items()},
             "speedup": speedup(group, method, AUTOREGRESSIVE, streams.within("length", most)),
         }
         for most, group in sorted(groups.items())
     }
-
-
-def answers_per_second(results: Sequence[PromptResult], arm: str) -> float | None:
-    """Tokens per second of whole answers, prefill included; None for an arm that was not run."""
-    if arm not in results[0].generations:
-        return None
-    generations = [r.generations[arm] for r in results]
-    seconds = sum(g.prefill_seconds + g.decode_seconds for g in generations)
-    return sum(len(g.tokens) for g in generations) / seconds
 
 
 def conversations(results: Sequence[PromptResult]) -> int:

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import PromptResult, ShownRound
 from outrider.inference.report.facts import doctor_lines, overlap_sentence
-from outrider.inference.report.lossless import most_that_differ, resolution, wrong_arms
 from outrider.inference.report.tables import (
     Report,
     category_tables,
@@ -23,7 +22,15 @@ from outrider.inference.report.tables import (
     methods_tables,
     served_table,
 )
-from outrider.inference.report.wording import busy_sentences, conditions, recommendation, sentences
+from outrider.inference.report.wording import (
+    busy_sentences,
+    conditions,
+    most_that_differ,
+    recommendation,
+    resolution,
+    sentences,
+    wrong_arms,
+)
 
 HERE = Path(__file__).parent
 ASKED = 3000  # number of a prompt's last characters that are shown

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from outrider.base.machine import describe_machine
 from outrider.base.streams import Streams
 from outrider.base.wandb_config import ID_FILE, WandbConfig
 from outrider.draft_models.early_exit.checkpoint import provenance
+from outrider.inference.measure.lossless import Judgement, judge
 from outrider.inference.measure.results import REPORT_FILE, PromptResult
 from outrider.inference.measure.speed import (
-    answers_per_second,
     break_even,
     by_prompt_tokens,
     conversations,
@@ -37,11 +38,18 @@ from outrider.inference.measure.statistics import (
     verdict,
 )
 from outrider.inference.report.facts import doctor_lines
-from outrider.inference.report.lossless import is_lossless, lossless_section, resolution, target_differs
 from outrider.inference.report.plots import save_plots
 from outrider.inference.report.served import served_lines
 from outrider.inference.report.tables import identical_text, judged_table, methods_tables
-from outrider.inference.report.wording import busy_sentences, conditions, recommendation, sentences
+from outrider.inference.report.wording import (
+    busy_sentences,
+    conditions,
+    is_lossless,
+    recommendation,
+    resolution,
+    sentences,
+    target_differs,
+)
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS
 from outrider.inference.sizing.policy import Tuning
 
@@ -83,7 +91,7 @@ def build_report(
         "acceptance_by_candidates": acceptance_by_candidates(mine),
         "auto": tuning and {"costs": tuning.costs.summary(), "chosen": chosen_sizes(mine)},
         "tokens_per_second": {name: tokens_per_second(results, arm) for name, arm in arms.items()},
-        "whole_answers_per_second": {name: answers_per_second(results, arm) for name, arm in arms.items()},
+        "whole_answers_per_second": {name: tokens_per_second(results, arm, whole=True) for name, arm in arms.items()},
         "prefill_seconds": {name: prefill_seconds(results, arm, streams) for name, arm in arms.items()},
         "speedup": speedups_over_baselines(results, method, streams),
         "end_to_end": speedups_over_baselines(results, method, streams, end_to_end),
@@ -101,30 +109,30 @@ def build_report(
             "speedup": speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams),
             "end_to_end": speedup(results, TRANSFORMERS, AUTOREGRESSIVE, streams, end_to_end),
         }
-    for category in sorted({r.category for r in results}):
-        group = [r for r in results if r.category == category]
-        report["by_category"][category] = _part(group, method, streams.within("category", category))
-    tasks = spec_bench_tasks({r.category for r in results})
-    report["by_task"] = {
-        task: _part([r for r in results if tasks[r.category] == task], method, streams.within("task", task))
-        for task in sorted(set(tasks.values()))
-    }
+    report["by_category"] = _parts(results, {r.category: r.category for r in results}, method, streams, "category")
+    report["by_task"] = _parts(results, spec_bench_tasks({r.category for r in results}), method, streams, "task")
     report["speedup_per_prompt"] = speedups(results, method, AUTOREGRESSIVE)
     report["verdict"] = _verdict(report)
     return report
 
 
-def _part(results: Sequence[PromptResult], method: str, streams: Streams) -> dict[str, Any]:
-    """The figures of a subset of the prompts."""
-    mine = [r.generations[method] for r in results]
-    return {
-        "prompts": conversations(results),
-        "turns": len(results),
-        **decode_statistics(mine),
-        **request_statistics(mine),
-        "speedup": speedup(results, method, AUTOREGRESSIVE, streams),
-        **_loops(results, method, streams),
-    }
+def _parts(
+    results: Sequence[PromptResult], groups: Mapping[str, str], method: str, streams: Streams, purpose: str
+) -> dict[str, Report]:
+    """The figures of groups of the prompts. groups: by category."""
+    found = {}
+    for name in sorted(set(groups.values())):
+        some, own = [r for r in results if groups[r.category] == name], streams.within(purpose, name)
+        mine = [r.generations[method] for r in some]
+        found[name] = {
+            "prompts": conversations(some),
+            "turns": len(some),
+            **decode_statistics(mine),
+            **request_statistics(mine),
+            "speedup": speedup(some, method, AUTOREGRESSIVE, own),
+            **_loops(some, method, own),
+        }
+    return found
 
 
 def _loops(results: Sequence[PromptResult], method: str, streams: Streams) -> Report:
@@ -144,6 +152,36 @@ def spec_bench_tasks(categories: Collection[str]) -> dict[str, str]:
     if not {"translation", "math_reasoning"} & set(categories):
         return {}
     return {category: "mt_bench" if category in MT_BENCH else category for category in categories}
+
+
+def lossless_section(
+    results: Sequence[PromptResult], method: str, *, sampled: bool, exact: bool = False
+) -> dict[str, Any]:
+    """The number of texts compared token by token, and the judgements of the method and of plain decoding.
+
+    Sampled texts are not compared, as only their distribution is the same. exact: no difference is excused as a tie.
+    judged: by arm, see `lossless`; None if only equal texts counted.
+    """
+    checked = [] if sampled else results
+    judgements: dict[str, Judgement | None] = {}
+    for arm in (method, AUTOREGRESSIVE):
+        deviations = [r.deviations[arm] for r in results if arm in r.deviations]
+        judgements[arm] = judge(deviations) if deviations else None
+
+    def ties(arm: str) -> int:
+        found = judgements[arm]
+        judged_right = found is not None and not found.faults and not exact
+        return sum(not r.identical(arm) and arm in r.deviations for r in checked) if judged_right else 0
+
+    return {
+        "reference": None if sampled else results[0].reference,
+        "checked": len(checked),
+        "identical": sum(r.identical(method) for r in checked),
+        "excused_ties": ties(method),
+        "autoregressive_identical": sum(r.identical(AUTOREGRESSIVE) for r in checked),
+        "autoregressive_excused_ties": ties(AUTOREGRESSIVE),
+        "judged": {arm: found and asdict(found) for arm, found in judgements.items()},
+    }
 
 
 def relate_to_chain(reports: Sequence[Report]) -> None:

@@ -9,6 +9,7 @@ from outrider.base.words import figure, in_shell, option
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text
 from outrider.inference.report.facts import drafter_sentences
 from outrider.inference.report.tables import Report
+from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.sampling import SamplingConfig
 
 _LOOPS = ", where drafts are nearly always right; verdicts and the recommendation come from the others"
@@ -18,6 +19,7 @@ INT8 = (
     "±127 with one scale a row, rounded once when it was loaded. It is another target than the one its drafters were "
     "trained for, so τ may be lower than there. transformers widens the weights for every product."
 )
+HALF_NAMES = ("bfloat16", "float16")
 OWN_RUN = "the target's own run differs: plain decoding here gives other texts than transformers"
 
 
@@ -204,3 +206,46 @@ def _short(value: object) -> str:
     """A field's value as JSON; long ones are truncated here, but not in report.json."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def resolution(report: Report) -> str:
+    """The size of faults that a judgement in this report's dtype cannot detect, and the check that can."""
+    computes = report.get("computes_in", report["dtype"])
+    said = f"What is below the rounding of {computes} is not seen"
+    if computes not in HALF_NAMES:
+        return f"{said}."
+    return (
+        f"{said}. In bfloat16 an attention scale × 1.005, a row of a projection × 1.01 and an eps of the norms × 10 "
+        "pass. dtype=float32 sampling.temperature=1 judges the same methods in float32, and sees faults of that size."
+    )
+
+
+def is_lossless(report: Report) -> bool:
+    """Whether every compared text was identical to the reference's or a rounding tie, and no fault was found."""
+    lossless = report["lossless"]
+    judged = lossless["judged"][report["method"]]
+    same = lossless["identical"] + lossless["excused_ties"] == lossless["checked"]
+    return same and not (judged and judged["faults"])
+
+
+def target_differs(report: Report) -> bool:
+    """Whether plain decoding by this runtime fails in the same sense: then no method is to blame."""
+    lossless, computes = report["lossless"], report.get("computes_in", report.get("dtype"))
+    judged = lossless["judged"].get(AUTOREGRESSIVE)
+    same = lossless["autoregressive_identical"] == lossless["checked"] or (judged and computes in HALF_NAMES)
+    return not same or bool(judged and judged["faults"])
+
+
+def wrong_arms(reports: Sequence[Report]) -> list[str]:
+    """The arms whose text is not that of the target alone."""
+    if target_differs(reports[0]):
+        return ["the target's own run, plain decoding,"]
+    return [report["method"] for report in reports if not is_lossless(report)]
+
+
+def most_that_differ(checked: int, chance: float = 0.05) -> float:
+    """The upper confidence bound on the share of differing prompts if none of `checked` prompts differs.
+
+    With a share s all n are equal with probability (1 − s)ⁿ; the bound is the s where this equals `chance`.
+    """
+    return 1 - chance ** (1 / checked)

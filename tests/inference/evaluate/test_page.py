@@ -25,11 +25,11 @@ from outrider.inference.core.tree import ROOT
 from outrider.inference.measure.results import Noting, PromptResult, ShownRound, read_results
 from outrider.inference.measure.threads import machine_load
 from outrider.inference.report.facts import RUN, overlap
-from outrider.inference.report.lossless import most_that_differ
 from outrider.inference.report.page import make_page, rejected_tokens
 from outrider.inference.report.plots import save_plots
 from outrider.inference.report.report import COLUMNS, log_reports
 from outrider.inference.report.side_by_side import compare_reports
+from outrider.inference.report.wording import most_that_differ
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.tools import CompareConfig
 from tests.inference.evaluate.evaluating import METHODS, evaluate, tokens

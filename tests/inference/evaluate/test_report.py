@@ -30,11 +30,10 @@ from outrider.inference.measure.statistics import (
     verdict,
 )
 from outrider.inference.measure.threads import machine_load
-from outrider.inference.report.lossless import is_lossless
 from outrider.inference.report.page import make_page
 from outrider.inference.report.plots import plot_acceptance, plot_speedups
 from outrider.inference.report.report import build_report, markdown, relate_to_chain, write_reports
-from outrider.inference.report.wording import recommendation
+from outrider.inference.report.wording import is_lossless, recommendation
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from tests.tiers import as_many
