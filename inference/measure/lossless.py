@@ -297,12 +297,13 @@ class Forced(TokenSelector):
         reference = self._reference
         states = [state for layer in self._session.content() for state in layer]
         off = _state_errors(states, reference.states), torch.cat(self._errors)[None]
-        ratios, logit_ratios = _ratios(off, (reference.states_noise, reference.logits_noise))
+        ratios = _ratios(off, (reference.states_noise, reference.logits_noise))
         before = len(reference.prompt) - 1  # the position whose logits choose the text's first token
-        peak = _highest(ratios, logit_ratios, before)
+        peak = _highest(ratios, before)
         if peak[0] > PEAK:
-            peak = _highest(*_ratios(off, reference.tipping_noise()), before)
-        found = Deviation(len(reference.text), (*_mean_logs(ratios), *_mean_logs(logit_ratios)), *peak)
+            peak = _highest(_ratios(off, reference.tipping_noise()), before)
+        logs = [part.clamp(min=0.01).log().mean(-1).tolist() for part in ratios]
+        found = Deviation(len(reference.text), (*logs[0], *logs[1]), *peak)
         return replace(found, **self._gaps(own_text)) if self.greedy else found
 
     def _gaps(self, own_text: Sequence[int]) -> dict[str, Any]:
@@ -340,23 +341,14 @@ def _ratios(off: tuple[Tensor, Tensor], noise: tuple[Tensor, Tensor]) -> tuple[T
     return _bounded(off[0] / noise[0]), _bounded(off[1] / noise[1])
 
 
-def _highest(ratios: Tensor, logit_ratios: Tensor, before: int) -> tuple[float, int, int]:
-    """The largest ratio, its row and its position. before: the position of the first logits."""
-    peaks = _peak(ratios, 0, 0), _peak(logit_ratios, len(ratios), before)
-    return max(peaks, key=lambda peak: peak[0])
+def _highest(ratios: tuple[Tensor, Tensor], before: int) -> tuple[float, int, int]:
+    """The largest ratio of states and logits, its row and its position. before: the position of the first logits."""
+    states, logits = ratios
+    part, row, position = (states, 0, 0) if states.max() >= logits.max() else (logits, len(states), before)
+    at = int(part.argmax())
+    return float(part.max()), row + at // part.shape[1], position + at % part.shape[1]
 
 
 def _bounded(ratios: Tensor) -> Tensor:
     """Ratios limited to finite numbers, for JSON."""
     return ratios.double().nan_to_num(nan=WORST).clamp(max=WORST)
-
-
-def _peak(ratios: Tensor, row: int, position: int) -> tuple[float, int, int]:
-    """The largest of ratios [rows, n], its row and position, counted from `row` and `position`."""
-    at = int(ratios.argmax())
-    return float(ratios.max()), row + at // ratios.shape[1], position + at % ratios.shape[1]
-
-
-def _mean_logs(ratios: Tensor) -> list[float]:
-    """The mean logarithm of ratios [rows, n] by row; ratios count as at least 0.01."""
-    return ratios.clamp(min=0.01).log().mean(-1).tolist()

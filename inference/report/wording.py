@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from outrider.base.words import figure, in_shell, option
@@ -110,11 +111,13 @@ def _needed(report: Report) -> str:
 def conditions(reports: Sequence[Report]) -> str:
     """The conditions of the measurement as a sentence."""
     first = reports[0]
+    floats, dtype = first.get("computes_in", first["dtype"]), first["dtype"]
+    numbers = dtype if floats == dtype else f"{dtype} weights and {floats} activations"
     turns = f", {first['turns']} turns" if first["turns"] > first["prompts"] else ""
     together = f", {first['processes']} processes at a time" if first["processes"] > 1 else ""
     sentences = [
         f"{_taken(first)}{turns} × up to {first['max_new_tokens']} tokens, {_choice(first)}, "
-        f"{_numbers(first)} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
+        f"{numbers} on {first['machine']['device']} ({_threads(first)}), arms interleaved "
         f"prompt by prompt{together}."
     ]
     if first["dtype"] == "int8":
@@ -125,18 +128,13 @@ def conditions(reports: Sequence[Report]) -> str:
     ):
         fields = first.get("generation_config", {}).get(key)
         if fields:
-            sentences.append(f"{said}: {', '.join(f'{name} {_short(value)}' for name, value in fields.items())}.")
+            values = (f"{name} {shorten(json.dumps(value), 60, placeholder=' …')}" for name, value in fields.items())
+            sentences.append(f"{said}: {', '.join(values)}.")
     if first.get("cudnn_attention") is False:
         sentences.append("cuDNN's attention is off in all arms, transformers' too.")
     loops = max((report["loops"] for report in reports), key=lambda found: found["looping"])
     sentences.append(f"{loops_text(loops)}{_LOOPS if loops['looping'] else ''}.")
     return " ".join(sentences)
-
-
-def _numbers(report: Report) -> str:
-    """The dtype of the weights and, if different, the dtype of the computation."""
-    floats = report.get("computes_in", report["dtype"])
-    return report["dtype"] if floats == report["dtype"] else f"{report['dtype']} weights and {floats} activations"
 
 
 def _taken(report: Report) -> str:
@@ -200,12 +198,6 @@ def _chosen(name: str, size: Mapping[str, Any]) -> str:
     """The sizes chosen for "auto", in words."""
     mean = f"{size['mean']:.1f} on average, " if "mean" in size else ""
     return f"{name} {mean}most often {size['mode']} ({100 * size['share']:.0f} % of rounds)"
-
-
-def _short(value: object) -> str:
-    """A field's value as JSON; long ones are truncated here, but not in report.json."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def resolution(report: Report) -> str:
