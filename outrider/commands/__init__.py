@@ -13,10 +13,10 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -36,7 +36,7 @@ from outrider.cli import COMMANDS, crashing, print_anything, say, usage
 from outrider.commands.options import compose_defaults, groups_of, help_text, store_composed
 from outrider.inference.settings.presets import CONF_DIR, no_such_method
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=Settings)
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130
 _TEXTS = (str, str | None, list[str], dict[str, str])  # OmegaConf reads a number as a text there
 _ENTRIES: dict[str, tuple[type, Callable[[Sequence[str]], list[str]]]] = {}  # (schema, complete) by command
@@ -51,26 +51,23 @@ def entry(
     schema: type[Config],
     *,
     complete: Callable[[Sequence[str]], list[str]] = list,
-    waits: bool = False,
 ) -> Callable[[Callable[[Config], object]], Callable[[], None]]:
     """Turn `run(config)` into a command: Hydra reads conf/<name>.yaml and the overrides in sys.argv.
 
     With --settings FILE it runs with settings that a pipeline made, and wrote beside the overrides they were made of.
-    complete: adds the overrides that follow from those given. waits: it waits for user input, so no progress is shown.
+    complete: adds the overrides that follow from those given.
 
     A `UserError`, a config error or a storage error (disk full, no permission) ends the process with one
     message on stderr and status 2, Ctrl-C with status 130, everything else with its traceback and status 3.
     """
     register(name, schema)
     _ENTRIES[name] = (schema, complete)
-    resumes = any(field.name == "resume" for field in dataclasses.fields(cast(Any, schema)))
+    resumes = "resume" in schema.__dataclass_fields__
 
     def decorate(run: Callable[[Config], object]) -> Callable[[], None]:
         def carry_out(config: Config) -> None:
-            if isinstance(config, Settings):
-                look_for_places(config)
-            out_dir = Path(getattr(config, "out_dir", "."))
-            with nullcontext() if waits else command(name), made_for_something(out_dir):
+            look_for_places(config)
+            with command(name), made_for_something(Path(getattr(config, "out_dir", "."))):
                 run(config)
 
         def job(composed: DictConfig) -> None:
@@ -136,9 +133,9 @@ def config_for(script: str, words: Sequence[str]) -> Any:
 
     Raises `UserError`.
     """
-    entry_point = next(one for one in COMMANDS.values() if one.script == script)
-    import_module(f"outrider.{entry_point.module}")
-    return _config_of(entry_point.name, words)
+    (found,) = (one for one in COMMANDS.values() if one.script == script)
+    import_module(f"outrider.{found.module}")
+    return _config_of(found.name, words)
 
 
 def _config_of(name: str, words: Sequence[str]) -> Any:
