@@ -51,9 +51,6 @@ class LevelArrays(NamedTuple):
     counts: np.ndarray
 
 
-Levels = tuple[LevelArrays, LevelArrays, LevelArrays]  # of the orders 2, 3 and 4
-
-
 def flat(level: Level) -> LevelArrays:
     """The arrays of `level` as read-only views, so that compiled code sees one type whatever their origin."""
     arrays = []

@@ -138,12 +138,10 @@ def check_identity(before: object, now: Mapping[str, object], where: Path, confi
         )
 
 
-def finished(
-    record: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None, *, key: str = "made_of"
-) -> bool:
+def finished(record: Path, identity: Mapping[str, object], resume: bool, config: Settings | None = None) -> bool:
     """Whether a run of the same `identity` has already left its `record`: nothing is to be done then.
 
-    record: the JSON file that a run writes last, whose `key` is its identity. config: as for `check_identity`.
+    record: the JSON file that a run writes last, whose "made_of" is its identity. config: as for `check_identity`.
 
     Raises `UserError` where a finished run is not to be resumed, or was another one.
     """
@@ -153,7 +151,7 @@ def finished(
         held = f"out_dir={record.parent}: holds a finished run ({record.name})"
         raise UserError(f"{held}; resume=true keeps it, another out_dir makes a new one")
     made = read_mapping(record, "report of a run", "remove it, or give another out_dir")
-    check_identity(made.get(key), identity, record, config)
+    check_identity(made.get("made_of"), identity, record, config)
     return True
 
 

@@ -17,7 +17,6 @@ from outrider.base.settings import differences
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.losses import IGNORE
-from outrider.train import toy_target
 from outrider.train.parts.drafter import export
 from outrider.train.recipes.toy import ToyTarget, bits_per_byte, prepare, train_toy_target
 from outrider.train.settings.fit import FitConfig
@@ -77,12 +76,11 @@ def test_the_same_settings_give_the_same_bits(finished, tmp_path):
 
 
 def test_the_command_finds_it_finished(finished, capsys):
-    command = toy_target.main.__wrapped__
-    command(replace(finished, resume=True))
-    assert capsys.readouterr().out == f"{finished.out_dir}: finished already\n"
-    for changes, message in (({}, "holds a finished run"), ({"resume": True, "layers": 3}, r"layers=3 \(was 2\)")):
+    train_toy_target(replace(finished, resume=True))
+    assert capsys.readouterr().out.splitlines()[-1] == f"{finished.out_dir}: finished already"
+    for changes, message in (({}, "holds an earlier run"), ({"resume": True, "layers": 3}, r"layers=3 \(was 2\)")):
         with pytest.raises(UserError, match=message):
-            command(replace(finished, **changes))
+            train_toy_target(replace(finished, **changes))
 
 
 def test_minutes_end_it(tmp_path):

@@ -80,7 +80,7 @@ def prepare(config: ToyTargetConfig, began: float, _: PartialState) -> Training[
         print(describe(trained, parameters, seconds, out_dir))
 
     identity = config.deciding() | {"data_key": rows.key}
-    return Training(student, rows, config.fit, identity, evaluate, save, minutes=config.minutes)
+    return Training(student, rows, config.fit, identity, evaluate, save, TOY_REPORT, minutes=config.minutes)
 
 
 def _texts(config: ToyTargetConfig) -> Iterator[str]:
