@@ -82,7 +82,7 @@ def random_subject(folder: Path, prompts: int, dtype: torch.dtype, device: torch
     whole, first = open_target(str(folder / "target")), open_target(str(folder / "small"))
     below = whole.layers(exit_layers(whole.config, 1), dtype=dtype, device=device)
     drafters: Drafters = {
-        "early_exit": Calibrated(EarlyExit.from_model(below, 1, own_head=True).requires_grad_(False)),
+        "early_exit": Calibrated(EarlyExit(below, 1, own_head=True).requires_grad_(False)),
         "small_lm": layer_stack(first.layers(None, dtype=dtype, device=device)),
     }
     stack = layer_stack(whole.layers(None, dtype=dtype, device=device))

@@ -120,7 +120,7 @@ def load(options: argparse.Namespace) -> tuple[Subject, list[tuple[int, ...]]]:
     else:
         exit_layer = max(1, target.config.num_hidden_layers // 3)
         few = target.layers(exit_layers(target.config, exit_layer), dtype=dtype)
-        drafter = EarlyExit.from_model(few, exit_layer, own_head=True).requires_grad_(False)
+        drafter = EarlyExit(few, exit_layer, own_head=True).requires_grad_(False)
     stack, drafters = target.stack(dtype=dtype), {"early_exit": Calibrated(drafter)}
     prepare(stack, drafters)
     plain = load_plain(target, dtype, torch.device("cpu"))

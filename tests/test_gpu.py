@@ -61,7 +61,7 @@ def on_gpu(path: Path, exit_layer: int, dtype: torch.dtype) -> tuple[LayerStack,
     files, config = open_tensors(str(path)), load_config(str(path))
     stack = layer_stack(load_layers(files, config, range(LAYERS), dtype=dtype, device=CUDA))
     model = load_layers(files, config, exit_layers(config, exit_layer), dtype=dtype, device=CUDA)
-    drafter = EarlyExit.from_model(model, exit_layer, own_head=True).requires_grad_(False)
+    drafter = EarlyExit(model, exit_layer, own_head=True).requires_grad_(False)
     prepare(stack, {"early_exit": Calibrated(drafter)})
     return stack, drafter
 

@@ -89,7 +89,7 @@ def make_drafter(path: Path, exit_layer: int, noise: float = 0.0, *, own_head: b
     config = load_config(str(path))
     model = load_layers(open_tensors(str(path)), config, exit_layers(config, exit_layer), dtype=dtype)
     shape = {"own_head": own_head, "depth": depth, "draft_tokens": tokens}
-    drafter = EarlyExit.from_model(model, exit_layer, **shape).requires_grad_(False)
+    drafter = EarlyExit(model, exit_layer, **shape).requires_grad_(False)
     if depth > 1:
         last = load_layers(open_tensors(str(path)), config, range(LAYERS - depth, LAYERS), dtype=dtype)
         for own, layer in zip(drafter.layers, decoder_layers(last), strict=True):

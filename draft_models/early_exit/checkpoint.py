@@ -33,7 +33,7 @@ from outrider.draft_models.early_exit.model import EarlyExit, NoLayer, exit_laye
 from outrider.draft_models.formats.torch_files import read_sealed
 from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
-from outrider.draft_models.targets.model_files import decoder_layers, empty_model, final_norm, model_spec
+from outrider.draft_models.targets.model_files import decoder_layers, empty_layers, empty_model, final_norm, model_spec
 from outrider.draft_models.targets.narrowed import whole_rows
 from outrider.draft_models.targets.open_target import OpenTarget, load_config, open_target
 from outrider.draft_models.targets.proof import SHORT
@@ -169,10 +169,12 @@ def from_pretrained(
 
 
 def empty_drafter(meta: DrafterMeta, config: PreTrainedConfig) -> EarlyExit:
-    """The drafter that `meta` describes, for a target of `config`, without weights."""
-    return EarlyExit.empty(
-        config, meta.exit_layer, own_head=meta.own_head, own_layer=meta.own_layer, depth=meta.exit_depth,
-        draft_vocabulary=meta.draft_vocabulary,
+    """The drafter that `meta` describes, for a target of `config`, without weights (on the meta device)."""
+    count = meta.draft_vocabulary
+    tokens = None if count is None else torch.empty(count, dtype=torch.long, device="meta")
+    return EarlyExit(
+        empty_layers(config, exit_layers(config, meta.exit_layer)), meta.exit_layer, own_head=meta.own_head,
+        own_layer=meta.own_layer, depth=meta.exit_depth, draft_tokens=tokens,
     )  # fmt: skip
 
 

@@ -1,21 +1,13 @@
 """EESD's early-exit drafter: a transformer layer (or several), norm and head on the target's first N layers."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.base.errors import UserError
-from outrider.draft_models.targets.model_files import (
-    decoder_layers,
-    empty_layers,
-    final_norm,
-    number_layer,
-    spec_of,
-)
-from outrider.draft_models.targets.model_spec import LayerCall, LogitRule
+from outrider.draft_models.targets.model_files import decoder_layers, final_norm, number_layer, spec_of
 from outrider.draft_models.targets.narrowed import spread
 from outrider.draft_models.targets.stack import call_layer, normed_product
 from outrider.draft_models.targets.target import LayerCache, Mask, Rotary
@@ -45,41 +37,16 @@ class EarlyExit(nn.Module):
     head, or a copy of its rows for `draft_tokens`, is kept in the list `shared_head`, so that it does not become a
     submodule. The layer's `layer_idx` is N: its keys and values belong to a separate cache that starts at layer N.
 
-    deeper: further layers after it (EESD, Fig. 5), usually none.
-    draft_tokens: ids [k], ascending, of its draft vocabulary; None: the whole `vocabulary`.
+    It is made after `exit_layer` layers of `model`: `depth` copies of the last layer (EESD, Fig. 5; usually one), and
+    copies of the norm and, if `own_head`, the head. Without `own_layer` norm and head are directly on those layers, as
+    in the paper's ablation. draft_tokens: ids [k], ascending, of its draft vocabulary; own or shared, the head has only
+    their rows; None: the whole `vocabulary`.
     """
 
     draft_tokens: Tensor | None
 
     def __init__(
         self,
-        layer: nn.Module,
-        norm: nn.Module,
-        head: nn.Linear | None,
-        exit_layer: int,
-        window: int | None,
-        call: LayerCall,
-        rule: LogitRule,
-        vocabulary: int,
-        draft_tokens: Tensor | None = None,
-        deeper: Sequence[nn.Module] = (),
-    ):
-        super().__init__()
-        self.layer = layer
-        self.deeper = nn.ModuleList(deeper)
-        self.norm = norm
-        self.head = head
-        self.exit_layer = exit_layer
-        self.window = window
-        self.call = call
-        self.rule = rule
-        self.vocabulary = vocabulary
-        self.register_buffer("draft_tokens", draft_tokens)
-        self.shared_head: list[nn.Linear] = []
-
-    @classmethod
-    def from_model(
-        cls,
         model: PreTrainedModel,
         exit_layer: int,
         *,
@@ -87,56 +54,23 @@ class EarlyExit(nn.Module):
         own_layer: bool = True,
         depth: int = 1,
         draft_tokens: Tensor | None = None,
-    ) -> "EarlyExit":
-        """An exit after `exit_layer` layers: `depth` copies of the last layer, and copies of the norm and, if
-        `own_head`, the head of `model`.
-
-        Without `own_layer` norm and head are directly on those layers, as in the paper's ablation. draft_tokens: own or
-        shared, the head has only their rows.
-        """
-        last = decoder_layers(model)[-1]
+    ):
+        super().__init__()
+        last, parts, head = decoder_layers(model)[-1], spec_of(model), model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
         layers: list[nn.Module] = [copy.deepcopy(last) for _ in range(depth)] if own_layer else [NoLayer()]
         for number, layer in enumerate(layers, exit_layer):
             number_layer(layer, number)
-        parts = spec_of(model)
-        call = parts.calls[-1]
-        head = model.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
-        drafter = cls(
-            layers[0],
-            copy.deepcopy(final_norm(model)),
-            _rows_of(head, draft_tokens) if own_head else None,
-            exit_layer,
-            model.config.sliding_window if call.slides else None,
-            call,
-            parts.logits,
-            model.config.vocab_size,
-            draft_tokens,
-            layers[1:],
-        )
+        self.layer, self.deeper = layers[0], nn.ModuleList(layers[1:])
+        self.norm = copy.deepcopy(final_norm(model))
+        self.head = _rows_of(head, draft_tokens) if own_head else None
+        self.exit_layer, self.vocabulary = exit_layer, model.config.vocab_size
+        self.call, self.rule = parts.calls[-1], parts.logits
+        self.window = model.config.sliding_window if self.call.slides else None
+        self.register_buffer("draft_tokens", draft_tokens)
+        self.shared_head: list[nn.Linear] = []
         if not own_head:
-            drafter.use_head(head)
-        return drafter
-
-    @classmethod
-    def empty(
-        cls,
-        config: PreTrainedConfig,
-        exit_layer: int,
-        *,
-        own_head: bool,
-        own_layer: bool = True,
-        depth: int = 1,
-        draft_vocabulary: int | None = None,
-    ) -> "EarlyExit":
-        """An exit of `depth` layers for a target of `config`, without weights (meta device).
-
-        draft_vocabulary: the number of tokens it predicts.
-        """
-        model = empty_layers(config, exit_layers(config, exit_layer))
-        tokens = None if draft_vocabulary is None else torch.empty(draft_vocabulary, dtype=torch.long, device="meta")
-        own = {"own_head": own_head, "own_layer": own_layer}
-        return cls.from_model(model, exit_layer, **own, depth=depth, draft_tokens=tokens)
+            self.use_head(head)
 
     def use_head(self, head: nn.Linear) -> None:
         """Share the target's `head` if the drafter has none; with a draft vocabulary, a copy of its rows."""

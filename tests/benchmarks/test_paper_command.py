@@ -99,7 +99,7 @@ def test_exits_of_every_shape_are_compared(paper: Callable[..., Any], tiny_model
     target = open_target(str(tiny_models / TARGET))
     for name, n, depth in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2)):
         model = target.layers(exit_layers(target.config, n), dtype=torch.float32)
-        exits = EarlyExit.from_model(model, n, own_head=True, depth=depth)
+        exits = EarlyExit(model, n, own_head=True, depth=depth)
         save_pretrained(tmp_path / name, exits, target.fingerprint, {"steps": 7}, torch.float32)
     given = ["--exits", *(str(tmp_path / name) for name in "abc"), "--tables", "figure_4", "figure_5"]
     tables = paper("eesd", *given, "--timed")["tables"]

@@ -120,7 +120,7 @@ def test_over_all_tokens_it_is_what_it_was(tmp_path: Path, objective: str) -> No
 def test_it_is_stored_and_read(tmp_path: Path) -> None:
     target = open_target(str(save_target(tmp_path / "target", kv_heads=2)))
     model = target.layers(exit_layers(target.config, LAYERS - 1), dtype=torch.float32)
-    drafter = EarlyExit.from_model(model, LAYERS - 1, own_head=True, draft_tokens=TOKENS).requires_grad_(False)
+    drafter = EarlyExit(model, LAYERS - 1, own_head=True, draft_tokens=TOKENS).requires_grad_(False)
     save_pretrained(tmp_path / "drafter", drafter, target.fingerprint, {}, torch.bfloat16)
     assert read_meta(tmp_path / "drafter").draft_vocabulary == len(TOKENS)
     assert read_draft_tokens(tmp_path / "drafter") == TOKENS.tolist()
@@ -128,7 +128,7 @@ def test_it_is_stored_and_read(tmp_path: Path) -> None:
     assert torch.equal(again.draft_tokens, TOKENS)
     hidden = torch.randn(1, 4, target.config.hidden_size)
     torch.testing.assert_close(again.logits(hidden), drafter.bfloat16().float().logits(hidden))
-    plain = EarlyExit.from_model(model, LAYERS - 1, own_head=True).requires_grad_(False)
+    plain = EarlyExit(model, LAYERS - 1, own_head=True).requires_grad_(False)
     torch.testing.assert_close(plain.bfloat16().float().logits(hidden)[..., TOKENS], again.logits(hidden)[..., TOKENS])
 
 

@@ -257,7 +257,7 @@ def save_exit(path: Path, where: Path, exit_layer: int = 2, **shape: Any) -> Ear
     """An exit whose every parameter is another than its target's, in directory `where`."""
     target = open_target(str(path))
     model = target.layers(dtype=torch.float32)
-    drafter = EarlyExit.from_model(model, exit_layer, **{"own_head": True, **shape}).requires_grad_(False)
+    drafter = EarlyExit(model, exit_layer, **{"own_head": True, **shape}).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in drafter.parameters():
         parameter += 0.1 * torch.randn(parameter.shape, generator=generator)

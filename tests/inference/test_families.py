@@ -48,7 +48,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def exit_of(target: OpenTarget, exit_layer: int, noise: float) -> EarlyExit:
     """The target's last layer after `exit_layer` layers, its matrices shaken so that some drafts are wrong."""
     model = target.layers(exit_layers(target.config, exit_layer), dtype=torch.float32)
-    drafter = EarlyExit.from_model(model, exit_layer, own_head=True).requires_grad_(False)
+    drafter = EarlyExit(model, exit_layer, own_head=True).requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     for parameter in drafter.layer.parameters():
         if parameter.ndim > 1:

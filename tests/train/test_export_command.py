@@ -210,7 +210,7 @@ def test_a_dtype_that_a_format_has_not_is_refused_at_once() -> None:
 def exit_of(path: Path, where: Path, architecture: str = "llama") -> ExportConfig:
     """The export of an exit for a new target whose tokenizer GGUF knows."""
     target = open_target(str(save_plain_target(path, architecture, vocab_size=330)))
-    drafter = EarlyExit.from_model(target.layers(dtype=torch.float32), 1, own_head=True).requires_grad_(False)
+    drafter = EarlyExit(target.layers(dtype=torch.float32), 1, own_head=True).requires_grad_(False)
     for parameter in drafter.parameters():
         parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     save_pretrained(where, drafter, target.fingerprint, {}, torch.float32)

@@ -77,13 +77,9 @@ class ExitOnFrozenLayers(nn.Module):
         super().__init__()
         self.objective = objective
         self.online = objective != "cross_entropy" and not cached  # the whole target is part of this module
-        self.drafter = EarlyExit.from_model(
+        self.drafter = EarlyExit(
             model, exit_layer, own_head=train_head, own_layer=train_layer, depth=depth, draft_tokens=draft_tokens
         ).float()
-        if not train_head:
-            head = model.get_output_embeddings()
-            assert isinstance(head, nn.Linear)
-            self.drafter.use_head(head)
         self.head_rows = self.drafter.output_head if not train_head and draft_tokens is not None else None
         self.stack = layer_stack(model, rotary_dtype=torch.float32)
         if not self.online:
