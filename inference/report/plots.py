@@ -51,8 +51,9 @@ def plot_speedups(reports: Sequence[Report]) -> Figure:
     most = max(1.2, min(highest, 2.5 * max((speedup["median"] for speedup in timed), default=0)))
     for place, report in enumerate(reports):
         values, speedup, colour = [*report["speedup_per_prompt"].values()], report["speedup"], COLOURS[place % 8]
-        axes.text(0, place - 0.2, f"{report['method']}: {figure(speedup)}", parse_math=False)
-        axes.plot([1, 1], [place - 0.15, place + 0.45], "--", color="black", linewidth=1)
+        wrong = ", not lossless" if report["verdict"] in ("not lossless", "target differs") else ""
+        axes.text(0, place - 0.2, f"{report['method']}: {figure(speedup)}{wrong}", parse_math=False)
+        axes.plot([1, 1], [place - 0.1, place + 0.45], "--", color="black", linewidth=1)
         axes.plot(values, [place] * len(values), "o", markersize=5, color=colour, alpha=0.5, markeredgewidth=0)
         if values:
             axes.plot(speedup["ci95"], [place + 0.25] * 2, color=colour, linewidth=3)

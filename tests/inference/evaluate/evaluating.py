@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from accelerate import PartialState
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.prompts import Prompt
+from outrider.inference.core.rounds import Generation
 from outrider.inference.evaluate import compare
 from outrider.inference.measure.results import append_result, read_results
 from outrider.inference.report import plots
@@ -67,6 +68,12 @@ def facts(config: EvaluateConfig) -> list[dict[str, object]]:
     kept = ("method", "lossless", "prompts", "turns", "skipped", "tokens", "tau", "acceptance_rate",
             "acceptance_by_position")  # fmt: skip
     return [{key: report[key] for key in kept if report["method"] == "chain" or key in kept[:6]} for report in reports]
+
+
+def measured(config: EvaluateConfig) -> dict[str, Mapping[str, Generation]]:
+    """By the ids of a first turn as JSON: what every arm said."""
+    results = [one.turns[0] for one in read_results(Path(config.out_dir)).values()]
+    return {json.dumps([*result.prompt]): result.generations for result in results}
 
 
 def processes(config: EvaluateConfig) -> int:

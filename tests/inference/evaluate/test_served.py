@@ -31,7 +31,7 @@ from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
-from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine
+from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine, measured
 from tests.inference.serving import engine_stand_in
 from tests.tiny import byte_tokenizer
 
@@ -40,13 +40,12 @@ MakeConfig = Callable[..., EvaluateConfig]
 QUIET = {"busy": None}
 
 
-def stand_in(folder: Path, measured: EvaluateConfig, **plan: Any) -> Path:
-    """A Python that answers what `measured` found, with its own drafts' acceptance unless `plan` says otherwise."""
-    results = [one.turns[0] for one in read_results(Path(measured.out_dir)).values()]
-    said, first = {json.dumps(list(r.prompt)): r.generations for r in results}, next(iter(measured.methods))
+def stand_in(folder: Path, made: EvaluateConfig, **plan: Any) -> Path:
+    """A Python that answers what `made` measured, with its own drafts' acceptance unless `plan` says otherwise."""
+    said, first = measured(made), next(iter(made.methods))
     plan = {
-        "texts": {prompt: made[AUTOREGRESSIVE].tokens for prompt, made in said.items()},
-        "accepted": {prompt: [r.accepted for r in made[first].rounds] for prompt, made in said.items()},
+        "texts": {prompt: arms[AUTOREGRESSIVE].tokens for prompt, arms in said.items()},
+        "accepted": {prompt: [r.accepted for r in arms[first].rounds] for prompt, arms in said.items()},
         "log": str(folder / "log"),
     } | plan
     python = folder / "python"

@@ -10,12 +10,12 @@ import pytest
 
 from outrider.base.errors import UserError
 from outrider.inference.batch import client
-from outrider.inference.measure.results import read_results
 from outrider.inference.report.served import DRAFTED, PLAIN, served_lines
 from outrider.inference.settings.engine import EngineConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.sampling import SamplingConfig
+from tests.inference.evaluate import evaluating
 from tests.inference.evaluate.evaluating import METHODS, QUESTIONS, evaluate, in_engine
 from tests.inference.evaluate.server_stand_in import Plan, running
 from tests.tiny import byte_tokenizer
@@ -42,10 +42,7 @@ def made(config: MakeConfig) -> EvaluateConfig:
 
 def plan_of(made: EvaluateConfig, **changes: Any) -> Plan:
     """A server that does as this runtime did, with a drafter unless it has no length."""
-    said = {
-        json.dumps([*one.turns[0].prompt]): one.turns[0].generations
-        for one in read_results(Path(made.out_dir)).values()
-    }
+    said = evaluating.measured(made)
     accepted = {prompt: [r.accepted for r in arms["chain"].rounds] for prompt, arms in said.items()}
     texts = {prompt: [*arms[AUTOREGRESSIVE].tokens] for prompt, arms in said.items()}
     given = {"length": LENGTH, "accepted": accepted, "decode": decode, **changes}
