@@ -45,7 +45,14 @@ from outrider.train.auto_choice import (
     pipeline_of,
     rows_of,
 )
-from outrider.train.pipeline_run import ConfigFor, job_of, jobs_of, run_command, run_pipeline, words_of
+from outrider.train.pipeline_run import (
+    ConfigFor,
+    job_of,
+    jobs_of,
+    run_command,
+    run_pipeline,
+    words_of,
+)
 from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
 from outrider.train.settings.auto import PACKAGED, TRAINED, AutoConfig
 
