@@ -134,7 +134,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
         [*TEXT, "out_dir=out", "fit.steps=2", "fit.batch_rows=2", "seq_len=32", "layers=1", "hidden=32", "heads=2",
          "kv_heads=2", "intermediate=32", "vocabulary=300", "eval_rows=4"],
         {
-            "train.students.toy:Tokenizer.train_from_iterator": "toy_target > training the tokenizer; ",
+            "train.recipes.toy:Tokenizer.train_from_iterator": "toy_target > training the tokenizer; ",
             "data_prep.text.rows:encode": "toy_target > tokenising train; ",
             "train.core.loop:load_share": "toy_target > training 0/2 steps; ",
             "train.recipes.toy:linear_cross_entropy": "toy_target > training 0/2 steps; ",

@@ -18,10 +18,17 @@ from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.losses import IGNORE
 from outrider.train.parts.drafter import export
-from outrider.train.recipes.toy import ToyTarget, bits_per_byte, prepare, train_toy_target
+from outrider.train.recipes.toy import (
+    ToyTarget,
+    bits_per_byte,
+    build_lm,
+    prepare,
+    token_bytes,
+    train_tokenizer,
+    train_toy_target,
+)
 from outrider.train.settings.fit import FitConfig
 from outrider.train.settings.toy import TOY_REPORT, ToyTargetConfig
-from outrider.train.students.toy import build_lm, token_bytes, train_tokenizer
 from tests.train import jobs
 
 TEXTS = ["def f(x):\n    return x + 1\n", "class A:\n    pass  # naïve 😀\n", "for i in range(10):\n    print(i)\n"]
