@@ -26,11 +26,21 @@ from pathlib import Path
 from typing import Any
 
 from papers.writing import markdown, measured
-from record_tables import by_dtype, interval, layouts, summary, tables
+from record_tables import by_dtype, layouts, summary, tables
 
+from outrider.base.words import Columns, filled
 from outrider.cli import crashing
+from outrider.inference.report.tables import COUNTED, METHODS, arms_and_methods
 
 Report = Mapping[str, Any]
+COLUMNS: Columns = {
+    **METHODS,
+    "τ": METHODS["tokens a pass"],
+    "v_d": METHODS["accepted"],
+    "r_d": METHODS["from drafter"],
+    "HM": COUNTED["HM"],
+    "drafted/round": METHODS["drafted a pass"],
+}
 BLOCK = re.compile(r"(<!-- demo table: begin -->\n)(.*?)(\n<!-- demo table: end -->)", re.DOTALL)
 TAU = re.compile(r"`(\w+)` τ \d+\.\d\d")
 
@@ -42,7 +52,7 @@ def fill(page: str, reports: Sequence[Report]) -> str:
     def table(found: re.Match[str]) -> str:
         header, rule, *_ = found[2].splitlines()
         columns = [name.strip() for name in header.strip("|").split("|")]
-        return found[1] + "\n".join([header, rule, *(row(columns, cells) for cells in rows(reports))]) + found[3]
+        return found[1] + "\n".join([header, rule, *rows(columns, reports)]) + found[3]
 
     def figure(found: re.Match[str]) -> str:
         if found[1] not in tau:
@@ -75,46 +85,13 @@ def fill_paper(page: str, record: Mapping[str, Any]) -> str:
     return filled
 
 
-def row(columns: Sequence[str], cells: Mapping[str, str]) -> str:
-    """One line of a table, with its cells in the order of the header."""
-    known = ("method", "identical", "τ", "v_d", "r_d", "HM", "drafted/round", "tokens/s", "speed-up [95 %]")
-    unknown = set(columns) - {*known, "vs transformers"}
-    if unknown:
-        raise ValueError(f"column {', '.join(sorted(unknown))}: expected some of {', '.join(known)}, vs transformers")
-    return "|" + "|".join(f" {cells[column]} " if column in cells else " " for column in columns) + "|"
-
-
-def rows(reports: Sequence[Report]) -> list[dict[str, str]]:
-    """The cells of all rows by column name: both baselines, then the methods."""
-    first = reports[0]
-    speeds, checked = first["tokens_per_second"], first["lossless"]["checked"]
-    autoregressive = {
-        "method": "autoregressive", "identical": f"{first['lossless']['autoregressive_identical']}/{checked}",
-        "τ": "1.00", "tokens/s": f"{speeds['autoregressive']:.1f}", "speed-up [95 %]": "1.00",
-    }  # fmt: skip
-    transformers = {
-        "method": "transformers generate", "identical": "reference", "τ": "1.00",
-        "tokens/s": f"{speeds['transformers_generate']:.1f}", "vs transformers": "1.00",
-    }  # fmt: skip
-    return [autoregressive, transformers, *map(cells_of, reports)]
-
-
-def cells_of(report: Report) -> dict[str, str]:
-    """The cells of one method."""
-    lossless, speedup = report["lossless"], report["speedup"]
-    ties = f" (+{lossless['excused_ties']} ties)" if lossless["excused_ties"] else ""
-    return {
-        "method": report["method"],
-        "identical": f"{lossless['identical']}/{lossless['checked']}{ties}",
-        "τ": f"{report['tau']:.2f}",
-        "v_d": f"{report['acceptance_rate']:.2f}",
-        "r_d": f"{report['draft_share']:.2f}",
-        "HM": f"{100 * report['harmonic_mean']:.1f}",
-        "drafted/round": f"{report['drafted_tokens_per_round']:.2f}",
-        "tokens/s": f"{report['tokens_per_second']['speculative']:.1f}",
-        "speed-up [95 %]": interval(speedup),
-        "vs transformers": interval(speedup["vs_transformers_generate"]),
-    }
+def rows(names: Sequence[str], reports: Sequence[Report]) -> list[str]:
+    """The lines of a table with these columns: both baselines, then the methods. Raises `ValueError`."""
+    if unknown := {*names} - {*COLUMNS}:
+        raise ValueError(f"column {', '.join(sorted(unknown))}: expected some of {', '.join(COLUMNS)}")
+    plain, *others = arms_and_methods(reports)
+    table = filled({name: COLUMNS[name] for name in names}, [{**plain, "method": "autoregressive"}, *others])
+    return table.markdown()[2:]
 
 
 def filled_from(content: Mapping[str, Any], page: str) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from outrider.base.words import figure
+
 Figures = Mapping[str, Any]
 # What a reader calls an arm, and `method=` today.
 CALLED = {
@@ -48,7 +50,7 @@ def by_dtype(entries: Mapping[str, Any]) -> str:
 
 
 def _rate(figures: Figures | None) -> str:
-    return f"{number(figures['tokens_per_second'], 1)} | {interval(figures['speedup'])}" if figures else "– | –"
+    return f"{number(figures['tokens_per_second'], 1)} | {figure(figures['speedup'])}" if figures else "– | –"
 
 
 def said(entry: Mapping[str, Any]) -> str:
@@ -70,8 +72,8 @@ def table(arms: Mapping[str, Figures]) -> str:
         f = arms[name]
         lines.append(
             f"| {name} | {f['identical']}/{f['prompts']} | {number(f['tau'], 2)} | "
-            f"{number(f['tokens_per_second'], 1)} | {interval(f['speedup'])} | "
-            f"{interval(f['speedup'].get('vs_transformers_generate'))} |"
+            f"{number(f['tokens_per_second'], 1)} | {figure(f['speedup'])} | "
+            f"{figure(f['speedup'].get('vs_transformers_generate'))} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -111,14 +113,6 @@ def by_speed(arms: Mapping[str, Figures]) -> list[str]:
 def number(value: float | None, digits: int) -> str:
     """A number as text; a dash for None."""
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def interval(ratio: Mapping[str, Any] | None) -> str:
-    """The median of a ratio and its interval."""
-    if ratio is None or ratio["median"] is None:
-        return "–"
-    low, high = ratio["ci95"]
-    return f"{ratio['median']:.2f}× [{low:.2f}, {high:.2f}]"
 
 
 def layouts(entry: Mapping[str, Any]) -> str:

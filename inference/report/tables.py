@@ -113,7 +113,7 @@ def identical_text(report: Report, of: str = "", ties: bool = True) -> str:
     if report["temperature"]:
         return "sampled"
     lossless = report["lossless"]
-    excused = lossless[f"{of}excused_ties"] if ties else 0
+    excused = lossless.get(f"{of}excused_ties") if ties else 0
     return f"{lossless[f'{of}identical']}/{lossless['checked']}{f' (+{excused} ties)' if excused else ''}"
 
 
