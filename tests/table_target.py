@@ -59,7 +59,7 @@ class TableHead(TableModel):
     def features(self, aux: Tensor) -> Tensor:
         return aux
 
-    def run_embedded(self, embedding: Tensor, *_: Any) -> Tensor:
+    def run(self, embedding: Tensor, *_: Any) -> Tensor:
         return embedding
 
 

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.eagle3.reading import Reading
@@ -156,22 +155,6 @@ class HeadAttention(nn.Module):
         return torch.cat([turned * cos + rotate_half(turned) * sin, rest], dim=-1)
 
 
-class HeadMLP(nn.Module):
-    """The gated MLP of a layer of the head."""
-
-    def __init__(self, reading: Reading):
-        super().__init__()
-        self.gate_proj = nn.Linear(reading.hidden, reading.intermediate, bias=reading.mlp_bias)
-        self.up_proj = nn.Linear(reading.hidden, reading.intermediate, bias=reading.mlp_bias)
-        self.down_proj = nn.Linear(reading.intermediate, reading.hidden, bias=reading.mlp_bias)
-        self.act_fn = ACT2FN[reading.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., H] → [..., H]."""
-        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class HeadLayer(GradientCheckpointingLayer):
     """A decoder layer of the head. The first one also takes the embedding of the token after the feature.
 
@@ -182,7 +165,15 @@ class HeadLayer(GradientCheckpointingLayer):
         super().__init__()
         first = layer_idx == 0
         self.self_attn = HeadAttention(reading, reading.hidden * (2 if first else 1), layer_idx)
-        self.mlp = HeadMLP(reading)
+        self.mlp = LlamaMLP(
+            LlamaConfig(
+                hidden_size=reading.hidden,
+                intermediate_size=reading.intermediate,
+                num_attention_heads=1,  # or it refuses a width that the usual 32 do not divide
+                mlp_bias=reading.mlp_bias,
+                hidden_act=reading.activation,
+            )
+        )
         self.norm_before_residual = reading.norm_before_residual
         normed = reading.embedding_norm or not first
         self.input_layernorm = LlamaRMSNorm(reading.hidden, reading.epsilon) if normed else nn.Identity()
@@ -306,30 +297,12 @@ class Eagle3(nn.Module):
         features: Tensor = self.fc(self.input_norm(aux))
         return features
 
-    def run(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        masks: Masks,
-        rotary: Rotary,
-        cache: Cache = None,
-    ) -> Tensor:
-        """The layers on tokens [B, Q] and features [B, Q, H], each of the position before its token → [B, Q, H].
+    def run(self, embedding: Tensor, features: Tensor, masks: Masks, rotary: Rotary, cache: Cache = None) -> Tensor:
+        """The layers on tokens' embeddings and features, each of the position before its token: [B, Q, H] → [B, Q, H].
 
         A feature is the target's, or the output of `run` at its position. masks: by window (see `windows`), over all
         entries that the cache returns. With `Steps` as the cache it is a step of training.
         """
-        return self.run_embedded(self.embed(tokens), features, masks, rotary, cache)
-
-    def run_embedded(
-        self,
-        embedding: Tensor,
-        features: Tensor,
-        masks: Masks,
-        rotary: Rotary,
-        cache: Cache = None,
-    ) -> Tensor:
-        """`run` on the tokens' embeddings [B, Q, H]."""
         hidden = features
         for layer, window in zip(self.layers, self.windows, strict=True):
             hidden = layer(embedding, hidden, masks[window], rotary, cache)

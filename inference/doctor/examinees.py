@@ -124,7 +124,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     head.reserve(count + 1)
     cache = DynamicCache()
     past = {window: None if window is None else Band.sliding(index, window) for window in head.windows}
-    first = head.run(tokens[None, 1:], head.features(aux), past, head.rotary(index[None]), cache)
+    first = head.run(head.embed(tokens[None, 1:]), head.features(aux), past, head.rotary(index[None]), cache)
     own = places - STEPS - 1  # the entries whose outputs are the features of the second step
     true, itself = index <= own[:, None], torch.eye(len(own), dtype=torch.bool, device=tokens.device)
     positions = own + (0 if still else 1)
@@ -132,7 +132,7 @@ def draft_by_head(head: Eagle3, recording: Recording, *, still: bool = False) ->
     for window in head.windows:
         near = true if window is None else true & (positions[:, None] - index < window)
         masks[window] = torch.cat([near, itself], dim=1)[None, None]
-    second = head.run(tokens[None, own + 2], first[:, own], masks, head.rotary(positions[None]), cache)
+    second = head.run(head.embed(tokens[None, own + 2]), first[:, own], masks, head.rotary(positions[None]), cache)
     return head.logits(torch.cat([first[:, places - STEPS], second]))
 
 

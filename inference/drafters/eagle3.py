@@ -80,7 +80,7 @@ class Eagle3Source:
 
         def pairs(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, aux = x.tensor_split([head.reading.hidden], dim=-1)
-            out = head.run_embedded(embedding, head.features(aux), view.masks(), view.rotary, view.cache)
+            out = head.run(embedding, head.features(aux), view.masks(), view.rotary, view.cache)
             return out, head.draft_logits(view.wanted(out))
 
         x = torch.cat([head.embed(tokens[None]), aux], dim=-1)
@@ -95,7 +95,7 @@ class Eagle3Source:
 
         def drafted(x: Tensor, view: View) -> tuple[Tensor, Tensor]:
             embedding, features = x.chunk(2, dim=-1)
-            out = head.run_embedded(embedding, features, view.masks(), view.rotary, view.cache)
+            out = head.run(embedding, features, view.masks(), view.rotary, view.cache)
             return out, head.draft_logits(out)
 
         features = self._outputs[-1:] if list(parents) == [len(self._outputs) - 1] else self._outputs[list(parents)]

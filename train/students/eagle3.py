@@ -129,7 +129,7 @@ class HeadOnTarget(nn.Module):
     ) -> Tensor:
         cache.now = step
         masks = dict.fromkeys(self.head.windows, mask)
-        return self.head.run_embedded(embedding, features, masks, self.head.rotary(positions + step), cache)
+        return self.head.run(embedding, features, masks, self.head.rotary(positions + step), cache)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Like `Eagle3.embed`, but reads weights from their own module, as launchers that shard weights expect."""

@@ -58,7 +58,7 @@ def logits_of(head: Eagle3, rows: list[Row]) -> Tensor:
             features = outputs[:, [row.feature for row in now]]
         tokens, positions = (torch.tensor([[getattr(r, name) for r in now]]) for name in ("token", "position"))
         seen = masks(head, rows[:end], start)
-        outputs = torch.cat([outputs, head.run(tokens, features, seen, head.rotary(positions), cache)], 1)
+        outputs = torch.cat([outputs, head.run(head.embed(tokens), features, seen, head.rotary(positions), cache)], 1)
     return head.logits(outputs)[0]
 
 
@@ -300,7 +300,7 @@ def test_another_reading_of_the_same_tensors_is_another_head(tmp_path: Path) -> 
         one.reserve(4)
         features = one.features(torch.ones(1, 4, one.fc.in_features))
         masks = dict.fromkeys(one.windows)
-        outputs.append(one.run(torch.arange(4)[None], features, masks, one.rotary(torch.arange(4)[None])))
+        outputs.append(one.run(one.embed(torch.arange(4)[None]), features, masks, one.rotary(torch.arange(4)[None])))
     assert not torch.allclose(*outputs)
 
 
