@@ -33,6 +33,7 @@ from outrider.inference.measure.threads import machine_load
 from outrider.inference.report.page import make_page
 from outrider.inference.report.plots import plot_acceptance, plot_speedups
 from outrider.inference.report.report import build_report, markdown, relate_to_chain, write_reports
+from outrider.inference.report.tables import methods_tables
 from outrider.inference.report.wording import is_lossless, recommendation
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -503,3 +504,33 @@ def test_where_plain_decoding_differs_no_method_is_accused() -> None:
     said = recommendation([one_report("tree", 2.0, 1.9, 2.1, verdict="target differs"), NGRAMS])
     assert "the target's own run differs" in said
     assert not any(name in said for name in ("tree", "ngrams", "do not use"))
+
+
+def test_every_cell_shows_its_own_figure() -> None:
+    """Of a method and of both baselines; what a baseline lacks is empty."""
+
+    def speed(median: float, **more: object) -> dict[str, object]:
+        return {"median": median, "ci95": [median - 0.5, median + 0.5], "prompts": 6, **more}
+
+    report = build_report("m", results(), facts(), seed=0) | {
+        "speedup": speed(2, vs_transformers_generate=speed(3)), "speedup_without_loops": speed(4), "verdict": "faster",
+        "end_to_end": speed(5, vs_transformers_generate=speed(6)), "tau": 1.1, "acceptance_rate": 0.2,
+        "transformers_generate": {"speedup": speed(7), "end_to_end": speed(8)}, "draft_share": 0.3,
+        "drafted_tokens_per_round": 4.4, "tokens_per_second": {"autoregressive": 1, TRANSFORMERS: 2, "speculative": 3},
+        "prefill_seconds": {"autoregressive": speed(1), TRANSFORMERS: speed(2), "speculative": speed(3)},
+    }  # fmt: skip
+
+    def said(n: int) -> str:
+        return f"{n}.00× [{n - 0.5:.2f}, {n + 0.5:.2f}]"
+
+    gained, whole = methods_tables([report])
+    assert gained.rows == [
+        ["plain decoding", "", "1.00", "", "", "1.0", "1.00", "", "", "", "6/6"],
+        ["transformers generate", "", said(7), "", "1.00", "2.0", "1.00", "", "", "", "reference"],
+        ["m", "faster", said(2), said(4), said(3), "3.0", "1.10", "0.20", "0.30", "4.40", "6/6"],
+    ]
+    assert whole.rows == [
+        ["plain decoding", "1000.0 [500.0, 1500.0]", "1.00", "1.00", ""],
+        ["transformers generate", "2000.0 [1500.0, 2500.0]", "7.00×", said(8), "1.00"],
+        ["m", "3000.0 [2500.0, 3500.0]", "2.00×", said(5), said(6)],
+    ]
