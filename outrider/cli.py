@@ -116,6 +116,10 @@ COMMANDS = {
             "pipeline", "train.pipeline", "train.pipeline_settings:PipelineConfig",
             "run several commands as one: from a target to a report",
         ),
+        Command(
+            "serve", "inference.serve", "inference.settings.tools:ServeConfig",
+            "answer clients of OpenAI's API, with a drafter before the target",
+        ),
     )
 }  # fmt: skip
 

@@ -37,11 +37,10 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
     if os.path.isfile(source) and not is_gguf(Path(source)):
         return _of_sentencepiece(source)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the processes are the parallelism
-    from outrider.draft_models.targets.fingerprint import tokenizer_digest  # imports torch, not needed for a file
-    from outrider.draft_models.targets.open_target import load_tokenizer, rows_beside
+    from outrider.draft_models.targets import fingerprint, open_target  # they import torch, not needed for a file
 
     try:
-        tokenizer = load_tokenizer(source, revision, role="tokenizer")
+        tokenizer = open_target.load_tokenizer(source, revision, role="tokenizer")
     except UserError as error:
         raise UserError(f"{error}; expected {_EXPECTED}") from None
 
@@ -50,8 +49,8 @@ def open_encoder(source: str, revision: str | None = None) -> Encoder:
         return tokenizer(texts, **options)["input_ids"]
 
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
-    made = Encoder(encode, tokenizer.get_vocab(), eos, tokenizer_digest(tokenizer), bos)
-    rows = None if os.path.isfile(source) else rows_beside(source, revision)
+    made = Encoder(encode, tokenizer.get_vocab(), eos, fingerprint.tokenizer_digest(tokenizer), bos)
+    rows = None if os.path.isfile(source) else open_target.rows_beside(source, revision)
     return made if rows is None or rows >= made.vocabulary else made._replace(rows=rows)
 
 

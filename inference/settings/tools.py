@@ -1,4 +1,4 @@
-"""Settings of the audit and of compare-reports."""
+"""Settings of the server, of the audit and of compare-reports."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -6,10 +6,29 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Place, Positive, RunConfig, Seed, Url, free, opt, require_default
+from outrider.base.settings import Count, Named, Place, Positive, RunConfig, Seed, Url, free, opt, require_default
 from outrider.data_prep.text.settings import PromptSource, PromptTemplate
 from outrider.draft_models.targets.settings import Dtype, Model
+from outrider.inference.settings.evaluate import DecodingConfig
 from outrider.inference.settings.sampling import SamplingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(DecodingConfig):
+    """serve: answer clients of OpenAI's API, and a page to talk at, with a drafter before the target."""
+
+    name: Annotated[str, Named("a name")] | None = opt(None, "of the model, for clients; null: what is served")
+    host: str = opt("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's")
+    port: Annotated[int, Ge(0), Lt(2**16)] = opt(8000, "0: any that is free")
+    api_key: Annotated[str, Named("a key")] | None = None
+    """that clients must send; null: the one in the variable OUTRIDER_API_KEY, else none is asked for"""
+    max_new_tokens: Count = opt(512, "of an answer at most, where the request does not say it")
+    batch: Count = opt(1, "texts that are decoded at a time")
+    queue: Annotated[int, Ge(0)] = opt(64, "texts that may wait meanwhile; requests for more get status 429")
+    context: Count | None = opt(None, "tokens of a prompt and its answer together; null: the target's context")
+    max_bytes: Count = opt(2**24, "of a request")
+    timeout: Positive = opt(600.0, "seconds that a request may take, with the time that it waits")
+    grace: Count = opt(30, "seconds to finish what is being answered after SIGTERM or Ctrl-C")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, ParamSpec, TypeVar, cast, overload
 
+from annotated_types import Ge, Le
 from transformers import PreTrainedTokenizerBase
 
 from outrider.api.prompts import Asked, Messages, are_ids, are_several, conversation
@@ -33,6 +34,7 @@ from outrider.data_prep.text.settings import PromptTemplate
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.settings import DecodeDtype
 from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.logprobs import ScoringSelector
 from outrider.inference.core.rounds import Round, synchronized_clock
 from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.token_selector import TokenSelector
@@ -122,7 +124,7 @@ class Model:
             self.setup = setup = find_setup(config)
             if conversations is not False:  # it raises if no template is known, or if that refuses a system message
                 system = [{"role": "system", "content": conversations}] if isinstance(conversations, str) else []
-                self._ids([*system, {"role": "user", "content": "?"}])
+                self.ids([*system, {"role": "user", "content": "?"}])
             target, dtype, device = setup.target, setup.dtype, setup.device
             self.drafters = load_drafters(config, target, dtype=dtype, device=device)
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
@@ -149,7 +151,7 @@ class Model:
         _require_known("generate", options, _options_of(self.stream))
         if not are_several(prompt):
             return "".join(self.stream(prompt, **options))
-        asked = [self._ids(one, f"prompt[{number}]") for number, one in enumerate(prompt)]
+        asked = [self.ids(one, f"prompt[{number}]") for number, one in enumerate(prompt)]
         return ["".join(self.stream(ids, **options)) for ids in asked]
 
     @_knowing_its_options
@@ -185,7 +187,7 @@ class Model:
         short.
         """
         sampling = _sampling(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
-        ids = self._ids(prompt)
+        ids = self.ids(prompt)
         rounds = self.rounds(ids, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
         return self._pieces(rounds, len(ids))
 
@@ -199,19 +201,23 @@ class Model:
         stop_strings: Sequence[str] = (),
         seed: int = 0,
         speculate: bool = True,
+        logprobs: int | None = None,
     ) -> Iterator[Round]:
         """The rounds of a generation: the committed tokens of every pass, and how many of them were drafted.
 
-        The first is the prefill. speculate=False: the target alone, one token a pass. Raises `UserError` as `stream`.
+        The first is the prefill. speculate=False: the target alone, one token a pass. logprobs: the rounds are
+        `ScoredRound`s, with the target's log-probabilities of their tokens and of so many likeliest ones in the place
+        of each. Raises `UserError` as `stream`.
         """
         require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
         count = construct(Count, max_new_tokens, "max_new_tokens")
+        top = construct(Annotated[int, Ge(0), Le(self.setup.config.vocab_size)] | None, logprobs, "logprobs")
         texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         stops = tuple(construct(list[_Text], texts, "stop_strings"))
         streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
-        ids = self._ids(prompt)  # before its turn: a long prompt delays no other generation
+        ids = self.ids(prompt)  # before its turn: a long prompt delays no other generation
         with self._turn:
-            rounds = self._decode(ids, sampling, count, stops, streams, speculate)
+            rounds = self._decode(ids, sampling, count, stops, streams, speculate, top)
         return _in_turn(rounds, self._turn)
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> "Model":
@@ -267,8 +273,8 @@ class Model:
         """The ids that end a text."""
         return self.setup.eos
 
-    def _ids(self, prompt: Asked, key: str = "prompt") -> list[int]:
-        """The token ids of one prompt. Raises `UserError` naming `key`."""
+    def ids(self, prompt: Asked, key: str = "prompt") -> list[int]:
+        """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
         most = self.setup.config.vocab_size
         if are_ids(prompt):
             for place, token in enumerate(prompt):
@@ -279,7 +285,7 @@ class Model:
         else:
             talk, template = conversation(prompt, key), self.setup.chat_template
             written = [message.get("ids") for message in talk if message["role"] == "assistant"]
-            said = [self._ids(own, f"{key}: ids") if are_ids(own) else [] for own in written]
+            said = [self.ids(own, f"{key}: ids") if are_ids(own) else [] for own in written]
             most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
             ids = render_prompt(turns, self.tokenizer, template, said=said, most=most, where=key)
         require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
@@ -293,6 +299,7 @@ class Model:
         stops: tuple[str, ...],
         streams: Streams,
         speculate: bool,
+        logprobs: int | None,
     ) -> Iterator[Round]:
         setup, sampled = self.setup, sampling.temperature > 0
         source, revision = setup.target.source, setup.target.revision
@@ -304,11 +311,11 @@ class Model:
         inherited = self._inherited[asked]
         stops = stops or tuple(inherited.taken.get("stop_strings", ()))
         settings = generate_settings(inherited.config, sampling, max_new_tokens=max_new_tokens, eos=setup.eos)
-        selector = TokenSelector(
-            make_sampler(settings, sampling, ids, setup.device),
-            streams.of("verify") if sampled else None,
-            naive=self.method.verify == "naive",
-        )
+        sampler, chance = make_sampler(settings, sampling, ids, setup.device), streams.of("verify") if sampled else None
+        naive = self.method.verify == "naive"
+        selector = TokenSelector(sampler, chance, naive=naive)
+        if logprobs is not None:
+            selector = ScoringSelector(sampler, chance, naive=naive, top=logprobs)
         if speculate:
             self._tune(ids, sampling)
             drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
@@ -316,7 +323,8 @@ class Model:
         else:
             decode = functools.partial(autoregressive, self.stack)
         rounds = decode(ids, max_new_tokens=max_new_tokens, eos=setup.eos, selector=selector, runtime=self.runtime)
-        return until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
+        rounds = until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
+        return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
         """Measure the costs for "auto" sizes once, by decoding after the first prompt."""

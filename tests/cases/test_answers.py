@@ -5,7 +5,6 @@ The target is scripted: it writes an answer in tokens that its text need not giv
 
 import json
 import re
-import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from tokenizers import normalizers
 
 import outrider
@@ -36,6 +36,8 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Answer, Task
 from outrider.inference.core.rounds import Round
+from outrider.inference.settings.tools import ServeConfig
+from outrider.server.app import Service, make_app
 from tests.cases.chat_families import FAMILIES, REWRITING, Family, byte_fallback, cleaning, tokenizer_of
 from tests.tiny import save_target
 
@@ -327,19 +329,19 @@ def test_a_later_turn_is_asked_after_the_tokens_of_the_earlier_ones(loaded: Any)
     spelt = [tokenizer(letter)["input_ids"][0] for letter in "Seven"]
     end = tokenizer("<|im_end|>")["input_ids"]
     before, rest = (
-        loaded._ids(talk_of("")[:1]),
+        loaded.ids(talk_of("")[:1]),
         tokenizer("\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"),
     )
     for ids, then in (([*spelt, *end], []), (spelt, end)):
-        assert loaded._ids(talk_of("Seven", ids=ids)) == [*before, *ids, *then, *rest["input_ids"]]
-    assert loaded._ids(talk_of("Eight", ids=spelt)) == loaded._ids(talk_of("Eight"))  # not what it says any more
+        assert loaded.ids(talk_of("Seven", ids=ids)) == [*before, *ids, *then, *rest["input_ids"]]
+    assert loaded.ids(talk_of("Eight", ids=spelt)) == loaded.ids(talk_of("Eight"))  # not what it says any more
     twice = [*talk_of("Seven", ids=[*spelt, *end])[:2], *talk_of("Seven", ids=[*spelt, *end])]
-    assert loaded._ids(twice)[-len(rest["input_ids"]) - 6 :][:6] == [*spelt, *end]
+    assert loaded.ids(twice)[-len(rest["input_ids"]) - 6 :][:6] == [*spelt, *end]
     mixed = [*talk_of("other", ids=spelt)[:2], *talk_of("Seven", ids=[*spelt, *end])]
-    assert loaded._ids(mixed)[-len(rest["input_ids"]) - 6 :][:6] == [*spelt, *end]
+    assert loaded.ids(mixed)[-len(rest["input_ids"]) - 6 :][:6] == [*spelt, *end]
     for odd in ([3, 9999], ["a"], 5):
         with pytest.raises(UserError, match="ids"):
-            loaded._ids(talk_of("Seven", ids=odd))
+            loaded.ids(talk_of("Seven", ids=odd))
 
 
 def test_an_end_token_that_is_no_special_one_is_not_shown(weights: Path, tmp_path: Path) -> None:
@@ -388,12 +390,12 @@ def test_generated_text_is_the_tokenizers_decoding(weights: Path, tmp_path: Path
 def test_a_text_of_half_characters_is_read_again_in_its_tokens(loaded: Any) -> None:
     """Whatever was written, as long as the text has all of it: special tokens are not in it."""
     kept = 0
-    before = loaded._ids(talk_of("")[:1])
+    before = loaded.ids(talk_of("")[:1])
     for seed in range(8):
         text = loaded.generate(talk_of("")[:1], max_new_tokens=20, do_sample=True, temperature=3.0, seed=seed)
         ids = list(loaded.last.ids)
         if loaded.tokenizer.decode(ids) == text:
-            assert loaded._ids(talk_of(text, ids=ids))[: len(before) + len(ids)] == [*before, *ids]
+            assert loaded.ids(talk_of(text, ids=ids))[: len(before) + len(ids)] == [*before, *ids]
             kept += text.count("\ufffd") > 0
     assert kept
 
@@ -415,12 +417,9 @@ def test_what_is_no_text_is_refused(loaded: Any, weights: Path, tmp_path: Path) 
             read_answers(str(file), target)
 
 
-def test_the_server_example_refuses_it_too(loaded: Any, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    testing = pytest.importorskip("fastapi.testclient")
-    monkeypatch.setenv("MODEL", loaded.setup.target.source)
-    names = runpy.run_path(str(Path(__file__).parents[2] / "docs/server_example.py"), run_name="server_example")
+def test_the_server_refuses_it_too(loaded: Any) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": ODD}]})
-    client = testing.TestClient(names["app"], raise_server_exceptions=False)
+    client = TestClient(make_app(Service(loaded, ServeConfig(target="t"))), raise_server_exceptions=False)
     for said in (body, body[:-1] + ', "stream": true}'):
         answer = client.post("/v1/chat/completions", content=said, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400, answer.text

@@ -438,4 +438,4 @@ def test_a_generation_returns_its_counts(tiny_models: Path) -> None:
     found: list[Any] = []
     assert "".join(counted()) == model.generate("hello", max_new_tokens=5)
     assert found == [model.last]
-    assert (found[0].tokens, found[0].prompt, found[0].ended) == (5, len(model._ids("hello")), False)
+    assert (found[0].tokens, found[0].prompt, found[0].ended) == (5, len(model.ids("hello")), False)

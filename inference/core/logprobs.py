@@ -1,0 +1,64 @@
+"""The target's log-probabilities of the tokens of a text, from the logits by which they are selected or verified.
+
+They are of the logits as the target computes them: at temperature 1, before any penalty, top_k, top_p or min_p.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from outrider.inference.core.rounds import Round
+from outrider.inference.core.sampling import Sampler
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.core.tree import DraftTree
+
+
+class TokenScores(NamedTuple):
+    """The log-probability of a token, and those of the likeliest tokens in its place by id, likeliest first."""
+
+    own: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True)
+class ScoredRound(Round):
+    """A round with the scores of its `tokens`."""
+
+    scores: tuple[TokenScores, ...] = ()
+
+
+class ScoringSelector(TokenSelector):
+    """A `TokenSelector` that also scores the tokens that it selects, with the `top` likeliest in the place of each."""
+
+    def __init__(self, sampler: Sampler | None, generator: random.Random | None, *, naive: bool, top: int):
+        super().__init__(sampler, generator, naive=naive)
+        self.plain = False  # else plain decoding would bypass the selector
+        self._top, self._found = top, deque[TokenScores]()  # of tokens in the order of the text, until they are taken
+
+    def next_token(self, logits: Tensor) -> Tensor:
+        token = super().next_token(logits)
+        self._score(logits, [int(token)])
+        return token
+
+    def verify(self, tree: DraftTree, logits: Tensor) -> tuple[list[int], list[int], Tensor, int]:
+        tokens, nodes, following, bonus = super().verify(tree, logits)
+        self._score(logits[[0, *(node + 1 for node in nodes)]], [*(tokens[node] for node in nodes), bonus])
+        return tokens, nodes, following, bonus
+
+    def scored(self, rounds: Iterator[Round]) -> Iterator[ScoredRound]:
+        """`rounds`, whose tokens this selector selects, with their scores."""
+        for r in rounds:
+            yield ScoredRound(**vars(r), scores=tuple(self._found.popleft() for _ in r.tokens))
+
+    def _score(self, logits: Tensor, tokens: Sequence[int]) -> None:
+        """Keep the scores of `tokens` [n], each by its row of logits [n, V]; none where the logits are not finite."""
+        if not 0 <= tokens[-1] < logits.shape[-1]:  # the draft is then verified again without its nodes, or refused
+            return
+        logprobs = logits.float().log_softmax(-1)
+        values, ids = logprobs.topk(self._top, -1)
+        for own, row, names in zip(logprobs[range(len(tokens)), tokens], values.tolist(), ids.tolist(), strict=True):
+            self._found.append(TokenScores(float(own), dict(zip(names, row, strict=True))))

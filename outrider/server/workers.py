@@ -1,0 +1,127 @@
+"""The one way from the server to the model: jobs go in, the pieces of their texts come out.
+
+There are as many threads as texts may be decoded at a time. Each reads the rounds of one text (`Model.rounds`) after
+another. Whether the model computes the rounds of several threads in turn or in one pass is its own matter.
+"""
+
+import asyncio
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from threading import Lock
+
+import outrider
+from outrider.base.errors import UserError
+from outrider.server.writing import Job, Piece, write
+
+Event = tuple[int, Piece | UserError] | None  # what is new of a text, with its number; None: no more comes
+
+
+class RefusedError(UserError):
+    """A request without an answer, or without the rest of it. status: of HTTP; param: the field that is the cause."""
+
+    def __init__(self, message: str, param: str | None = None, *, status: int = 400):
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+class Answers:
+    """The `count` texts of one request, for one reader in the event loop that submitted it."""
+
+    def __init__(self, count: int, seconds: float):
+        """seconds: after which the reader is told that they are late."""
+        self._loop, self._left, self._seconds = asyncio.get_running_loop(), count, seconds
+        self._deadline, self._events = self._loop.time() + seconds, asyncio.Queue[Event]()
+        self.futures: list[Future[None]] = []
+        self.cancelled = False
+        self.watch: asyncio.Task[None] | None = None  # that cancels them; the loop keeps no task alive
+
+    def put(self, event: Event) -> None:
+        """Hand over what is new; by any thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    def cancel(self) -> None:
+        """Give the texts up: those at work after the round that is computed, the others at once. By any thread."""
+        self.cancelled = True
+        for future in self.futures:
+            future.cancel()
+        self.put(None)
+
+    async def read(self) -> AsyncIterator[tuple[int, Piece]]:
+        """The pieces of all texts as they come. Raises the error of a text, and `RefusedError` if no more come."""
+        while self._left:
+            try:
+                event = await asyncio.wait_for(self._events.get(), self._deadline - self._loop.time())
+            except TimeoutError:
+                raise RefusedError(f"no whole answer within timeout={self._seconds} s", status=504) from None
+            if event is None:
+                raise RefusedError("given up: the client left, or the server ends", status=503)
+            index, piece = event
+            if isinstance(piece, UserError):
+                raise piece
+            self._left -= piece.reason is not None
+            yield index, piece
+
+
+class Workers:
+    """`threads` threads that write texts, while more wait, `most` in all.
+
+    open: the texts that are written or wait. counts: of all texts by how they ended, and of tokens.
+    """
+
+    def __init__(self, model: "outrider.Model", threads: int, most: int):
+        self._model, self._most, self.counts = model, most, Counter[str]()
+        self._pool = ThreadPoolExecutor(threads)
+        self.open, self._lock = dict[Future[None], Answers](), Lock()
+
+    def submit(self, jobs: Sequence[Job], seconds: float) -> Answers:
+        """Write the texts of `jobs`, each when its turn comes. Raises `RefusedError` if they are too many to wait."""
+        answers = Answers(len(jobs), seconds)
+        with self._lock:
+            if len(self.open) + len(jobs) > self._most:
+                raise RefusedError(f"{len(self.open)} texts are written or wait already: ask again later", status=429)
+            answers.futures = [self._pool.submit(self._write, job, answers, place) for place, job in enumerate(jobs)]
+            self.open |= dict.fromkeys(answers.futures, answers)
+        for future in answers.futures:
+            future.add_done_callback(self._forget)
+        return answers
+
+    def close(self) -> None:
+        """Give up all texts, and wait for the rounds that are computed."""
+        for answers in {*self.open.copy().values()}:
+            answers.cancel()
+        self._pool.shutdown()
+
+    def _forget(self, future: Future[None]) -> None:
+        with self._lock:
+            del self.open[future]
+        self._count(texts=1, cancelled_texts=int(future.cancelled()))
+
+    def _write(self, job: Job, answers: Answers, place: int) -> None:
+        """Write one text. An error is an event of it, and the thread goes on."""
+        try:
+            rounds = self._model.rounds(
+                job.ids, job.sampling, max_new_tokens=job.max_new_tokens, seed=job.seed, speculate=job.speculate,
+                logprobs=job.logprobs,
+            )  # fmt: skip
+            self._count(prompt_tokens=len(job.ids))
+            for piece in write(rounds, job, self._model.tokenizer, self._model.ends):
+                size = len(piece.tokens)
+                self._count(tokens=size, drafted_tokens=piece.proposed, accepted_tokens=size * piece.drafted)
+                answers.put((place, piece))
+                if answers.cancelled and piece.reason is None:
+                    self._count(cancelled_texts=1)
+                    return
+        except Exception as error:
+            self._count(failed_texts=1)
+            if not isinstance(error, UserError):
+                traceback.print_exc()
+                error = RefusedError("an error of the server, which its output describes", status=500)
+            answers.put((place, error.with_traceback(None)))  # which would keep the memory of the text
+
+    def _count(self, **amounts: int) -> None:
+        with self._lock:
+            self.counts.update(amounts)

@@ -1,0 +1,484 @@
+"""outrider serve: its answers are the model's, whatever clients do; asked by OpenAI's own client and over HTTP."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+import outrider
+from outrider.base.errors import UserError
+from outrider.data_prep.text import chat
+from outrider.inference.audit.audit import audit
+from outrider.inference.core.rounds import Round
+from outrider.inference.settings.sampling import GREEDY
+from outrider.inference.settings.tools import AuditConfig, ServeConfig
+from outrider.server import app
+from outrider.server.writing import Job, until, write
+from tests.tiny import save_target
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TALK = [{"role": "user", "content": "hello"}]
+SAMPLED = {"temperature": 1.5, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("models") / "target", kv_heads=2, seed=1, num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def model(target: Path) -> Any:
+    loaded = outrider.load(str(target), device="cpu")
+    loaded.tokenizer.chat_template = TEMPLATE
+    return loaded
+
+
+@contextmanager
+def serving(model: Any, **options: Any) -> Iterator[tuple[str, app.Service]]:
+    """The URL of a server of `model`, called tiny, and its service."""
+    service = app.Service(model, ServeConfig(target="t", name="tiny", **options))
+    server, listening = app.make_server(service), socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", service
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.workers.close()
+
+
+@pytest.fixture(scope="module")
+def url(model: Any) -> Iterator[str]:
+    with serving(model, batch=2, queue=8) as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+
+
+def ask(client: Any, **asked: Any) -> Any:
+    return client.chat.completions.create(**{"model": "tiny", "messages": TALK, "max_tokens": 16, **asked})
+
+
+def text_of(answer: Any) -> str:
+    return answer.choices[0].message.content
+
+
+def joined(stream: Any) -> str:
+    return "".join(choice.delta.content for chunk in stream for choice in chunk.choices)
+
+
+def said(model: Any, prompt: Any = TALK, **sampled: Any) -> str:
+    return model.generate(prompt, max_new_tokens=16, **({"do_sample": True, **sampled} if sampled else {}))
+
+
+def until_true(holds: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if holds():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it does not come true")
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Slow:
+    """`model`, each of whose rounds waits until `go` is set. begun: texts that have been begun."""
+
+    def __init__(self, model: Any):
+        self.model, self.go, self.begun = model, threading.Event(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def rounds(self, *given: Any, **more: Any) -> Iterator[Round]:
+        self.begun += 1
+        for r in self.model.rounds(*given, **more):
+            self.go.wait(60)
+            yield r
+
+
+# ------------------------------------------------------------------------------------------------- the answers
+
+
+@pytest.mark.parametrize("sampled", [{}, SAMPLED])
+def test_an_answer_is_the_models_whole_and_in_pieces(client: Any, model: Any, sampled: dict[str, float]) -> None:
+    expected = said(model, **sampled)
+    assert text_of(ask(client, **sampled)) == expected
+    stream = [*ask(client, stream=True, stream_options={"include_usage": True}, **sampled)]
+    assert joined(stream) == expected
+    assert len(stream) > 3
+    assert [choice.finish_reason for chunk in stream for choice in chunk.choices if choice.finish_reason] == ["length"]
+    assert stream[-1].usage == ask(client, **sampled).usage
+    completed = client.completions.create(model="tiny", prompt=["def f(", "a"], max_tokens=16, **sampled)
+    assert [one.text for one in completed.choices] == [said(model, prompt, **sampled) for prompt in ("def f(", "a")]
+    own = said(model, model.ids("def f("), **sampled)
+    assert (
+        client.completions.create(model="tiny", prompt=model.ids("def f("), max_tokens=16, **sampled).choices[0].text
+        == own
+    )
+
+
+def test_the_usage_counts_tokens_and_those_drafted(client: Any, model: Any) -> None:
+    rounds = [*model.rounds(TALK, max_new_tokens=16)]
+    usage, accepted = ask(client).usage, sum(r.accepted for r in rounds)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(model.ids(TALK)), 16)
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == accepted
+    assert details.rejected_prediction_tokens == sum(r.drafted for r in rounds) - accepted > 0
+    ids = client.completions.create(model="tiny", prompt="aaaa", max_tokens=40, extra_body={"return_token_ids": True})
+    rounds = [*model.rounds("aaaa", max_new_tokens=40)]
+    assert ids.choices[0].token_ids == [token for r in rounds for token in r.tokens]
+    assert ids.choices[0].prompt_token_ids == model.ids("aaaa")
+    origins = [place < r.accepted for r in rounds for place in range(len(r.tokens))]
+    assert ids.choices[0].drafted == origins
+    assert any(origins)
+    plain = ask(client, extra_body={"speculate": False})
+    assert text_of(plain) == said(model)
+    assert plain.usage.completion_tokens_details.rejected_prediction_tokens == 0
+
+
+def test_several_choices_and_clients_have_texts_of_their_own(client: Any, model: Any) -> None:
+    """A seed gives the same text in any company."""
+    seeds = [said(model, **{**SAMPLED, "seed": 5 + choice}) for choice in range(3)]
+    assert [one.message.content for one in ask(client, n=3, **SAMPLED).choices] == seeds
+    streams = ["", "", ""]
+    for chunk in ask(client, n=3, stream=True, **SAMPLED):
+        streams[chunk.choices[0].index] += chunk.choices[0].delta.content
+    assert streams == seeds
+    with ThreadPoolExecutor(3) as pool:
+        asked = [{**SAMPLED, "seed": 5 + number % 3} for number in range(6)]
+        assert [*pool.map(lambda one: joined(ask(client, stream=True, **one)), asked)] == [*seeds, *seeds]
+    assert text_of(ask(client, temperature=5.0)) != text_of(ask(client, temperature=5.0))
+
+
+def test_an_end_token_is_a_stop_and_the_servers_settings_are_defaults(model: Any, target: Path) -> None:
+    ended = outrider.load(str(target), device="cpu")
+    ended.tokenizer.chat_template = TEMPLATE
+    ids = [token for r in model.rounds(TALK, max_new_tokens=8) for token in r.tokens]
+    ended.setup = replace(ended.setup, eos=frozenset(ids[-1:]))
+    with serving(ended, max_new_tokens=8, context=40) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        count = ids.index(ids[-1]) + 1
+        for most in (None, count):  # also where it is the last token that is allowed
+            answer = ask(client, max_tokens=most)
+            assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", count)
+        with pytest.raises(openai.BadRequestError, match="context of 40"):
+            ask(client, max_tokens=39)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_ends_before_a_stop_string(client: Any, model: Any, stream: bool) -> None:
+    whole = said(model)
+    for stops in (whole[3], [whole[4:6], "never said"], [whole[-3:]], ["never", "said"]):
+        places = [whole.find(stop) for stop in ([stops] if isinstance(stops, str) else stops) if stop in whole]
+        answer = ask(client, stop=stops, stream=stream)
+        if stream:
+            assert joined(answer) == whole[: min(places, default=None)]
+        else:
+            reason = "stop" if places else "length"
+            assert (text_of(answer), answer.choices[0].finish_reason) == (whole[: min(places, default=None)], reason)
+
+
+def test_tokens_after_a_stop_are_not_counted(model: Any) -> None:
+    """Also where one round brought them; what may begin a stop is held back until it is none."""
+    ids = model.tokenizer("abcabd", add_special_tokens=False)["input_ids"]
+    job = Job((1,), GREEDY, 16, ("cab",), 0, True, None)
+    pieces = [*write(iter([Round(tuple(ids), 5, 5, 5, 0.0)]), job, model.tokenizer, ())]
+    assert [piece.text for piece in pieces] == ["a", "b", "", "", "", ""]
+    assert [piece.reason for piece in pieces][-1] == "stop"
+    assert sum(len(piece.tokens) for piece in pieces) == 5
+    assert (sum(piece.proposed for piece in pieces), pieces[0].drafted) == (5, True)
+    assert until("abca", ("cab",)) == ("ab", "ca", False)
+
+
+def test_log_probabilities_are_the_targets_before_temperature(client: Any, model: Any) -> None:
+    asked = {"max_tokens": 12, "extra_body": {"return_token_ids": True, "return_tokens_as_token_ids": True}}
+    for more in ({}, SAMPLED, {"temperature": 0.5, "seed": 1}):
+        text = client.completions.create(model="tiny", prompt="aaaa", logprobs=2, **asked, **more).choices[0]
+        ids = torch.tensor([[*model.ids("aaaa"), *text.token_ids]])
+        reference = transformers_of(model)(ids).logits[0, -13:-1].log_softmax(-1)
+        assert text.logprobs.token_logprobs == pytest.approx(reference[range(12), text.token_ids].tolist(), abs=1e-3)
+        for token, row, top in zip(text.token_ids, reference, text.logprobs.top_logprobs, strict=True):
+            best = {f"token_id:{one}" for one in row.topk(2).indices.tolist()}
+            assert top.keys() == best | {f"token_id:{token}"}
+    talked = ask(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
+    assert [entry.logprob for entry in talked] == [entry.top_logprobs[0].logprob for entry in talked]  # greedy
+    streamed = [
+        entry for chunk in ask(client, logprobs=True, stream=True) for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [entry.logprob for entry in streamed] == [entry.logprob for entry in talked]
+    assert text_of(ask(client, logprobs=True)) == said(model)
+    plain = ask(client, logprobs=True, extra_body={"speculate": False}).choices[0].logprobs.content
+    assert [entry.logprob for entry in plain] == pytest.approx([entry.logprob for entry in talked], abs=1e-3)
+
+
+def test_steps_of_a_graph_are_scored_too(model: Any) -> None:
+    """Plain decoding then leaves no token to a step that shows no logits."""
+    stepping = outrider.load(model.setup.target.source, device="cpu", runtime="graphed")
+    for speculate in (False, True):
+        asked = {"max_new_tokens": 8, "speculate": speculate, "logprobs": 1}
+        own, other = ([score.own for r in one.rounds("a", **asked) for score in r.scores] for one in (stepping, model))
+        assert own == pytest.approx(other, abs=1e-3)
+        assert len(own) == 8
+
+
+def transformers_of(model: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model.setup.target.source).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_audit_accepts_the_server(url: str, target: Path, tmp_path: Path, temperature: float) -> None:
+    asked = tmp_path / "prompts.jsonl"
+    asked.write_text("".join(json.dumps({"turns": [f"question {number}"]}) + "\n" for number in range(12)))
+    out = tmp_path / "out"
+    audit(AuditConfig(target=str(target), server=url, prompts=str(asked), template="none", temperature=temperature,
+                      max_new_tokens=24, concurrency=3, out_dir=str(out)))  # fmt: skip
+    numbers = json.loads((out / "report.json").read_text())["arms"]["answers"]["numbers"]
+    assert (numbers["answers"], numbers["retokenised"], numbers["tokens"]) == (12, 0, 12 * 24)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"}), ("presence_penalty", 0.5),
+     ("logit_bias", {"5": -100}), ("no_such_field", "x"), ("messages", "hello"), ("messages", []),
+     ("messages.0.name", [TALK[0] | {"name": "me"}]), ("messages.0.content", [{"role": "user", "content": None}]),
+     ("messages.0.content", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+     ("max_tokens", "many"), ("max_tokens", 100_000), ("stop", [7]), ("stop", ""), ("temperature", -1.0),
+     ("top_p", 0.0), ("n", 11), ("top_logprobs", 3), ("stop_token_ids", [3])],
+)  # fmt: skip
+def test_what_would_change_the_answer_and_is_not_read_is_named(url: str, field: str, value: Any) -> None:
+    for stream in (False, True):
+        body = {"messages": TALK, "stream": stream, field.split(".")[0]: value}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+        assert field.split(".")[-1] in error["message"]
+
+
+def test_what_changes_nothing_is_allowed(client: Any, model: Any) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    none = {
+        "tool_choice": "none",
+        "presence_penalty": 0,
+        "user": "me",
+        "response_format": {"type": "text"},
+        "tools": [],
+    }
+    assert text_of(ask(client, messages=parts, n=1, stop=None, logit_bias={}, **none)) == said(model)
+
+
+def test_what_is_no_request_is_refused(client: Any, url: str, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        ask(client, model="gpt-4o")
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    for body in (b"{", b"[" * 100_000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', b"\xff\xfe", b"7"):
+        answer = httpx.post(f"{url}/v1/chat/completions", content=body)
+        assert answer.status_code == 400
+        assert "message" in answer.json()["error"]
+    sizes, real = [], chat.tokenize
+    monkeypatch.setattr(
+        chat, "tokenize", lambda by, texts, **more: sizes.append(len(texts[0])) or real(by, texts, **more)
+    )
+    with pytest.raises(openai.BadRequestError, match="context"):
+        ask(client, messages=[{"role": "user", "content": "a" * 10**7}])
+    assert sum(sizes) < 10**6
+
+
+def test_a_key_and_a_limit_of_bytes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_API_KEY", "by the environment")
+    for options, key in (({"api_key": "secret"}, "secret"), ({}, "by the environment")):
+        with serving(model, max_bytes=1000, **options) as (url, _):
+            with pytest.raises(openai.AuthenticationError):
+                ask(openai.OpenAI(base_url=f"{url}/v1", api_key="another", max_retries=0))
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+            assert text_of(ask(client)) == said(model)
+            with pytest.raises(openai.APIStatusError, match="max_bytes=1000") as refused:
+                ask(client, user="x" * 1000)
+            assert refused.value.status_code == 413
+            assert httpx.get(f"{url}/health").status_code == 200
+            assert httpx.get(f"{url}/v1/models").status_code == 401
+
+
+# ------------------------------------------------------------------------------------- queue, time and who leaves
+
+
+def test_a_full_queue_says_so_and_who_waited_is_answered(model: Any) -> None:
+    slow = Slow(model)
+    with serving(slow, batch=1, queue=1) as (url, service), ThreadPoolExecutor(2) as pool:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        waiting = [pool.submit(ask, client) for _ in range(2)]
+        until_true(lambda: len(service.workers.open) == 2 and slow.begun == 1)
+        with pytest.raises(openai.RateLimitError) as refused:
+            ask(client)
+        assert int(refused.value.response.headers["Retry-After"]) >= 1
+        now = httpx.get(f"{url}/metrics").text
+        assert "outrider_running_texts 1\n" in now
+        assert "outrider_waiting_texts 1\n" in now
+        slow.go.set()
+        assert {text_of(one.result()) for one in waiting} == {said(model)}
+        until_true(lambda: len(service.workers.open) == 0)
+        assert re.search(r"^outrider_tokens_total 32$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_frees_the_place(model: Any, stream: bool) -> None:
+    slow = Slow(model)
+    with serving(slow, batch=1, queue=1) as (url, service):
+        body = {"messages": TALK, "stream": stream, "max_tokens": 200}
+        for _ in range(2):  # one at work, one that waits
+            with (
+                pytest.raises(httpx.ReadTimeout),
+                httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=1) as left,
+            ):
+                [*left.iter_raw()]
+        until_true(lambda: len(service.workers.open) <= 1)
+        slow.go.set()
+        until_true(lambda: len(service.workers.open) == 0)
+        assert service.workers.counts["tokens"] < 200
+        assert (service.workers.counts["cancelled_texts"], slow.begun) == (2, 1)
+        assert text_of(ask(openai.OpenAI(base_url=f"{url}/v1", api_key="any"))) == said(model)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_late_or_failed_answer_is_an_error(model: Any, stream: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(url: str, words: str) -> Any:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        with pytest.raises(openai.APIError, match=words):
+            joined(ask(client, stream=True)) if stream else ask(client)
+        return client
+
+    slow = Slow(model)
+    with serving(slow, timeout=0.3) as (url, service):
+        refused(url, r"timeout=0\.3")
+        slow.go.set()
+        until_true(lambda: len(service.workers.open) == 0)
+    with serving(slow) as (url, _):
+        slow.rounds = lambda *_, **__: iter([None])
+        client = refused(url, "error of the server")
+        assert "Traceback" in capsys.readouterr().err
+        slow.rounds = model.rounds
+        assert text_of(ask(client)) == said(model)
+
+
+@pytest.mark.slow
+def test_a_signal_lets_answers_end(target: Path) -> None:
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    command = [sys.executable, "-m", "outrider.cli", "serve", f"target={target}", "port=0", "grace=20", "device=cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
+        assert process.stdout is not None
+        url = re.search(r"http://\S+", process.stdout.readline())[0]
+        body = {"messages": TALK, "max_tokens": 200, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+
+
+def test_closing_gives_up_what_is_left(model: Any) -> None:
+    slow = Slow(model)
+    with serving(slow, batch=1, grace=1) as (url, service), ThreadPoolExecutor(1) as pool:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        asked = pool.submit(ask, client)
+        until_true(lambda: slow.begun == 1)
+        threading.Timer(0.2, slow.go.set).start()
+        service.workers.close()
+        with pytest.raises(openai.InternalServerError, match="given up"):
+            asked.result()
+    assert len(service.workers.open) == 0
+
+
+def test_a_port_that_is_taken_is_named_before_the_model_is_loaded(target: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port={port}"):
+            app.serve(ServeConfig(target="/nowhere", port=port))
+
+
+@pytest.mark.thorough
+def test_nothing_is_left_of_clients_that_leave(model: Any) -> None:
+    """200 requests of 16 clients, a third of them cut off."""
+    with serving(model, batch=2, queue=64) as (url, service):
+        expected = {seed: said(model, **{**SAMPLED, "seed": seed}) for seed in range(7)}
+
+        def one(number: int) -> None:
+            body = {"messages": TALK, "max_tokens": 16, "stream": True, **SAMPLED, "seed": number % 7}
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=120) as answer:
+                lines = (line[6:] for line in answer.iter_lines() if line.startswith("data: {"))
+                if number % 3 == 0:
+                    next(lines)
+                    return
+                pieces = [json.loads(line)["choices"][0]["delta"]["content"] for line in lines]
+                assert "".join(pieces) == expected[number % 7]
+
+        with ThreadPoolExecutor(16) as pool:
+            for start in range(0, 200, 100):
+                [*pool.map(one, range(start, start + 100))]
+                until_true(lambda: len(service.workers.open) == 0)
+                if start == 0:
+                    before = resident()
+        assert resident() < 1.05 * before
+        assert service.workers.counts["texts"] == 200
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+
+
+class Tags(HTMLParser):
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.names: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names += [str(value) for name, value in attrs if name == "id"]
+        self.addresses += [str(value) for name, value in attrs if name in ("src", "href", "action")]
+        if tag not in ("meta", "link", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(url: str) -> None:
+    answer = httpx.get(url)
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+    page, tags = answer.text, Tags(answer.text)
+    assert tags.open == []
+    assert tags.addresses == ["data:,"]
+    assert not re.search(r"https?://|@import|url\(", page)
+    assert set(re.findall(r'\bat\("(\w+)"\)', page)) <= {*tags.names}
+    assert set(re.findall(r'fetch\("([^"]+)"', page)) == {"v1/models", "v1/chat/completions"}
+    assert "innerHTML" not in page  # the model's text is no markup
