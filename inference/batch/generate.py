@@ -48,8 +48,8 @@ from outrider.inference.batch.tasks import (
     uniforms,
 )
 from outrider.inference.core.sampling import Sampler
-from outrider.inference.engines.blocked import can_pack
 from outrider.inference.engines.cpu.by_amx import has_amx
+from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import pack_linears
 from outrider.inference.loading.memory_plan import (
     Held,

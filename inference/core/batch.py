@@ -6,9 +6,13 @@ its engine computes for the same row without company.
 """
 
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from queue import SimpleQueue
+from threading import Lock, main_thread
+from typing import TypeVar
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -19,6 +23,8 @@ from outrider.draft_models.targets.target import Masks, Rotary, Target, Texts
 from outrider.inference.core.rounds import Round
 from outrider.inference.core.session import Pass, Session
 from outrider.inference.core.target_session import REST, Runtime, TextView, eager_session
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -124,17 +130,26 @@ class Batch(Runtime):
     """Makes the sessions of texts that are decoded together, and runs these texts.
 
     Texts join by `add` and leave by themselves or by `drop`, between steps. All methods are called in one thread. A
-    prompt, and a target that runs as a whole, are run text by text.
+    prompt, and a target that runs as a whole, are run text by text. runtime: if not eager, makes the sessions: texts
+    then take turns, round by round.
     """
 
     name = "batch"
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime | None = None) -> None:
+        self.runtime = runtime or Runtime()
         self.texts: list[Text] = []
 
     def session(self, target: Target, split: int | None, capacity: int, context: int | None = None) -> Session:
         """As `eager_session(target, split, capacity, context)`, with passes of several texts run as one."""
+        if self.runtime.name != Runtime.name:
+            return self.runtime.session(target, split, capacity, context)
         return eager_session(target, split, capacity, context, _wait)
+
+    @property
+    def sharing(self) -> int:
+        """The number of texts whose passes run as one."""
+        return max(1, len(self.texts)) if self.runtime.name == Runtime.name else 1
 
     def add(self, text: Text) -> None:
         """Decode `text` too, from the next step on."""
@@ -163,9 +178,9 @@ class Batch(Runtime):
 
         The target's passes, which end a round, wait for the drafts of all texts.
         """
-        for text in [text for text in self.texts if text.run is None]:
-            text.run = greenlet(_decode)
-            self._resume(text, text)
+        for text in [text for text in self.texts if text.waits is None]:
+            text.run = text.run or greenlet(partial(_decode, text))
+            self._resume(text)
         drafting = [text for text in self.texts if text.waits is not None and not text.waits.ends_round]
         groups: dict[Hashable, list[Text]] = {}
         for text in drafting or self.texts:
@@ -181,15 +196,15 @@ class Batch(Runtime):
                 for text, own in zip(group, outputs, strict=True):
                     self._resume(text, own)
 
-    def _resume(self, text: Text, given: object = None, error: Exception | None = None) -> None:
-        """Run a text until it waits again or ends. given: what it waited for; error: raised there instead."""
+    def _resume(self, text: Text, *given: object, error: Exception | None = None) -> None:
+        """Run a text until it waits, has decoded a round, or ends. given: what it waited for; error: raised there."""
         assert text.run is not None
         try:
-            text.waits = text.run.switch(given) if error is None else text.run.throw(error)
+            text.waits = text.run.switch(*given) if error is None else text.run.throw(error)
         except Exception as ended_by:
             error = ended_by
         else:
-            if text.waits is not None:
+            if not text.run.dead:
                 return
             error = None
         self._forget(text)
@@ -199,6 +214,7 @@ class Batch(Runtime):
 def _decode(text: Text) -> None:
     for found in text.rounds:
         text.take(found)
+        getcurrent().parent.switch(None)  # between two rounds texts may join or leave
 
 
 def _wait(kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) -> tuple[Tensor, ...]:
@@ -208,3 +224,81 @@ def _wait(kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) ->
         return pass_(x, view)
     outputs: tuple[Tensor, ...] = above.switch(Request(kind, pass_, x, view))
     return outputs
+
+
+class Worker:
+    """Runs a batch of up to `most` texts in one thread, which ends when there is nothing to do.
+
+    Other texts wait until one ends. Any thread may call the methods.
+    """
+
+    def __init__(self, batch: Batch, most: int):
+        self.batch, self.most = batch, most
+        self._jobs: list[Callable[[], None]] = []
+        self._waiting: list[Text] = []
+        self._busy, self._lock, self._pool = False, Lock(), ThreadPoolExecutor(1)
+
+    def do(self, job: Callable[[], Made]) -> Made:
+        """The result of `job`, run between two steps of the texts."""
+        done: Future[Made] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(job())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._put(run)
+        return done.result()
+
+    def rounds(self, rounds: Iterator[Round]) -> Iterator[Round]:
+        """`rounds`, of sessions of this batch, each as soon as it is decoded; they begin when the first is asked for.
+
+        The text goes on while nobody reads; it is given up when this iterator is closed.
+        """
+        found: SimpleQueue[Round | Exception | None] = SimpleQueue()
+        text = Text(rounds, found.put, found.put)
+        give_up, at_the_end = partial(self._give_up, text), suppress(RuntimeError)  # made while the interpreter lives
+        self._put(partial(self._waiting.append, text))
+        try:
+            while (one := found.get()) is not None:
+                if isinstance(one, Exception):
+                    raise one
+                yield one
+        finally:
+            with at_the_end:
+                self._put(give_up)
+
+    def _give_up(self, text: Text) -> None:
+        if text in self._waiting:
+            self._waiting.remove(text)
+        if text in self.batch.texts:
+            self.batch.drop(text)
+
+    def _put(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._jobs.append(job)
+            if not self._busy:
+                self._pool.submit(self._run)
+                self._busy = True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                jobs, self._jobs = self._jobs, []
+                if not (jobs or self._waiting or self.batch.texts):
+                    self._busy = False
+                    return
+            for job in jobs:
+                job()
+            if not main_thread().is_alive():  # the process ends: nobody reads any more
+                for text in [*self._waiting, *self.batch.texts]:
+                    self._give_up(text)
+            while self._waiting and len(self.batch.texts) < self.most:
+                self.batch.add(self._waiting.pop(0))
+            try:
+                self.batch.step()
+            except Exception as error:  # of no single text
+                for text in [*self.batch.texts]:
+                    self.batch.drop(text)
+                    text.done(error)

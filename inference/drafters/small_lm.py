@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast
 
 import torch
 import torch.nn.functional as F
@@ -109,8 +109,7 @@ class SmallLMPlugin(TrainedDrafterPlugin[SmallLM]):
         lay_out(bare(model), target.device)
 
     def own_models(self, model: SmallLM) -> list[Target]:
-        lm: SmallLM = bare(model)
-        return [lm]
+        return [cast(Target, bare(model))]
 
     def known_tokens(self, where: str) -> Sequence[int] | None:
         own = read_draft_vocabulary(where, None, read_config(where, role="small_lm"))

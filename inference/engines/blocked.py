@@ -29,11 +29,3 @@ class PackedLinear(nn.Module):
         return self._product(x, self.packed, self.bias, "none", [], "")
 
     __call__ = forward  # it has no hooks, and looking for them takes as long as a small operation
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of PyTorch has layouts for weights of `dtype` on `device` that are fast on the processor."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
-    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

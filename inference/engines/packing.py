@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from outrider.draft_models.targets.int8 import Int8Linear, Linear, scaled
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.engines.blocked import PackedLinear, can_pack
+from outrider.inference.engines.blocked import PackedLinear
 from outrider.inference.engines.cpu.at_once import COLD, ONE_BY_ONE, REPEATS, PanelLinear, fits_panels
-from outrider.inference.engines.cpu.recorded import settle
+from outrider.inference.engines.cpu.recorded import can_pack, settle
 from outrider.inference.engines.fused_layers import FusedLayer, frozen_linear, fuse_layers, run_at_once
 
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree

@@ -41,8 +41,7 @@ from outrider.draft_models.targets.target import Target
 from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.stop_strings import StopStrings
 from outrider.inference.core.target_session import Runtime
-from outrider.inference.engines.blocked import can_pack
-from outrider.inference.engines.cpu.recorded import recorded
+from outrider.inference.engines.cpu.recorded import can_pack, recorded
 from outrider.inference.loading.generation_config import Inherited, inherit, read_generation_config
 from outrider.inference.settings.evaluate import DraftingConfig, EvaluateConfig
 from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, Placed

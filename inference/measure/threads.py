@@ -20,7 +20,8 @@ from torch import nn
 from outrider.base.machine import usable_cores
 from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation
-from outrider.inference.engines.blocked import PackedLinear, can_pack
+from outrider.inference.engines.blocked import PackedLinear
+from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.measure.results import Arm
 
 ROWS, IN, OUT = 4, 1024, 4096  # shape of the timed product: a small model's, for a draft of a few tokens

@@ -23,7 +23,7 @@ class ServeConfig(DecodingConfig):
     api_key: Annotated[str, Named("a key")] | None = None
     """that clients must send; null: the one in the variable OUTRIDER_API_KEY, else none is asked for"""
     max_new_tokens: Count = opt(512, "of an answer at most, where the request does not say it")
-    batch: Count = opt(1, "texts that are decoded at a time")
+    batch: Count = opt(8, "texts that are decoded at once")
     queue: Annotated[int, Ge(0)] = opt(64, "texts that may wait meanwhile; requests for more get status 429")
     context: Count | None = opt(None, "tokens of a prompt and its answer together; null: the target's context")
     max_bytes: Count = opt(2**24, "of a request")

@@ -26,6 +26,21 @@ class Costs:
     rest: float
     plain: float
 
+    def of_one(self, texts: int) -> "Costs":
+        """The costs of one of `texts` texts that share their passes: its part of those over the rows of all.
+
+        All are taken to have as many rows. So drafts get shorter as rows cost more, and end where each costs its own.
+        """
+        if texts == 1:
+            return self
+
+        def part(curve: tuple[float, ...]) -> tuple[float, ...]:
+            widths, seconds = [*map(float, range(len(curve)))], [*curve]
+            return tuple(_interpolate(widths, seconds, float(texts * width)) / texts for width in range(len(curve)))
+
+        verify = part(self.verify)
+        return Costs(part(self.step), verify, self.rest, self.plain * verify[1] / self.verify[1])
+
     def summary(self) -> dict[str, float | dict[str, float]]:
         """The curves at a few widths, for a report."""
         return {

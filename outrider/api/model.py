@@ -1,7 +1,7 @@
 """Decoding from Python: a target with a drafter, loaded once and used for many generations.
 
 The runtime is evaluate-checkpoint's. Greedy text is the target's, token for token; sampled text has its distribution.
-Several threads may use a model: one round is computed at a time, and the others wait.
+Several threads may use a model: their texts are decoded together.
 """
 
 import functools
@@ -9,13 +9,12 @@ import inspect
 import json
 import tempfile
 import time
-import weakref
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from threading import Lock
 from typing import Annotated, Any, ParamSpec, TypeVar, cast, overload
 
 from annotated_types import Ge, Le
@@ -33,6 +32,7 @@ from outrider.data_prep.text.records import Message
 from outrider.data_prep.text.settings import PromptTemplate
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.settings import DecodeDtype
+from outrider.inference.core.batch import Batch, Worker
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.core.logprobs import ScoringSelector
 from outrider.inference.core.rounds import Round, synchronized_clock
@@ -96,28 +96,15 @@ class Passes:
         return (self.tokens - 1) / self.passes if self.passes else 1.0
 
 
-class Turn:
-    """A lock that no thread takes twice in a row while another waits for it."""
-
-    def __init__(self) -> None:
-        self.line, self._held = Lock(), Lock()  # line: held by the thread that is next
-
-    def __enter__(self) -> None:
-        with self.line:
-            self._held.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._held.release()
-
-
 class Model:
-    """A target and its drafter, ready to decode one text at a time. Made by `load`.
+    """A target and its drafter, ready to decode. Made by `load`.
 
-    Threads may share it, and what `by` makes of it: their rounds are computed one at a time. last: the counts of the
-    last text that was generated to its end, by whichever thread.
+    Threads may share it, and what `by` makes of it: up to `batch` of their texts are decoded at once. On a CPU a pass
+    of several texts is one, elsewhere they take turns round by round. last: the counts of the last text that was
+    generated to its end, by whichever thread.
     """
 
-    def __init__(self, config: EvaluateConfig, name: str, conversations: bool | str = False):
+    def __init__(self, config: EvaluateConfig, name: str, conversations: bool | str = False, batch: int = 8):
         self.config, self.name = config, name
         self.method: MethodConfig = config.methods[name]
         with Stage("loading"):
@@ -130,29 +117,40 @@ class Model:
             self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
             prepare(self.stack, self.drafters)
         self.runtime = make_runtime(config.runtime, self.setup.device)
-        self._turn = Turn()  # held while anything of this target is computed
+        self._worker = Worker(Batch(self.runtime), batch)  # computes whatever is of this target
         self.last: Passes | None = None
         self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}
         self._tuning: Tuning | None = None
         self._tuned = False
 
     @overload
-    def generate(self, prompt: Asked, **options: object) -> str: ...
+    def generate(self, prompt: Asked, each: tuple[()] = (), **options: object) -> str: ...
 
     @overload
-    def generate(self, prompt: list[str] | list[Messages] | list[list[int]], **options: object) -> list[str]: ...
+    def generate(
+        self,
+        prompt: list[str] | list[Messages] | list[list[int]],
+        each: Sequence[Mapping[str, object]] = (),
+        **options: object,
+    ) -> list[str]: ...
 
-    def generate(self, prompt: Any, **options: Any) -> str | list[str]:
+    def generate(self, prompt: Any, each: Sequence[Mapping[str, Any]] = (), **options: Any) -> str | list[str]:
         """The text that follows `prompt`; options as in `stream`.
 
-        A list of prompts gives a list of texts. They are decoded one after another, not as a batch, each as if it were
-        alone. All prompts are checked before the first is decoded.
+        A list of prompts gives a list of texts in the same order, decoded together, each as if it were alone. each: for
+        every prompt of a list, the options that are its own. All prompts are checked before the first is decoded.
         """
-        _require_known("generate", options, _options_of(self.stream))
+        for given in (options, *each):
+            _require_known("generate", given, _options_of(self.stream))
         if not are_several(prompt):
+            require(not each, "each", each, "nothing for a single prompt")
             return "".join(self.stream(prompt, **options))
+        own = each or [{}] * len(prompt)
+        require(len(own) == len(prompt), "each", each, f"options of each of the {len(prompt)} prompts")
         asked = [self.ids(one, f"prompt[{number}]") for number, one in enumerate(prompt)]
-        return ["".join(self.stream(ids, **options)) for ids in asked]
+        streams = [self.stream(ids, **{**options, **given}) for ids, given in zip(asked, own, strict=True)]
+        with ThreadPoolExecutor(min(self._worker.most, len(streams))) as pool:
+            return [*pool.map("".join, streams)]
 
     @_knowing_its_options
     def stream(
@@ -216,9 +214,8 @@ class Model:
         stops = tuple(construct(list[_Text], texts, "stop_strings"))
         streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
         ids = self.ids(prompt)  # before its turn: a long prompt delays no other generation
-        with self._turn:
-            rounds = self._decode(ids, sampling, count, stops, streams, speculate, top)
-        return _in_turn(rounds, self._turn)
+        decode = functools.partial(self._decode, ids, sampling, count, stops, streams, speculate, top)
+        return self._worker.rounds(self._worker.do(decode))
 
     def by(self, method: str | MethodConfig, name: str | None = None) -> "Model":
         """The same loaded target with another method: a preset, or your own settings.
@@ -230,10 +227,9 @@ class Model:
         other.method = preset(method) if isinstance(method, str) else method
         other.name, other.config = name, replace(self.config, methods={name: other.method})
         setup = self.setup
-        with self._turn:
-            other.drafters = load_drafters(other.config, setup.target, dtype=setup.dtype, device=setup.device)
-            for kind, model in other.drafters.items():
-                KINDS[kind].load_plugin().prepare(model, self.stack)
+        other.drafters = load_drafters(other.config, setup.target, dtype=setup.dtype, device=setup.device)
+        for kind, model in other.drafters.items():
+            self._worker.do(functools.partial(KINDS[kind].load_plugin().prepare, model, self.stack))
         other.last, other._tuning, other._tuned = None, None, False
         return other
 
@@ -318,13 +314,21 @@ class Model:
             selector = ScoringSelector(sampler, chance, naive=naive, top=logprobs)
         if speculate:
             self._tune(ids, sampling)
-            drafter = new_drafter(self.method, self.drafters, streams, sampled, self._tuning)
-            decode: Callable[..., Iterator[Round]] = functools.partial(speculative, self.stack, drafter)
+            decode: Callable[..., Iterator[Round]] = functools.partial(self._draft, streams, sampled)
         else:
             decode = functools.partial(autoregressive, self.stack)
-        rounds = decode(ids, max_new_tokens=max_new_tokens, eos=setup.eos, selector=selector, runtime=self.runtime)
+        batch = self._worker.batch
+        rounds = decode(ids, max_new_tokens=max_new_tokens, eos=setup.eos, selector=selector, runtime=batch)
         rounds = until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
         return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
+
+    def _draft(self, streams: Streams, sampled: bool, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
+        """`speculative` with a new drafter, whose sizes are those that pay beside the texts that are decoded then."""
+        tuning = self._tuning
+        if tuning is not None and self.stack.layered is not None:
+            tuning = replace(tuning, costs=tuning.costs.of_one(self._worker.batch.sharing))
+        drafter = new_drafter(self.method, self.drafters, streams, sampled, tuning)
+        yield from speculative(self.stack, drafter, prompt, **options)
 
     def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
         """Measure the costs for "auto" sizes once, by decoding after the first prompt."""
@@ -369,6 +373,7 @@ def load(
     runtime: Runtime = "auto",
     template: PromptTemplate = "auto",
     conversations: bool | str = False,
+    batch: int = 8,
 ) -> Model:
     """Load a target with a drafter, ready to decode.
 
@@ -381,6 +386,7 @@ def load(
     small_lm, eagle3, table, drafters, template: as the options of evaluate-checkpoint.
     conversations: whether there will be some, or the system message of all: then it is an error now, before the weights
     are loaded, if no template for them is known.
+    batch: the most texts that are decoded at once; each has its own KV cache.
 
     Raises `UserError` for missing or unusable inputs.
     """
@@ -406,7 +412,7 @@ def load(
         runtime=runtime,
         template=template,
     )
-    return Model(config, name, conversations)
+    return Model(config, name, conversations, construct(Count, batch, "batch"))
 
 
 def _sampling(
@@ -420,29 +426,3 @@ def _sampling(
                                 ("min_p", min_p, 0.0)):  # fmt: skip
         require(given == default, key, given, f"{default} unless do_sample=True: nothing is sampled")
     return SamplingConfig(repetition_penalty=repetition_penalty)
-
-
-def _in_turn(rounds: Iterator[Round], turn: Turn) -> Iterator[Round]:
-    """`rounds`, each computed while `turn` is held; closed once the returned iterator is unreachable.
-
-    That is at the latest when the process exits: a generation's resources cannot be released later, while the
-    interpreter tears down modules.
-    """
-    asked = _each(rounds, turn)
-    weakref.finalize(asked, _close, rounds)
-    return asked
-
-
-def _each(rounds: Iterator[Round], turn: Turn) -> Iterator[Round]:
-    while True:
-        with turn:
-            found = next(rounds, None)
-        if found is None:
-            return
-        yield found
-
-
-def _close(rounds: Iterator[Round]) -> None:
-    if isinstance(rounds, Generator):
-        with suppress(ValueError):  # another thread is running it
-            rounds.close()

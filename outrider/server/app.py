@@ -51,7 +51,7 @@ def load_model(config: ServeConfig) -> "outrider.Model":
         config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
         small_lm=config.small_lm, eagle3=config.eagle3, table=config.table, drafters=config.drafters,
         target=config.target if config.checkpoint else None, dtype=config.dtype, device=config.device,
-        runtime=config.runtime, template=config.template,
+        runtime=config.runtime, template=config.template, batch=config.batch,
     )  # fmt: skip
 
 

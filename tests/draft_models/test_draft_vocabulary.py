@@ -27,7 +27,8 @@ from outrider.draft_models.losses import IGNORE
 from outrider.draft_models.targets.narrowed import spread
 from outrider.draft_models.targets.open_target import open_target
 from outrider.inference.drafters.early_exit import EarlyExitPlugin
-from outrider.inference.engines.packing import PackedLinear, can_pack
+from outrider.inference.engines.cpu.recorded import can_pack
+from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.loading.memory_plan import Place, weight_bytes
 from outrider.inference.loading.targets import prepare
 from outrider.inference.settings.evaluate import EvaluateConfig

@@ -22,8 +22,9 @@ from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
 from outrider.inference.engines import packing
 from outrider.inference.engines.cpu.at_once import PanelLinear
 from outrider.inference.engines.cpu.linear import PANEL
+from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.fused_layers import join
-from outrider.inference.engines.packing import LAYOUTS, WidenedLinear, can_pack, fastest_layout, pack_linears
+from outrider.inference.engines.packing import LAYOUTS, WidenedLinear, fastest_layout, pack_linears
 from outrider.inference.evaluate.compare import evaluate as command
 from outrider.inference.loading import targets
 from outrider.inference.loading.memory_plan import evaluation_memory

@@ -43,7 +43,8 @@ from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.ngram.lookup import PromptLookup
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.small_lm import SmallLMSource, fit_vocabulary
-from outrider.inference.engines.packing import PackedLinear, can_pack, pack_linears
+from outrider.inference.engines.cpu.recorded import can_pack
+from outrider.inference.engines.packing import PackedLinear, pack_linears
 from outrider.inference.evaluate import compare
 from outrider.inference.loading.targets import find_setup, find_target, load_stack, make_runtime
 from outrider.inference.measure import bench

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import outrider
 from benchmarks.planted_faults import rope_scaled
 from outrider.api import model as api
-from outrider.api.model import Model, Turn
+from outrider.api.model import Model
 from outrider.base.errors import UserError
 from outrider.data_prep.text import chat
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
@@ -291,27 +290,31 @@ def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_
         model.stream(texts)
 
 
-def test_who_waits_is_next() -> None:
-    turn, order = Turn(), []
+def test_each_prompt_of_a_list_may_have_options_of_its_own(model: Any) -> None:
+    texts, each = [PROMPT, "class A:", "import os"], [{"seed": 1}, {"max_new_tokens": 3}, {"do_sample": False}]
+    shared = {"max_new_tokens": 9, "do_sample": True}
+    each[2] = {"stop_strings": ["e", "a"]}
+    alone = [model.generate(text, **{**shared, **own}) for text, own in zip(texts, each, strict=True)]
+    assert model.generate(texts, each=each, **shared) == alone
+    for wrong in (each[:2], [{}, {}, {"sede": 1}]):
+        with pytest.raises(UserError, match=r"each=|sede"):
+            model.generate(texts, each=wrong)
 
-    def wait() -> None:
-        with turn:
-            order.append("another")
 
-    thread = Thread(target=wait)
-    with turn:
-        thread.start()
-        while not turn.line.locked():
-            time.sleep(0.001)
-        order.append("first")
-    with turn:
-        order.append("again")
-    thread.join()
-    assert order == ["first", "another", "again"]
+def test_a_text_that_fails_or_is_given_up_leaves_the_others_alone(model: Any) -> None:
+    whole = model.generate(PROMPT, max_new_tokens=30)
+    given_up, other = model.stream(PROMPT, max_new_tokens=200), model.stream(PROMPT, max_new_tokens=30)
+    pieces = [next(given_up), next(other)]
+    given_up.close()
+    failing = model._worker.rounds(iter(map(int, "x")))
+    with pytest.raises(ValueError, match="invalid literal"):
+        next(failing)
+    assert "".join([pieces[1], *other]) == whole
+    assert not model._worker.batch.texts
 
 
 @pytest.mark.parametrize("runtime", ["graphed", "eager"])
-def test_threads_take_turns_and_get_the_texts_that_they_would_get_alone(
+def test_threads_share_passes_or_take_turns_and_get_the_texts_that_they_would_get_alone(
     folder: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that ask for a piece each, and with two methods before one target."""

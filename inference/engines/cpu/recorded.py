@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+import torch
+
 from outrider.base.errors import UserError
 from outrider.base.words import listed
 
@@ -59,3 +61,11 @@ def settle(question: str, able: Sequence[Answer], choose: Callable[[], Answer]) 
 
 
 _REMEDY = "go on where it began, or give another out_dir"
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this build of PyTorch has layouts for weights of `dtype` on `device` that are fast on the processor."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    fast = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
+    return fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

@@ -30,7 +30,8 @@ from outrider.inference.batch.generate import Responder, batches, generate_respo
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Todo, read_tasks, uniforms
 from outrider.inference.core.sampling import Sampler
-from outrider.inference.engines.packing import PackedLinear, can_pack
+from outrider.inference.engines.cpu.recorded import can_pack
+from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.measure.time_limit import TimeLimit
 from tests.inference.batch.responding import (
     ENDS,

@@ -16,8 +16,9 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_layers, join
-from outrider.inference.engines.packing import PackedLinear, can_pack
+from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.loading.targets import prepare
 from outrider.inference.shapes.factory import Chain
 from outrider.inference.stopping.rules import FixedLength

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -515,3 +516,18 @@ def test_methods_by_measured_costs_have_an_allowance(tmp_path: Path, kind: str) 
     for stop, known in ((SURVIVAL, tuning), (StopConfig(max_draft="auto"), tuning), (StopConfig(max_draft=3), None)):
         drafter = plugin.make(model, MethodConfig(source=kind, stop=stop), Streams(0), drawn=False, tuning=known)
         assert (drafter.allowance is None) == (known is None)
+
+
+@pytest.mark.parametrize("texts", [1, 2, 4, 16])
+def test_texts_that_share_passes_draft_less_as_rows_cost_more(texts: int) -> None:
+    """Passes that cost the same for any rows: as alone. Rows that cost their own: no draft, beside any other text."""
+    flat, own = Costs((0.01,) * (WIDEST + 1), (1.0,) * (WIDEST + 1), 0.0, 1.0), tuple(map(float, range(WIDEST + 1)))
+    shared = flat.of_one(texts)
+    assert shared.verify == pytest.approx([1 / texts] * (WIDEST + 1))
+    assert shared.plain == pytest.approx(1 / texts)
+    shares = [0.9] * 8
+    assert best_length(shares, shared)[0] == best_length(shares, flat)[0] == 8
+    rising = replace(flat, verify=tuple(0.2 * max(0.0, row - 5) + 1 for row in own))
+    lengths = [best_length(shares, rising.of_one(count))[0] for count in (1, 2, 4, 16)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[-1] == 1
