@@ -5,7 +5,7 @@ from outrider.commands import entry
 from outrider.inference.settings.tools import ServeConfig
 
 
-@entry("serve", ServeConfig, waits=True)
+@entry("serve", ServeConfig)
 def main(config: ServeConfig) -> None:
     # Imported once the config is known to be good: torch takes seconds, and a server's packages are an extra.
     try:

@@ -57,7 +57,7 @@ from outrider.inference.measure.bench import (
     require_fits,
 )
 from outrider.inference.measure.results import Measured, append_result, begin_run, next_number, open_run, read_results
-from outrider.inference.measure.threads import load_average, machine_load, use_threads
+from outrider.inference.measure.threads import load_average, machine_load
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.facts import digests, draft_vocabularies, overlaps, trained_seconds
 from outrider.inference.report.page import make_page
@@ -107,7 +107,8 @@ def evaluate_checkpoint(
     """
     limit = TimeLimit(config.minutes, clock(), clock=clock)
     state = join_processes()
-    use_threads(config.threads)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     out_dir = require_writable(config.out_dir)
     config.wandb.is_on()  # raises now if something it needs is missing
     with only_run_of(state, out_dir, "results"):

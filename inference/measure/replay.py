@@ -52,7 +52,6 @@ from outrider.inference.measure.statistics import (
     share_of_loops,
     structure_statistics,
 )
-from outrider.inference.measure.threads import use_threads
 from outrider.inference.settings.evaluate import ReplayConfig
 from outrider.inference.settings.method import MethodConfig
 
@@ -249,7 +248,8 @@ def replay_answers(config: ReplayConfig) -> list[dict[str, Any]]:
     """
     prompts = read_prompts(config.prompts, limit=config.num_prompts)
     out_dir = require_writable(config.out_dir)
-    use_threads(config.threads)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     with only_run(out_dir, "results"):
         vocabulary = load_vocabulary(config.tokenizer)
         drafters = load_drafters(config, vocabulary)

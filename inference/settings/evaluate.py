@@ -25,7 +25,6 @@ from outrider.inference.settings.sampling import SamplingConfig
 
 Runtime = Literal["auto", "eager", "graphed"]
 RUNTIMES = get_args(Runtime)
-Threads = Count | Literal["auto"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +161,7 @@ class EvaluateConfig(RehearsedConfig, DecodingConfig):
     """timed passes over every prompt, which draw anew when sampling; the one of median time counts"""
     compare_transformers: bool = opt(True, "also time model.generate")
     plan: bool = free(False, "only say what every device would hold; needs no weights")
-    threads: Threads = opt(None, "of the CPU; auto: measured at the start; null: torch's choice")
+    threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     reading: ReadingChanges = field(default_factory=ReadingChanges)
     """how the EAGLE-3 head is read where its config.json is wrong"""
     doctor: bool | None = None
@@ -199,7 +198,7 @@ class ReplayConfig(DraftingConfig):
     prompts: PromptSource = free(help="the questions, a JSONL, JSON or parquet file or a benchmark's name")
     num_prompts: Count | None = free(None, "evenly spread; null: all")
     max_new_tokens: Annotated[int, Ge(2)] = opt(128, "of an answer, or as many as the recorded one has, if more")
-    threads: Threads = opt(None, "of the CPU; auto: measured at the start; null: torch's choice")
+    threads: Count | None = opt(None, "of the CPU; null: torch's choice")
     seed: int = opt(0, "of what searches draw")
     out_dir: str = free("runs/replay", "where report.md and report.json go")
 

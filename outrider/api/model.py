@@ -323,9 +323,11 @@ class Model:
         return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
 
     def _draft(self, streams: Streams, sampled: bool, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
-        """`speculative` with a new drafter, whose sizes are those that pay beside the texts that are decoded then."""
+        """`speculative` with a new drafter, whose sizes pay beside the texts that are decoded then; if sampled, alone.
+
+        What is drawn depends on the sizes, and is a function of the seed."""
         tuning = self._tuning
-        if tuning is not None and self.stack.layered is not None:
+        if tuning is not None and self.stack.layered is not None and not sampled:
             tuning = replace(tuning, costs=tuning.costs.of_one(self._worker.batch.sharing))
         drafter = new_drafter(self.method, self.drafters, streams, sampled, tuning)
         yield from speculative(self.stack, drafter, prompt, **options)

@@ -291,9 +291,9 @@ def test_a_prompt_is_a_text_or_its_tokens_and_a_list_of_prompts_gives_a_list_of_
 
 
 def test_each_prompt_of_a_list_may_have_options_of_its_own(model: Any) -> None:
-    texts, each = [PROMPT, "class A:", "import os"], [{"seed": 1}, {"max_new_tokens": 3}, {"do_sample": False}]
+    texts = [PROMPT, "class A:", "import os"]
+    each: list[dict[str, Any]] = [{"seed": 1}, {"max_new_tokens": 3}, {"stop_strings": ["e", "a"]}]
     shared = {"max_new_tokens": 9, "do_sample": True}
-    each[2] = {"stop_strings": ["e", "a"]}
     alone = [model.generate(text, **{**shared, **own}) for text, own in zip(texts, each, strict=True)]
     assert model.generate(texts, each=each, **shared) == alone
     for wrong in (each[:2], [{}, {}, {"sede": 1}]):
