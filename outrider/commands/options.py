@@ -10,10 +10,11 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from pydantic import TypeAdapter
 
 from outrider.base.settings import READ_WITH
+from outrider.base.words import typed
 from outrider.inference.settings.presets import CONF_DIR, PARTS, choices_of, known_as, settings_of
 
 _WORDS = {"string": "text", "boolean": "true or false", "null": "null", "integer": "integer", "number": "number"}
@@ -131,17 +132,6 @@ def words(shape: Any) -> str:
 def _either(values: Sequence[object]) -> str:
     *others, last = map(typed, values)
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def typed(value: object) -> str:
-    """A value as written on a command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple | ListConfig):
-        return "[" + ",".join(map(typed, value)) + "]"
-    return "{}" if isinstance(value, dict | DictConfig) else str(value)
 
 
 def first_sentence(schema: type) -> str:

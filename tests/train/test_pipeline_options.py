@@ -9,7 +9,7 @@ import pytest
 
 from outrider.base.errors import UserError
 from outrider.commands import config_for
-from outrider.train.pipeline_run import job_of, jobs_of
+from outrider.train.pipeline_run import job_of, jobs_of, words_of
 from outrider.train.pipeline_settings import HERE, REPOSITORY, STEPS, PipelineConfig
 from tests.conf.test_configs import GROUPS
 from tests.tiers import quick_where
@@ -188,6 +188,13 @@ def test_what_you_say_replaces_what_the_experiment_says() -> None:
     ) == {"checkpoint": f"{HERE}/eesd", "heldout_prompts": 32, "minutes": 0.4}
     added = pipeline(["experiment=demo", "+steps.eagle3={seq_len:64}", "steps.eagle3.fit.steps=9"])
     assert added.options("eagle3") == {"target": f"{HERE}/target", "seq_len": 64, "fit.steps": 9}
+
+
+def test_options_may_be_nested() -> None:
+    """As in the YAML of a command."""
+    step = {"data": {"path": "{out_dir}/x", "max_records": 3}, "orders": [2]}
+    placed = PipelineConfig(steps={"trigrams": step}, target="t", out_dir="o").placed("trigrams")
+    assert words_of(placed)[1:4] == ["data.path=o/x", "data.max_records=3", "orders=[2]"]
 
 
 @pytest.mark.parametrize(
