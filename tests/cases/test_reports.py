@@ -16,6 +16,7 @@ from numpy.random import default_rng
 
 import outrider.draft_models.losses as losses_module
 from outrider.base.streams import Streams
+from outrider.base.words import figure
 from outrider.draft_models.acceptance import BLOCKS, FLOAT32_BYTES, acceptance_by_target, judge
 from outrider.draft_models.card import LEAST_TAU
 from outrider.draft_models.losses import (
@@ -182,7 +183,9 @@ def test_replays_say_how_much_repeats_itself() -> None:
     report = {"method": "m", **replay_report(turns, [generation(text, 1.0) for text in texts])}
     assert report["loops"] == {"texts": 2, "looping": 1, "share": 0.5}
     assert report["by_category"]["qa"]["loops"]["looping"] == 1
-    assert "1 of 2 texts repeat themselves" in replay_markdown([report], "answers.jsonl")
+    table = replay_markdown([report | {"tau": 3.0, "tau_without_loops": 2.0}], "answers.jsonl")
+    assert "1 of 2 texts repeat themselves" in table
+    assert "| m | 3.000 | 2.000 |" in table
 
 
 def test_so_do_two_evaluations_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +200,11 @@ def test_so_do_two_evaluations_side_by_side(tmp_path: Path, monkeypatch: pytest.
     assert row["verdict"] == "undecided"
     assert (row["gain"]["prompts"], row["gain_without_loops"]["prompts"]) == (8, 5)
     assert row["loops"]["looping"] == 6
-    assert "6 of 16 texts repeat themselves" in (tmp_path / "out/compare.md").read_text()
+    table = (tmp_path / "out/compare.md").read_text()
+    assert "6 of 16 texts repeat themselves" in table
+    with_loops, without = (figure(row[key]) for key in ("gain", "gain_without_loops"))
+    assert with_loops != without
+    assert f"| m | m | {with_loops} | {without} |" in table
 
 
 def _evaluation(name: str, made: Sequence[PromptResult]) -> Any:

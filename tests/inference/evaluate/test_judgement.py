@@ -214,7 +214,9 @@ def test_what_is_not_a_number_is_a_fault(subject: Subject) -> None:
     forced = Forced(TokenSelector(), subject.references[0])
     list(subject.decode("prompt_lookup", subject.references[0].prompt, forced))
     forced._errors[5] = forced._errors[5] * math.nan
-    assert judge([forced.deviation(subject.references[0].text)]).faults != ()
+    found = judge([forced.deviation(subject.references[0].text)])
+    assert found.faults != ()
+    assert found.peak_at == f"logits at position {len(subject.references[0].prompt) - 1 + 5}"
 
 
 # --- mismatches of the texts ------------------------------------------------------------------------------------------

@@ -304,7 +304,7 @@ def test_speed_counts_decoded_tokens_of_prompts_that_have_some() -> None:
     made = results()
     for r in made:
         r.generations["m"] = generation([(4, 1)], 1.0)  # 2 decoded tokens, and the others 8
-    ended = dict.fromkeys(made[0].generations, Generation((7,), 0.5, 0.0))
+    ended = dict.fromkeys(made[0].generations, Generation((7,), 0.5, 9.0))
     made.append(replace(made[0], prompt_id="ended", generations=ended))
     report = build_report("m", made, facts(), seed=0)
     assert report["prompts"] == 7
