@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from outrider.base.errors import UserError
 from outrider.draft_models.eagle3.checkpoint import load_head, make_head, open_head, save_head
@@ -178,6 +179,23 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path: Path, ca
     facts = DIALECTS[dialect]
     with pytest.raises(UserError, match=said):
         open_head(write_head(tmp_path, facts, head_weights(facts), **changes), TARGET)
+
+
+@pytest.mark.parametrize(("dialect", "switch"), [("specforge", "fc_norm"), ("speculators", "norm_before_fc")])
+def test_a_switch_that_is_left_out_is_seen_in_the_tensors(tmp_path: Path, dialect: str, switch: str) -> None:
+    facts = DIALECTS[dialect]
+    config = {name: value for name, value in facts.config.items() if name != switch}
+    said = open_head(write_head(tmp_path / "said", facts, head_weights(facts)), TARGET)
+    assert open_head(write_head(tmp_path, replace(facts, config=config), head_weights(facts)), TARGET).reading == (
+        said.reading
+    )
+
+
+def test_the_activation_is_that_of_the_config(tmp_path: Path) -> None:
+    facts = DIALECTS["specforge"]
+    where = write_head(tmp_path, facts, head_weights(facts), hidden_act="gelu")
+    found: Any = load_head(where, TARGET, dtype=torch.float32).layers[0]
+    assert type(found.mlp.act_fn) is type(ACT2FN["gelu"])
 
 
 def test_aux_hidden_states_by_the_names_of_servers(tmp_path: Path) -> None:

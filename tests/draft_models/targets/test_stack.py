@@ -88,6 +88,15 @@ def test_unneeded_shards_may_be_missing(tmp_path: Path) -> None:
         load_layers(open_tensors(str(path)), config, range(LAYERS), dtype=torch.float32)
 
 
+def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
+    path = save_target(tmp_path, shard="40KB")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.more.weight"] = next(iter(index["weight_map"].values()))
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"no tensor 'model\.more\.weight'"):
+        load_causal_lm(str(path))
+
+
 @pytest.mark.parametrize("file", ["../elsewhere.safetensors", "a/../../elsewhere.safetensors", "absolute", 3, None])
 def test_an_index_cannot_lead_out_of_the_directory(tmp_path: Path, file: object) -> None:
     """Not even to a file that is there and holds the tensor."""
