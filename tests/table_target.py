@@ -107,9 +107,11 @@ class TableSession(Session):
     def extend(self, tokens: Tensor, parents: Sequence[int], wanted: int) -> tuple[Tensor, Tensor]:
         return self.feed(tokens, parents)[0], self.model.draft_logits(tokens[-wanted:, None])
 
-    def run_rows(self, name: str, pass_: Any, x: Tensor, parents: Sequence[int]) -> tuple[Tensor, ...]:
+    def run_rows(
+        self, name: str, pass_: Any, x: Tensor, parents: Sequence[int], wanted: int | None = None
+    ) -> tuple[Tensor, ...]:
         self.feed(x[0, :, 0], parents)
-        return self.run_draft_layers(name, pass_, x, 0, self.first)
+        return self.run_draft_layers(name, pass_, x, 0, self.first, wanted)
 
     def aux_hidden(self, rows: Sequence[int]) -> Tensor:
         return self.hidden[:, list(rows)]
@@ -135,8 +137,15 @@ class TableSession(Session):
     def draft_cache(self, owner: object, layers: range) -> Length:
         return Length()
 
-    def run_draft_layers(self, name: str, pass_: Any, x: Tensor, start: int, cache: Length) -> tuple[Tensor, ...]:
-        view = SimpleNamespace(masks=lambda: {None: None}, rotary=None, last=lambda hidden, count: hidden[:, -count:])
+    def run_draft_layers(
+        self, name: str, pass_: Any, x: Tensor, start: int, cache: Length, wanted: int | None = None
+    ) -> tuple[Tensor, ...]:
+        view = SimpleNamespace(
+            masks=lambda: {None: None},
+            rotary=None,
+            cache=cache,
+            wanted=lambda hidden: hidden[:, -(wanted or len(x[0])) :],
+        )
         cache.length += x.shape[1]
         return pass_(x, view)
 
