@@ -96,7 +96,7 @@ def compiled(arch: int, dtype: str) -> list[dict[str, Any]]:
 
 
 def used(ptx: str, arch: int) -> dict[str, int]:
-    """Registers per thread, and bytes that are stored and loaded because there are not enough of them."""
+    """Registers per thread, and bytes that are stored and loaded for lack of registers."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()

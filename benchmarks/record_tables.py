@@ -6,7 +6,7 @@ from typing import Any
 from outrider.base.words import figure
 
 Figures = Mapping[str, Any]
-# What a reader calls an arm, and `method=` today.
+# An arm's name for readers; in backticks, its `method=`.
 CALLED = {
     "transformers_generate": "transformers' `generate`", "transformers_prompt_lookup": "transformers' prompt lookup",
     "llama_cpp": "llama.cpp, no drafter", "autoregressive": "**Outrider, no drafter**",
@@ -26,7 +26,7 @@ def tables(entry: Mapping[str, Any]) -> str:
 
 
 def summary(entry: Mapping[str, Any]) -> str:
-    """The conditions, and all prompts together; of a peer with a given K and with its defaults, only the former."""
+    """The conditions, and all prompts together; a peer with a given K is not shown with its defaults."""
     arms = entry["arms"]
     told = {name for name in arms if not name.endswith("_default")}
     asked = {name: arm for name, arm in arms.items() if name in told or name.removesuffix("_default") not in told}

@@ -24,7 +24,7 @@ MAX_NGRAM = 3
 
 
 def widened(model: PreTrainedModel, tokens: Tensor, vocabulary: int) -> PreTrainedModel:
-    """`model`, whose ids stand for `tokens` [k] and its id k for any other, over the whole `vocabulary`.
+    """`model` over all of `vocabulary`: its ids 0 … k − 1 mean `tokens` [k], its id k any other.
 
     It proposes the same tokens. Its head has a row for every token again, most of them with a very low bias.
     """
@@ -138,7 +138,7 @@ def generation_of(
 
 
 def generate_arm(model: PreTrainedModel, settings: GenerationConfig, name: str, **options: Any) -> Arm:
-    """`transformers_arm` with `options`; where it samples, by its `name` among the streams."""
+    """`transformers_arm` with `options`; sampling is seeded by its `name`."""
 
     def generate(prompt: Sequence[int], streams: Streams) -> Generation:
         with torch.random.fork_rng():

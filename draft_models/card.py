@@ -47,7 +47,7 @@ def add_report(path: Path, report: str) -> None:
 
 
 def serving(drafted: int, engine: str = "vllm") -> str:
-    """Instructions for an ordinary causal LM in engines that load what `engine` does, with {path} and {target} to fill.
+    """Instructions for a causal LM in `engine` and engines that read the same files, with {path} and {target} to fill.
 
     drafted: how many tokens it drafts for each pass of the target.
     """

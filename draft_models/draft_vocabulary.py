@@ -84,7 +84,7 @@ def narrow(model: PreTrainedModel, own: DraftVocabulary) -> None:
 def widen(model: PreTrainedModel, own: DraftVocabulary, special: Mapping[str, object]) -> None:
     """Undo `narrow`, for engines in which target and drafter have one vocabulary. special: its ids in a config.
 
-    Every other token is read as its row for all others, and never found likeliest (see `whole_rows`).
+    All other tokens get the one row for others and are never the likeliest (see `whole_rows`).
     """
     size, count = own.vocabulary, len(own.tokens)
 

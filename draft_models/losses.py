@@ -24,7 +24,7 @@ COPIES = 12  # of its logits that an objective makes on the way, at most
 def rows_at_once(tokens: int, device: torch.device) -> int:
     """Rows per chunk of logits over a head's `tokens`.
 
-    Enough to keep a GPU busy. Few on a CPU, so that a chunk fits into caches; twice as many if even few rows do not,
+    Enough to keep a GPU busy. On a CPU few, so that a chunk fits into caches; twice as many where even few do not fit,
     since the weight's gradient is accumulated once per chunk (`benchmarks/results/losses_cpu.json`).
     """
     if device.type != "cpu":

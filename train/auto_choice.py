@@ -28,7 +28,7 @@ ORDER: Mapping[Device, tuple[str, ...]] = {
 LEAST: Mapping[Device, float] = {"cpu": 4.0, "cuda": 0.75}  # minutes of a training: those of the records that paid
 _SHORTEST, _LONGEST = 64, 256  # tokens of a measured text, which is as long as the target's answers between these
 _ROWS: Mapping[Device, int] = {"cpu": 40, "cuda": 256}  # prompts that are answered together at most
-_PARAMETERS = 5e8  # of a target on a CPU, from which on they are fewer, so that a batch takes about as long
+_PARAMETERS = 5e8  # of a target: above it a CPU answers fewer at once, to keep the time of a batch
 _ALWAYS = (NGRAMS.name, PROMPT_LOOKUP.name)
 # Shares of answers, trainings and report in the minutes that loading leaves.
 _WITH_TRAINING, _WITHOUT = (0.47, 0.36, 0.17), (0.7, 0.0, 0.3)
@@ -116,7 +116,7 @@ class Look:
     def report(self, kinds: Sequence[str], tokens: float) -> float:
         """The minutes of a report on the fewest prompts that have a verdict, of so many tokens each; an estimate.
 
-        Alone, a text has more than its share of the tokens a second that texts together have, and less than all.
+        A text alone is faster than its share of a batch's tokens a second, and slower than the whole batch.
         """
         a_second = self.tokens_per_second / math.sqrt(max(1, min(self.rows, self.prompts)))
         arms = 2 + len(_ALWAYS) + sum(len(KINDS[kind].measured) for kind in kinds)  # two decode plainly

@@ -14,7 +14,7 @@ from outrider.inference.settings.method import MethodConfig
 from outrider.inference.settings.sampling import SamplingConfig
 
 Counts = Mapping[str, float]  # of one prompt
-Sums = Mapping[str, Any]  # of all prompts: a number, or one for every prompt that is left out
+Sums = Mapping[str, Any]  # of all prompts: a number, or an array whose item i leaves prompt i out
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of the paper. columns: of its own cells; quantities: what is shown of ours. Rows have names of
-    their own, and claims say different things, by which those of several targets find each other.
+    """A table or figure of the paper. columns: of its own cells; quantities: what is shown of ours. Names of
+    rows, and claims, are unique in a table: they match the tables of several targets.
 
     plot: the quantity that its picture shows, over the rows' x; or several, as alpha_*, over their numbers. never: why
     nothing of it is run. note: one sentence.

@@ -94,7 +94,7 @@ def load_recorded(options: argparse.Namespace) -> tuple[Bench, list[Asked]]:
 
 
 def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
-    """So many of every category, with --shot each after an example."""
+    """`count` of every category; with --shot, each after an example."""
     found = read_categories(options.prompts, count)
     for one in options.prompts if options.shot else ():
         name, _, file = one.partition("=")
@@ -105,7 +105,7 @@ def read_prompts_of(options: argparse.Namespace, count: int) -> list[Prompt]:
 
 
 def with_example(prompts: Sequence[Prompt], file: str) -> list[Prompt]:
-    """`prompts` of `file`, each after the last record of it that says its answer and is none of them.
+    """`prompts` of `file`, each after the file's last answered record that is not among them.
 
     Chat gets the example as an earlier turn, other text before it. A file without answers leaves them as they are, and
     a line says so, as MT-Bench beside GSM8K. Raises `UserError` where `file` is none.

@@ -64,7 +64,7 @@ def of_tree(tree: DraftTree, accepted: Sequence[int]) -> Counter[str]:
 
 
 def through_shared(tree: GraphTree, accepted: Sequence[int]) -> bool:
-    """Whether the accepted path has a successor of a merged node, be it a copy or the original of one."""
+    """Whether the accepted path has a copied node, or a child of a node that others were merged into."""
     firsts = set(tree.merged.values())
     return any(node >= tree.drafted or tree.parents[node] in firsts for node in accepted)
 

@@ -259,7 +259,7 @@ def merged(
 ) -> TrigramTable:
     """The sum of the tables, pruned (see `merged_level`); the arrays of its levels are mapped from files in `folder`.
 
-    Of one table the facts stay. The suffix arrays of several are sorted anew, in memory.
+    One table keeps its facts. The suffix arrays of several are sorted anew, in memory.
     """
     first, levels = tables[0], {}
     for order in sorted(first.levels):

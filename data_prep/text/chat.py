@@ -94,8 +94,8 @@ def _render(
 def ids_within(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[int]:
     """The token ids of `text`. If they are more than `most`, those of a beginning, which are more than `most` too.
 
-    So the work for a text that no context holds is bounded. A beginning with twice as many tokens is enough: where it
-    was cut, few tokens are others. A longer one is tried as long as it has less, as a token may be any text.
+    So the work for a text that no context holds is bounded. The beginning grows until it has more than twice
+    `most` tokens: only the few at its cut may differ from those of the whole text.
     Raises `UserError` for a lone surrogate.
     """
     require_encodable(text, "the prompt or text")
@@ -124,8 +124,8 @@ def _with_known(rendered: list[int], known: Sequence[list[int]], tokenizer: PreT
 
 
 def spoken(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of an answer as the content of a message: without special tokens, and without what comes before the last
-    one of those after which the chat template puts a content, such as the marker of a channel."""
+    """The text of an answer as the content of a message: without special tokens, and without all up to the last
+    token that the chat template puts right before a content, such as the marker of a channel."""
     try:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         opening = apply_template(tokenizer, turns, "answer").partition(MARK)[0]

@@ -298,7 +298,7 @@ class Eagle3(nn.Module):
         return features
 
     def run(self, embedding: Tensor, features: Tensor, masks: Masks, rotary: Rotary, cache: Cache = None) -> Tensor:
-        """The layers on tokens' embeddings and features, each of the position before its token: [B, Q, H] → [B, Q, H].
+        """The layers on tokens' embeddings and the features one position before them: [B, Q, H] → [B, Q, H].
 
         A feature is the target's, or the output of `run` at its position. masks: by window (see `windows`), over all
         entries that the cache returns. With `Steps` as the cache it is a step of training.

@@ -64,7 +64,7 @@ FAMILIES = {  # by ggml's names of architectures; Mistral's models are "llama" t
 KEYS = cast(Mapping[str, Mapping[str, str | None]], GGUF_CONFIG_MAPPING)  # of a model type: fields by ggml's keys
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = {ROPE_FACTORS}  # tensors that belong to the config, not to the weights
-# Keys that a file need not have, as a rule tells their value, or that are read apart from the others.
+# Keys that a file may lack, since a rule gives their value, or that are read separately.
 _OPTIONAL = {
     "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",

@@ -267,7 +267,7 @@ class FolderModel:
         return sorted(path for path in files if any(fnmatch(path.name, one) for one in DESCRIPTIONS))
 
     def _by_file(self) -> dict[str, list[str]]:
-        """The tensors in each file according to the index; an empty list for a single file, which goes before one."""
+        """The tensors in each file according to the index; a single file wins over an index; its list is empty."""
         index = self.folder / self.kind.index
         if (self.folder / self.kind.single).exists() or not index.exists():
             return {self.kind.single: []}

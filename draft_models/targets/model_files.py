@@ -201,9 +201,7 @@ def load_layers(
     config.dtype = dtype  # in which transformers makes buffers, too
     model = empty_layers(config, layers)
     names = _names(files, spec_of(model).layers, layers)
-    added = (
-        BASE_PREFIX if files.headless else ""
-    )  # transformers puts its own there, which an architecture may call else
+    added = BASE_PREFIX if files.headless else ""  # transformers adds the architecture's own prefix, which may differ
     computed = dict(model.named_non_persistent_buffers())  # transformers would make them again, under FSDP of zeros
     filling = type(type(model).__name__, (type(model),), {"__new__": lambda *_, **__: model})
     options = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}

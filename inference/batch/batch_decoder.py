@@ -166,7 +166,7 @@ class _Selector(TokenSelector):
         return token
 
     def done(self, error: Exception | None) -> None:
-        """See `Text`. Raises an error that is not the target's NaN, which `_FAILED` says already."""
+        """See `Text`. Raises `error`, unless it is the target's NaN, which `_FAILED` marks."""
         if error is not None and self.tokens[-1:] != [_FAILED]:
             raise error
 

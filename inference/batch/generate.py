@@ -297,7 +297,7 @@ def respond(
 ) -> float:
     """Answer the tasks of this process and write its shards, numbered by `numbers`; returns tokens per second.
 
-    Where `limit` does not hold one no further batch begins, and the collected responses become the last shard.
+    If `limit` has no time for a batch, none begins; the collected responses become the last shard.
     """
     free, limit, shown = iter(numbers), replace(limit, started=limit.clock()), state.is_main_process
     shard, answered, unanswered, tokens, told = Shard(skipped=list(todo.skipped)), 0, 0, 0, ""

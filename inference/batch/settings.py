@@ -41,9 +41,9 @@ class GenerateConfig(TargetConfig):
     dtype: RunDtype = "auto"
     """auto: float32 on CPU, else the target's own; fast: also bfloat16 on a CPU that has instructions for it"""
     minutes: Positive | None = free(None)
-    """answer until this time is over, of all runs in out_dir together, prompts of all lengths; null: all prompts"""
+    """time limit of all runs in out_dir together; prompts of all lengths are answered; null: no limit"""
     server: Url | None = free(None)
-    """URL of an OpenAI-compatible server that runs the target, of which only config and tokenizer are then read here"""
+    """URL of an OpenAI-compatible server that runs the target, only its config and tokenizer are read here"""
     server_model: str | None = opt(None, "the target's name there; null: the first one that it lists")
     concurrency: Count = free(16, "requests to the server at a time, batch_size at most")
     server_timeout: Positive = free(600.0, "seconds that the server may take for one request")

@@ -155,7 +155,7 @@ class Batch(Runtime):
         """Decode `text` too, from the next step on."""
         self.texts.append(text)
 
-    @torch.inference_mode()  # as in `step`: a loop that ends restores the mode in which it began
+    @torch.inference_mode()  # as `step`: when a loop ends, it restores the mode it began in
     def drop(self, text: Text) -> None:
         """End a text before its end."""
         if text.run is not None:
@@ -218,7 +218,7 @@ def _decode(text: Text) -> None:
 
 
 def _wait(kind: tuple[int, int, str], pass_: Pass, x: Tensor, view: TextView) -> tuple[Tensor, ...]:
-    """The outputs of a pass, for a text that runs in a batch; it is run at once for any other."""
+    """The outputs of a pass, for a text that runs in a batch; outside of one the pass runs at once."""
     above = getcurrent().parent
     if above is None:
         return pass_(x, view)

@@ -14,9 +14,9 @@ class KVCache:
 
     Implements the part of transformers' `Cache` protocol that attention modules use (`update`). `length` is the number
     of valid positions; a pass writes its positions after them, and `advance` makes these valid. Inside `at` a pass
-    writes to given slots instead, and sees a fixed number of positions. clean: for such passes, which also read masked
-    slots after the text; these are zero between rounds. fixed: the slots [q] and the number of positions seen, while
-    such a pass runs.
+    writes to given slots instead, and sees a fixed number of positions. clean: slots after the text are zero between
+    rounds, as such passes read them, masked. fixed: the slots [q] and the number of positions seen, while such a pass
+    runs.
     """
 
     def __init__(self, layers: range, capacity: int, *, clean: bool = False):

@@ -275,7 +275,7 @@ def make_rule(
 ) -> StopRule:
     """A new stop rule for one generation, from which it learns; `streams` are that generation's.
 
-    head: for rules that use one. tuning: for max_draft=auto and rule=survival. levels: those that a tree has by itself;
+    head: for rules that use one. tuning: for max_draft=auto and rule=survival. levels: how many a tree has by itself;
     None for a chain. drawn: whether drafts are sampled from q; otherwise they are the most likely tokens.
     """
     if stop.max_draft == AUTO:

@@ -50,7 +50,7 @@ def write(
         proposed, start = r.drafted, 0
         while start < len(r.tokens):
             drafted = start < r.accepted
-            # A stop string may end the text after any token; without one there is a piece for each who proposed.
+            # A stop string may end the text after any token; else a piece has one proposer.
             end = start + 1 if job.stops else r.accepted if drafted else len(r.tokens)
             tokens = r.tokens[start:end]
             scores = r.scores[start:end] if isinstance(r, ScoredRound) else ()

@@ -78,7 +78,7 @@ class Training(Generic[Student]):
 
 @dataclass(frozen=True)
 class Plan:
-    """What each device holds in a training, known without weights. facts: further ones, said before."""
+    """What each device holds in a training, known without weights. facts: others, printed above it."""
 
     held: Sequence[Held]
     facts: Mapping[str, object]

@@ -32,7 +32,7 @@ from outrider.inference.batch.tasks import TopK
 
 
 class TopKRows:
-    """Rows like those of `data_prep.text.rows`, in memory (about 6 k bytes a token), with a distribution per label.
+    """Rows like those of `data_prep.text.rows`, in memory (about 6·k bytes a token), with a distribution per label.
 
     An item has input_ids, labels, positions and documents, int64 [T] each. In addition, it has the target's k most
     likely next tokens and the probability of all others (see `linear_topk_divergence`): top_ids int64 [T, k],
