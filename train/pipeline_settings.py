@@ -58,8 +58,8 @@ STEPS = {
         (*MAKERS, "prompts", "eesd", "calibrate", EAGLE3, SMALL_LM, "trigrams"),
         {
             "checkpoint": "{out_dir}/eesd",
-            "eagle3": "{out_dir}/eagle3",
-            "small_lm": "{out_dir}/small_lm",
+            EAGLE3: "{out_dir}/eagle3",
+            SMALL_LM: "{out_dir}/small_lm",
             "table": "{out_dir}/trigrams",
         },
     ),
