@@ -1,1 +1,12 @@
-"""The server: clients of OpenAI's API ask, and the model answers them in the order of their requests."""
+"""The server: clients of OpenAI's API ask, and the model answers several requests at once.
+
+Raises `UserError` without the packages of the extra [serve].
+"""
+
+from importlib.util import find_spec
+
+from outrider.base.errors import UserError
+
+for _name in ("fastapi", "uvicorn"):
+    if find_spec(_name) is None:
+        raise UserError(f"serve needs {_name}: pip install 'outrider[serve]'")
