@@ -6,12 +6,12 @@ its engine computes for the same row without company.
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from queue import SimpleQueue
-from threading import Lock, main_thread
+from threading import Lock, Thread, current_thread, main_thread
 from typing import TypeVar
 
 import torch
@@ -116,7 +116,8 @@ def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
 class Text:
     """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
 
-    done: called at the end, with the error that ended it, if any. `waits`: the pass that it waits for.
+    done: called at the end, with the error that ended it, if any. `waits`: the pass that it waits for. `reader`: the
+    thread that made it.
     """
 
     rounds: Iterator[Round]
@@ -124,6 +125,7 @@ class Text:
     done: Callable[[Exception | None], None]
     run: greenlet | None = None
     waits: Request | None = None
+    reader: Thread = field(default_factory=current_thread)
 
 
 class Batch(Runtime):
@@ -236,7 +238,7 @@ class Worker:
         self.batch, self.most = batch, most
         self._jobs: list[Callable[[], None]] = []
         self._waiting: list[Text] = []
-        self._busy, self._lock, self._pool = False, Lock(), ThreadPoolExecutor(1)
+        self._busy, self._lock = False, Lock()
 
     def do(self, job: Callable[[], Made]) -> Made:
         """The result of `job`, run between two steps of the texts."""
@@ -258,7 +260,7 @@ class Worker:
         """
         found: SimpleQueue[Round | Exception | None] = SimpleQueue()
         text = Text(rounds, found.put, found.put)
-        give_up, at_the_end = partial(self._give_up, text), suppress(RuntimeError)  # made while the interpreter lives
+        give_up = partial(self._give_up, text)  # made while the interpreter lives
         self._put(partial(self._waiting.append, text))
         try:
             while (one := found.get()) is not None:
@@ -266,8 +268,8 @@ class Worker:
                     raise one
                 yield one
         finally:
-            with at_the_end:
-                self._put(give_up)
+            with self._lock:  # no thread is begun for it: without one no text is decoded
+                self._jobs.append(give_up)
 
     def _give_up(self, text: Text) -> None:
         if text in self._waiting:
@@ -279,8 +281,8 @@ class Worker:
         with self._lock:
             self._jobs.append(job)
             if not self._busy:
-                self._pool.submit(self._run)
                 self._busy = True
+                Thread(target=self._run).start()
 
     def _run(self) -> None:
         while True:
@@ -291,9 +293,10 @@ class Worker:
                     return
             for job in jobs:
                 job()
-            if not main_thread().is_alive():  # the process ends: nobody reads any more
+            if not main_thread().is_alive():  # the process ends with the last text that a living thread reads
                 for text in [*self._waiting, *self.batch.texts]:
-                    self._give_up(text)
+                    if not text.reader.is_alive():
+                        self._give_up(text)
             while self._waiting and len(self.batch.texts) < self.most:
                 self.batch.add(self._waiting.pop(0))
             try:

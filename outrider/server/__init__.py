@@ -1,7 +1,4 @@
-"""The server: clients of OpenAI's API ask, and the model answers several requests at once.
-
-Raises `UserError` without the packages of the extra [serve].
-"""
+"""The server for clients of OpenAI's API. Raises `UserError` without the packages of the extra [serve]."""
 
 from importlib.util import find_spec
 

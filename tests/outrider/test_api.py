@@ -27,7 +27,7 @@ from outrider.data_prep.text import chat
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET
-from outrider.inference.core.target_session import TargetSession
+from outrider.inference.core.batch import Batch
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.settings.method import MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -318,19 +318,18 @@ def test_threads_share_passes_or_take_turns_and_get_the_texts_that_they_would_ge
     folder: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that ask for a piece each, and with two methods before one target."""
-    first = shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu", runtime=runtime))
+    first = shown_by_letters(outrider.load(folder / EARLY_EXIT, device="cpu", runtime=runtime, batch=3))
     models = [first, first.by("prompt_lookup")]
     alone = {prompt: first.generate(prompt, max_new_tokens=12) for prompt in (PROMPT, "class A:", "import os")}
-    within, most, finish = [0], [0], TargetSession.finish
+    together, waiting, step = [0], [0], Batch.step
 
-    def watched(session: TargetSession, *given: Any, **more: Any) -> torch.Tensor:
-        within[0] += 1
-        most[0] = max(most[0], within[0])
+    def watched(batch: Batch) -> None:
         time.sleep(0.002)  # in which another thread would begin
-        within[0] -= 1
-        return finish(session, *given, **more)
+        step(batch)
+        together.append(len(batch.texts))
+        waiting.append(sum(text.waits is not None for text in batch.texts))
 
-    monkeypatch.setattr(TargetSession, "finish", watched)
+    monkeypatch.setattr(Batch, "step", watched)
     asked = [*alone] * 4
     with ThreadPoolExecutor(4) as pool:
         texts = pool.map(lambda n: models[n % 2].generate(asked[n], max_new_tokens=12), range(len(asked)))
@@ -338,7 +337,8 @@ def test_threads_share_passes_or_take_turns_and_get_the_texts_that_they_would_ge
         streams = [first.stream(prompt, max_new_tokens=12) for prompt in alone]
         pieces = [[*pool.map(lambda stream: next(stream, ""), streams)] for _ in range(14)]
     assert ["".join(text) for text in zip(*pieces, strict=True)] == [*alone.values()]
-    assert most == [1]
+    assert max(together) == 3  # the option `batch`
+    assert (max(waiting) > 1) == (runtime == "eager")
 
 
 @pytest.mark.parametrize("name", [*[*inspect.signature(Model.stream).parameters][2:], "max_tokens"])
@@ -381,6 +381,9 @@ next(pieces), next(rounds)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "Exception" not in run.stderr
+    said = "import threading; threading.Thread(target=lambda: print(len(model.generate('a')))).start()"
+    run = subprocess.run([sys.executable, "-c", code + said], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(run.stdout.split()[-1]) > 0  # by a thread that outlives the main one
 
 
 @pytest.mark.slow
