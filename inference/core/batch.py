@@ -116,8 +116,7 @@ def run_jointly(requests: list[Request]) -> list[tuple[Tensor, ...]]:
 class Text:
     """A text of a batch. rounds: of its loop, in this batch's sessions. take: called with each round.
 
-    done: called at the end, with the error that ended it, if any. `waits`: the pass that it waits for. `reader`: the
-    thread that made it.
+    done: called at the end, with the error that ended it, if any. `waits`: its next pass. `reader`: who reads it.
     """
 
     rounds: Iterator[Round]
@@ -260,6 +259,7 @@ class Worker:
         """
         found: SimpleQueue[Round | Exception | None] = SimpleQueue()
         text = Text(rounds, found.put, found.put)
+        del rounds  # the text alone holds them: they are closed in the thread that gives it up
         give_up = partial(self._give_up, text)  # made while the interpreter lives
         self._put(partial(self._waiting.append, text))
         try:
