@@ -27,11 +27,11 @@ from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.rounds import Generation
 from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, make_runtime, prepare
 from outrider.inference.measure.arms import make_arms, measure
 from outrider.inference.settings.evaluate import RUNTIMES
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
-from outrider.inference.settings.sampling import GREEDY
 
 RESULTS = Path(__file__).parent / "results"
 RANDOM: dict[str, Any] = {
@@ -99,10 +99,7 @@ def run(subject: Subject, options: argparse.Namespace) -> dict[str, Any]:
     methods = methods_for(options.draft_tokens)
 
     def generations(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Mapping[str, Generation]]:
-        arms = make_arms(
-            subject.stack, subject.drafters, methods, None, max_new_tokens=new_tokens, eos=(), sampling=GREEDY,
-            runtime=runtime,
-        )  # fmt: skip
+        arms = make_arms(subject.stack, subject.drafters, methods, None, TextSettings(new_tokens), runtime=runtime)
         results = [
             measure(arms, prompt, prompt_id=str(turn), category="", repeats=1, turn=turn)
             for turn, prompt in enumerate(prompts)

@@ -29,6 +29,7 @@ from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.core.rounds import Generation
 from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, end_tokens, load_plain, prepare
 from outrider.inference.measure.arms import make_arms, measure, measure_deviations, transformers_generate
 from outrider.inference.measure.lossless import BULK, GAP, PEAK, Deviation, Judgement, judge
@@ -87,7 +88,7 @@ class Subject:
     max_new_tokens: int
 
     def generate(self, prompt: Sequence[int]) -> Generation:
-        return transformers_generate(self.plain, prompt, max_new_tokens=self.max_new_tokens, eos=self.eos)
+        return transformers_generate(self.plain, prompt, TextSettings(self.max_new_tokens, self.eos))
 
     def judged(self, texts: Texts, fault: str | None, seed: int) -> dict[str, tuple[Judgement, int]]:
         """By arm that `fault` reaches: the judgement, and how many texts were identical."""
@@ -96,8 +97,8 @@ class Subject:
         identical = dict.fromkeys(reached, 0)
 
         def arms(choosing: Choosing = lambda selector: selector) -> dict[str, Arm]:
-            options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "eos": self.eos}
-            return make_arms(self.stack, self.drafters, METHODS, None, choosing=choosing, **options)
+            text = TextSettings(self.max_new_tokens, self.eos)
+            return make_arms(self.stack, self.drafters, METHODS, None, text, choosing=choosing)
 
         def judges(choosing: Choosing) -> dict[str, Arm]:
             return {name: arm for name, arm in arms(choosing).items() if name in reached}

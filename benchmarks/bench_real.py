@@ -39,7 +39,6 @@ from outrider.commands.options import compose_defaults
 from outrider.draft_models.early_exit.checkpoint import from_pretrained
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.inference.evaluate.compare import evaluate_checkpoint
-from outrider.inference.loading.generation_config import generate_settings
 from outrider.inference.loading.targets import Models, TargetSetup
 from outrider.inference.measure.bench import Peers
 from outrider.inference.measure.results import REPORT_FILE, Arm, PromptResult, read_results
@@ -97,8 +96,7 @@ def transformers_peers(config: EvaluateConfig, draft_tokens: int, setup: TargetS
         helpers["assisted_small_lm"] = {"assistant": small.requires_grad_(False).eval().to(setup.device)}
 
     def arms_for(new_tokens: int) -> dict[str, Arm]:
-        own = setup.inherited.config
-        settings = generate_settings(own, config.sampling, max_new_tokens=new_tokens, eos=setup.eos)
+        settings = setup.text(new_tokens, config.sampling).for_generate()
         return assisted_arms(models.plain, settings, draft_tokens, helpers)
 
     return arms_for

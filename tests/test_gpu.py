@@ -30,6 +30,7 @@ from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.engines.graphs import cuda_graphs
 from outrider.inference.engines.graphs.attention_kernels import SPLIT, attention_shape
 from outrider.inference.engines.graphs.fixed_shapes import UPLOADS, Upload
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import prepare
 from outrider.inference.measure.arms import make_arms, measure, measure_deviations
 from outrider.inference.measure.lossless import judge
@@ -158,10 +159,9 @@ def test_sampling_draws_on_the_device(tmp_path: Path, structure: str) -> None:
     path = save_target(tmp_path, kv_heads=2)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.float32)
     method = {"m": method_of(STRUCTURES[structure], 3)}
-    options = {"max_new_tokens": 32, "eos": (), "sampling": SamplingConfig(temperature=1.0, top_k=20)}
-    texts = []
+    settings, texts = TextSettings(32, sampling=SamplingConfig(temperature=1.0, top_k=20)), []
     for runtime in (None, cuda_graphs.Graphed(), None):
-        arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, runtime=runtime)
+        arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, settings, runtime=runtime)
         texts.append({name: arm(random_prompt(16), Streams(0)).tokens for name, arm in arms.items()})
     assert texts[0] == texts[1] == texts[2]
 
@@ -171,13 +171,13 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(CUDA)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.bfloat16)
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
-    options = {"max_new_tokens": 64, "eos": ()}
-    arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options)
+    settings = TextSettings(64)
+    arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, settings)
 
     def make(choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, choosing=choosing)
+        return make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, settings, choosing=choosing)
 
-    profilers = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, **options, clock=synchronized_clock)
+    profilers = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, settings, clock=synchronized_clock)
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)

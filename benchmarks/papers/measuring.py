@@ -34,7 +34,7 @@ from outrider.inference.core.target_session import Runtime, TargetSession
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.skip_layers import SkipLayersSource
-from outrider.inference.loading.generation_config import generate_settings, make_sampler
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.arms import make_arms, measure
 from outrider.inference.measure.replay import RecordedSelector, RecordedSession
@@ -108,9 +108,8 @@ def continued(bench: Bench, row: Row, asked: Asked, *, live: bool = False) -> Ge
 
 
 def sampler_of(bench: Bench, asked: Asked, sampling: SamplingConfig) -> Sampler | None:
-    settings = generate_settings(None, sampling, max_new_tokens=bench.budget(asked), eos=bench.eos)
     device = torch.device("cpu") if bench.stack is None else bench.stack.device
-    return make_sampler(settings, sampling, asked.ids, device)
+    return TextSettings(bench.budget(asked), bench.eos, sampling).sampler(asked.ids, device)
 
 
 @torch.inference_mode()
@@ -178,13 +177,12 @@ def timed(bench: Bench, rows: Mapping[str, Row], asked: Asked, turn: int, *, col
     for sampling in dict.fromkeys(row.sampling for row in rows.values()):
         alike = {key: row for key, row in rows.items() if row.sampling == sampling and row.method}
         own = {key: row.method for key, row in alike.items() if row.method is not None}
-        options: dict[str, Any] = {"eos": bench.eos, "sampling": sampling, "runtime": bench.runtime}
-        options["max_new_tokens"] = bench.timed_tokens or bench.tokens
+        text = TextSettings(bench.timed_tokens or bench.tokens, bench.eos, sampling)
         arms: dict[str, Any] = {}
         for other in dict.fromkeys(row.other for row in alike.values()):
             mine = {key: method for key, method in own.items() if alike[key].other == other}
             drafters = bench.drafters_of(alike[next(iter(mine))])
-            arms |= make_arms(bench.stack, drafters, mine, None, **options)
+            arms |= make_arms(bench.stack, drafters, mine, None, text, runtime=bench.runtime)
         for arm in arms.values() if cold else ():
             arm(asked.ids, Streams(0, asked.id))
         named = {"prompt_id": asked.id, "category": asked.category}

@@ -2,7 +2,7 @@
 
 A model comes with more than weights. Example: Qwen2.5-Instruct has a repetition penalty of 1.05, and
 `model.generate(do_sample=False)` obeys it. So do all arms here. transformers' `generate` runs the target's own config,
-in which only lengths, end tokens and sampling are replaced (`generate_settings`). Ours have the logits processors that
+in which only lengths, end tokens and sampling are replaced (`TextSettings`). Ours have the logits processors that
 `generate` itself makes of it (`make_processors`). What is another way of decoding altogether is refused.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import LongTensor
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedConfig
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, reason
 from outrider.draft_models.formats.torch_files import CONFIG_FILE
@@ -27,7 +27,7 @@ from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 class Inherited:
     """The target's generation config as used by an evaluation.
 
-    config: the basis of `generate_settings`. taken: its fields that affect greedy decoding (`stop_strings` too);
+    config: the basis of `TextSettings`. taken: its fields that affect greedy decoding (`stop_strings` too);
     ignored: such fields that were left out because the config is not used.
     """
 
@@ -98,7 +98,7 @@ def inherit(
     if stops:
         taken.pop("stop_strings", None)
     for name, value in taken.items():
-        alone = generate_settings(None, GREEDY, max_new_tokens=1, eos=eos)
+        alone = TextSettings(1, eos).for_generate()
         setattr(alone, name, value)
         try:
             if name == "exponential_decay_length_penalty" and not eos:
@@ -157,28 +157,43 @@ def other_ways(config: GenerationConfig) -> dict[str, object]:
     return found
 
 
-def generate_settings(
-    own: GenerationConfig | None,
-    sampling: SamplingConfig,
-    *,
-    max_new_tokens: int,
-    eos: Collection[int],
-    stops: Sequence[str] = (),
-) -> GenerationConfig:
-    """The config for transformers' `generate`: the target's `own` config with the evaluation's settings."""
-    settings = copy.deepcopy(own) if own is not None else GenerationConfig()
-    ends_at = sorted(eos)
-    replaced = {
-        **_REPLACED,
-        **generate_options(sampling),
-        "max_new_tokens": max_new_tokens,
-        "eos_token_id": ends_at or None,
-        "pad_token_id": ends_at[0] if ends_at else 0,
-        "stop_strings": list(stops) or None,
-    }
-    for name, value in replaced.items():
-        setattr(settings, name, value)
-    return settings
+@dataclass(frozen=True)
+class TextSettings:
+    """How the tokens of a text are chosen and where it ends, in every arm.
+
+    eos: the ids that end it. generation: the target's generation config, for its other logits processors. stops: stop
+    strings; they need the `tokenizer`.
+    """
+
+    max_new_tokens: int
+    eos: Collection[int] = ()
+    sampling: SamplingConfig = GREEDY
+    generation: GenerationConfig | None = None
+    stops: Sequence[str] = ()
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def for_generate(self) -> GenerationConfig:
+        """The config for transformers' `generate`: the target's own one, in which these settings replace its own."""
+        settings = copy.deepcopy(self.generation) if self.generation is not None else GenerationConfig()
+        ends_at = sorted(self.eos)
+        replaced = {
+            **_REPLACED,
+            **generate_options(self.sampling),
+            "max_new_tokens": self.max_new_tokens,
+            "eos_token_id": ends_at or None,
+            "pad_token_id": ends_at[0] if ends_at else 0,
+            "stop_strings": list(self.stops) or None,
+        }
+        for name, value in replaced.items():
+            setattr(settings, name, value)
+        return settings
+
+    def sampler(self, prompt: Sequence[int], device: torch.device) -> Sampler | None:
+        """The sampler of one text after `prompt`. None: greedy decoding of unprocessed logits."""
+        own = make_processors(self.for_generate(), prompt, device)
+        if not own and not self.sampling.temperature:
+            return None
+        return Sampler(replace(self.sampling, repetition_penalty=None), own=own)
 
 
 def generate_options(sampling: SamplingConfig) -> dict[str, object]:
@@ -208,16 +223,3 @@ def make_processors(settings: GenerationConfig, prompt: Sequence[int], device: t
     own._eos_token_tensor = None if ends is None else torch.tensor(ends, device=device)
     model: Any = _Model()
     return list(model._get_logits_processor(own, len(prompt), ids, device=device))
-
-
-def make_sampler(
-    settings: GenerationConfig, sampling: SamplingConfig, prompt: Sequence[int], device: torch.device
-) -> Sampler | None:
-    """The sampler of one generation after `prompt`. None: greedy decoding of unprocessed logits.
-
-    settings: the result of `generate_settings` for `sampling`.
-    """
-    own = make_processors(settings, prompt, device)
-    if not own and not sampling.temperature:
-        return None
-    return Sampler(replace(sampling, repetition_penalty=None), own=own)

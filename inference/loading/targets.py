@@ -42,10 +42,11 @@ from outrider.inference.core.drafter import Drafter
 from outrider.inference.core.stop_strings import StopStrings
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.engines.cpu.recorded import can_pack, recorded
-from outrider.inference.loading.generation_config import Inherited, inherit, read_generation_config
+from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit, read_generation_config
 from outrider.inference.settings.evaluate import DraftingConfig, EvaluateConfig
 from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, Placed
 from outrider.inference.settings.method import MethodConfig, number
+from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.shapes import find_shape
 from outrider.inference.sizing.policy import Tuning
 
@@ -75,6 +76,10 @@ class TargetSetup:
     def chat_template(self) -> PromptTemplate:
         """The template that renders chat prompts (see `chat_template`). Raises `UserError`."""
         return chat_template(self.template, self.trained)
+
+    def text(self, max_new_tokens: int, sampling: SamplingConfig) -> TextSettings:
+        """How a text of so many tokens is decoded."""
+        return TextSettings(max_new_tokens, self.eos, sampling, self.inherited.config, self.stops, self.tokenizer)
 
     @property
     def config(self) -> PreTrainedConfig:

@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from outrider.base.progress import Stage
@@ -20,12 +19,11 @@ from outrider.inference.core.rounds import Clock, Generation, Round, collect
 from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.loading.generation_config import generate_settings, make_sampler
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter
 from outrider.inference.measure.lossless import Deviation, Forced, make_reference
 from outrider.inference.measure.results import Arm, Choosing, MakeArms, Noting, PromptResult, ShownRound, shown_rounds
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig
-from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
 
 
@@ -34,13 +32,8 @@ def make_arms(
     drafters: Drafters,
     methods: Mapping[str, MethodConfig],
     plain: PreTrainedModel | None,
+    text: TextSettings,
     *,
-    max_new_tokens: int,
-    eos: Collection[int],
-    sampling: SamplingConfig = GREEDY,
-    generation: GenerationConfig | None = None,
-    stops: Sequence[str] = (),
-    tokenizer: PreTrainedTokenizerBase | None = None,
     runtime: Runtime | None = None,
     tunings: Mapping[str, Tuning] | None = None,
     clock: Clock = time.perf_counter,
@@ -48,80 +41,62 @@ def make_arms(
 ) -> dict[str, Arm]:
     """The arms to compare, by name: plain decoding, every method and, given a `plain` model, its `generate`.
 
-    sampling: how all of them choose tokens.
-    generation: the target's generation config, for its other logits processors.
-    stops: stop strings; they need the `tokenizer`.
     runtime: how the passes of all arms but `generate` run; None: eagerly.
     tunings: of the methods with "auto" sizes (see `inference.measure.probe`).
     choosing: replaces an arm's selector.
 
     An arm uses the random streams within its name, one per purpose.
     """
-    settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos)
-    ends = StopStrings(stops, tokenizer).first_end if stops and tokenizer is not None else None
-    options = {"max_new_tokens": max_new_tokens, "eos": eos, "runtime": runtime, "clock": clock}
-    ours = _Ours(stack, sampling, settings, ends, choosing, options)
+    ours = _Ours(stack, text, runtime, clock, choosing)
     arms: dict[str, Arm] = {AUTOREGRESSIVE: ours.autoregress}
     for name, method in methods.items():
         tuning = tunings.get(name) if tunings else None
-        make = partial(new_drafter, method, drafters, drawn=sampling.temperature > 0, tuning=tuning)
+        make = partial(new_drafter, method, drafters, drawn=text.sampling.temperature > 0, tuning=tuning)
         arms[name] = partial(ours.draft, name, make, method.verify == "naive")
     if runtime is not None:
         arms = {name: without_captures(arm, runtime) for name, arm in arms.items()}
     if plain is not None:
         arms[TRANSFORMERS] = lambda prompt, streams: transformers_generate(
-            plain,
-            prompt,
-            sampling=sampling,
-            generation=generation,
-            seed=streams.number(TRANSFORMERS, "sample", bits=64),
-            stops=stops,
-            tokenizer=tokenizer,
-            max_new_tokens=max_new_tokens,
-            eos=eos,
+            plain, prompt, text, streams.number(TRANSFORMERS, "sample", bits=64)
         )
     return arms
 
 
 @dataclass(frozen=True)
 class _Ours:
-    """What the arms of this runtime share (see `make_arms`).
-
-    settings: of the logits processors. ends: finds the end of a text with stop strings; None: there are none.
-    options: of `autoregressive` and `speculative`.
-    """
+    """What the arms of this runtime share (see `make_arms`)."""
 
     stack: Target
-    sampling: SamplingConfig
-    settings: GenerationConfig
-    ends: Callable[[Sequence[int], int], int | None] | None
+    text: TextSettings
+    runtime: Runtime | None
+    clock: Clock
     choosing: Choosing
-    options: Mapping[str, Any]
 
     def autoregress(self, prompt: Sequence[int], streams: Streams) -> Generation:
         """Plain decoding: an `Arm`."""
-        selector = self._selector(prompt, streams.within(AUTOREGRESSIVE))
-        return self._run(autoregressive(self.stack, prompt, selector=selector, **self.options), prompt)
+        return self._run(partial(autoregressive, self.stack), prompt, streams.within(AUTOREGRESSIVE))
 
     def draft(
         self, name: str, make: Callable[[Streams], Drafter], naive: bool, prompt: Sequence[int], streams: Streams
     ) -> Generation:
         """Decoding with the drafter that `make` makes of random streams: an `Arm` once `naive` and before are given."""
         own = streams.within(name)
-        drafter, selector = make(own), self._selector(prompt, own, naive=naive)
-        rounds = speculative(self.stack, drafter, prompt, selector=selector, **self.options)
-        return replace(self._run(rounds, prompt), totals=dict(drafter.totals))
+        drafter = make(own)
+        generation = self._run(partial(speculative, self.stack, drafter), prompt, own, naive=naive)
+        return replace(generation, totals=dict(drafter.totals))
 
-    def _selector(self, prompt: Sequence[int], streams: Streams, naive: bool = False) -> TokenSelector:
-        sampler = make_sampler(self.settings, self.sampling, prompt, self.stack.device)
-        coins = streams.of("verify") if self.sampling.temperature > 0 else None
-        return self.choosing(TokenSelector(sampler, coins, naive=naive))
-
-    def _run(self, rounds: Iterator[Round], prompt: Sequence[int]) -> Generation:
-        most = self.options["max_new_tokens"]
+    def _run(
+        self, decode: Callable[..., Iterator[Round]], prompt: Sequence[int], streams: Streams, naive: bool = False
+    ) -> Generation:
+        text, most = self.text, self.text.max_new_tokens
+        coins = streams.of("verify") if text.sampling.temperature > 0 else None
+        selector = self.choosing(TokenSelector(text.sampler(prompt, self.stack.device), coins, naive=naive))
+        options = {"max_new_tokens": most, "eos": text.eos, "runtime": self.runtime, "clock": self.clock}
+        rounds = decode(prompt, selector=selector, **options)
+        if text.stops and text.tokenizer is not None:
+            rounds = until(rounds, prompt, StopStrings(text.stops, text.tokenizer).first_end)
         with Stage("", most, "tokens") as stage:
-            told = _telling(rounds if self.ends is None else until(rounds, prompt, self.ends), stage)
-            return collect(told, self.options["clock"])
+            return collect(_telling(rounds, stage), self.clock)
 
 
 def _telling(rounds: Iterator[Round], stage: Stage) -> Iterator[Round]:
@@ -163,34 +138,21 @@ class _FirstToken(BaseStreamer):
 
 @torch.inference_mode()
 def transformers_generate(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    eos: Collection[int],
-    sampling: SamplingConfig = GREEDY,
-    generation: GenerationConfig | None = None,
-    seed: int = 0,
-    stops: Sequence[str] = (),
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    model: PreTrainedModel, prompt: Sequence[int], text: TextSettings, seed: int = 0
 ) -> Generation:
-    """The target through transformers' own `generate`, with its own attention and cache.
-
-    generation: the target's generation config; `generate_settings` replaces some of its fields.
-    """
+    """The target through transformers' own `generate`, with its own attention and cache."""
     ids = torch.tensor([prompt], device=model.device)
-    settings = generate_settings(generation, sampling, max_new_tokens=max_new_tokens, eos=eos, stops=stops)
-    model.generation_config = settings
-    first = _FirstToken(Stage("", max_new_tokens, "tokens"))
+    model.generation_config = settings = text.for_generate()
+    first = _FirstToken(Stage("", text.max_new_tokens, "tokens"))
     with first.stage, stock_attention(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         started = time.perf_counter()
         out = model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=first,
-            tokenizer=tokenizer if stops else None,
+            tokenizer=text.tokenizer if text.stops else None,
         )  # fmt: skip
         ended = time.perf_counter()
-    tokens = cut(out[0, len(prompt) :].tolist(), eos, max_new_tokens)
+    tokens = cut(out[0, len(prompt) :].tolist(), text.eos, text.max_new_tokens)
     return Generation(tokens, first.at - started, ended - first.at)
 
 

@@ -95,8 +95,8 @@ def prepare_methods(
     models.runtime.prepare(positions, kernels)
     clock = synchronized_clock if stack.device.type == "cuda" else time.perf_counter
     tuned = tune(
-        config.methods, stack, models.drafters, prompt, sampling=config.sampling, seed=config.seed, clock=clock,
-        runtime=models.runtime, generation=setup.inherited.config, eos=setup.eos,
+        config.methods, stack, models.drafters, prompt, setup.text(config.max_new_tokens, config.sampling),
+        seed=config.seed, runtime=models.runtime, clock=clock,
     )  # fmt: skip
     return Prepared(*tuned, kernels, products=models.products)
 
@@ -146,18 +146,15 @@ def make_bench(
 
     peers: further arms, for a number of new tokens (see `Peers`).
     """
-    make = partial(
-        make_arms, models.stack, models.drafters, prepared.methods, sampling=config.sampling, eos=setup.eos,
-        generation=setup.inherited.config, stops=setup.stops, tokenizer=setup.tokenizer, runtime=models.runtime,
-        tunings=prepared.tunings,
-    )  # fmt: skip
-    reference = models.plain if config.compare_transformers else None
+    ours = models.stack, models.drafters, prepared.methods
+    make = partial(make_arms, *ours, runtime=models.runtime, tunings=prepared.tunings)
+    reference, text = models.plain if config.compare_transformers else None, setup.text
 
     def arms_for(new_tokens: int, clock: Clock = time.perf_counter) -> dict[str, Arm]:
-        return make(reference, max_new_tokens=new_tokens, clock=clock)
+        return make(reference, text(new_tokens, config.sampling), clock=clock)
 
     def arms_with(choosing: Choosing) -> dict[str, Arm]:
-        return make(None, max_new_tokens=config.max_new_tokens, choosing=choosing)
+        return make(None, text(config.max_new_tokens, config.sampling), choosing=choosing)
 
     few = min(WARM_UP_TOKENS, config.max_new_tokens)
     warm_ups = [*arms_for(few).values(), *peers(few).values()]

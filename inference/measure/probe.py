@@ -3,12 +3,11 @@
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
-from transformers import GenerationConfig
 
 from outrider.base.errors import UserError
 from outrider.base.progress import Stage
@@ -22,11 +21,10 @@ from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.shaped import ModelDrafter
-from outrider.inference.loading.generation_config import generate_settings, make_sampler
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters, new_drafter, position_limits
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.settings.method import AUTO, MethodConfig, NgramConfig, StopConfig, StructureConfig
-from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.shapes.factory import Structure
 from outrider.inference.sizing.costs import Costs, curve, typical
 from outrider.inference.sizing.node_sizes import SEARCH_SIZES, trials_of
@@ -62,10 +60,8 @@ def tune(
     stack: Target,
     drafters: Drafters,
     prompt: Sequence[int],
+    text: TextSettings | None = None,
     *,
-    sampling: SamplingConfig = GREEDY,
-    generation: GenerationConfig | None = None,
-    eos: Collection[int] = (),
     seed: int = 0,
     runtime: Runtime | None = None,
     clock: Clock = time.perf_counter,
@@ -73,7 +69,7 @@ def tune(
     """`methods` ready to run, and the `Tuning` of those with "auto" sizes, measured by decoding after `prompt`.
 
     An OPT-Tree with a null δ and a given depth gets δ = μ = seconds of a draft step / seconds of a decoding step.
-    generation, eos: as in `make_arms`; no text ends early here. clock: one that synchronises with the device.
+    text: of the arms; None: greedy. No text ends early here. clock: one that synchronises with the device.
     """
     ready, tunings = dict(methods), {}
     for name, method in methods.items():
@@ -82,10 +78,7 @@ def tune(
             continue
         streams = Streams(seed).within(name, "tune")
         with Stage(f"measuring the sizes of {name}"):
-            tuning = measure(
-                method, stack, drafters, prompt, streams, sampling=sampling, generation=generation, eos=eos,
-                runtime=runtime, clock=clock,
-            )  # fmt: skip
+            tuning = measure(method, stack, drafters, prompt, text or TextSettings(NEW_TOKENS), streams, runtime, clock)
         if method.adapts:
             tunings[name] = tuning
         if method.lacks_delta:
@@ -99,11 +92,8 @@ def measure(
     stack: Target,
     drafters: Drafters,
     prompt: Sequence[int],
+    text: TextSettings,
     streams: Streams,
-    *,
-    sampling: SamplingConfig,
-    generation: GenerationConfig | None,
-    eos: Collection[int],
     runtime: Runtime | None,
     clock: Clock,
 ) -> Tuning:
@@ -116,9 +106,8 @@ def measure(
     limits = [context_limit(stack.config), *position_limits(own)]
     new_tokens = max(2, min(NEW_TOKENS, min(limits) // 2))
     prompt = prompt[max(0, len(prompt) + new_tokens - min(limits)) :]
-    settings = generate_settings(generation, sampling, max_new_tokens=new_tokens, eos=eos)
-    sampler = make_sampler(settings, sampling, prompt, stack.device)
-    sampled = sampling.temperature > 0
+    sampler = replace(text, max_new_tokens=new_tokens).sampler(prompt, stack.device)
+    sampled = text.sampling.temperature > 0
     generations = itertools.count()
 
     def make(one: MethodConfig, own: Streams) -> Drafter:

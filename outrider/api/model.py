@@ -38,7 +38,7 @@ from outrider.inference.core.logprobs import ScoringSelector
 from outrider.inference.core.rounds import Round, synchronized_clock
 from outrider.inference.core.stop_strings import StopStrings, until
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.loading.generation_config import Inherited, generate_settings, inherit, make_sampler
+from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit
 from outrider.inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
 from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
@@ -306,8 +306,8 @@ class Model:
             )
         inherited = self._inherited[asked]
         stops = stops or tuple(inherited.taken.get("stop_strings", ()))
-        settings = generate_settings(inherited.config, sampling, max_new_tokens=max_new_tokens, eos=setup.eos)
-        sampler, chance = make_sampler(settings, sampling, ids, setup.device), streams.of("verify") if sampled else None
+        text = TextSettings(max_new_tokens, setup.eos, sampling, inherited.config)
+        sampler, chance = text.sampler(ids, setup.device), streams.of("verify") if sampled else None
         naive = self.method.verify == "naive"
         selector = TokenSelector(sampler, chance, naive=naive)
         if logprobs is not None:
@@ -340,8 +340,8 @@ class Model:
 
         clock = synchronized_clock if self.setup.device.type == "cuda" else time.perf_counter
         ready, tunings = tune(
-            {self.name: self.method}, self.stack, self.drafters, ids, sampling=sampling, runtime=self.runtime,
-            generation=self.setup.inherited.config, eos=self.setup.eos, clock=clock,
+            {self.name: self.method}, self.stack, self.drafters, ids, self.setup.text(1, sampling),
+            runtime=self.runtime, clock=clock,
         )  # fmt: skip
         self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
 

@@ -13,6 +13,7 @@ from outrider.base.streams import Streams
 from outrider.draft_models.early_exit.checkpoint import save_pretrained
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.settings import EARLY_EXIT, SMALL_LM, TARGET
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import load_drafters, prepare
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.evaluate import EvaluateConfig
@@ -145,7 +146,7 @@ def rounds_of(where: Mapping[str, Path]) -> dict[str, list[tuple[int, ...]]]:
     stack = target.stack(dtype=torch.float32)
     drafters = load_drafters(config, target, dtype=torch.float32, device="cpu")
     prepare(stack, drafters)
-    arms = make_arms(stack, drafters, METHODS, None, max_new_tokens=TOKENS, eos=())
+    arms = make_arms(stack, drafters, METHODS, None, TextSettings(TOKENS))
     found: dict[str, list[tuple[int, ...]]] = {}
     for name, arm in arms.items():
         rounds = [r for prompt in PROMPTS for r in arm(prompt, Streams(0)).rounds]

@@ -24,6 +24,7 @@ from outrider.inference.core import token_selector, verify
 from outrider.inference.core.sampling import Sampler, invert
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.results import Arm
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig, StructureConfig
@@ -160,7 +161,7 @@ def make_arm(case: Case, sampling: SamplingConfig = PLAIN, name: str = "m") -> A
     models = {"early_exit": q, "small_lm": q, "eagle3": TableHead(q.distributions.tolist())}
     table = TrigramTable.from_documents(make_documents(size), [2, 3, 4], size, "t", min_count=2)
     drafters = {name: Calibrated(model, head) for name, model in models.items()} | {"ngrams": table}
-    options = {"max_new_tokens": case.tokens, "eos": (), "sampling": sampling, "runtime": TableRuntime()}
+    options = {"text": TextSettings(case.tokens, sampling=sampling), "runtime": TableRuntime()}
     options["tunings"] = {"m": DEAR} if case.method.adapts else {}
     return make_arms(case.tables.p, drafters, {"m": case.method}, None, **options)[name]  # type: ignore[arg-type]
 

@@ -27,6 +27,7 @@ from outrider.inference.drafters.ngram.lookup import PromptLookup
 from outrider.inference.drafters.ngram.ngrams import make_ngram_drafter
 from outrider.inference.drafters.shaped import ModelDrafter, allowance_of
 from outrider.inference.drafters.small_lm import SmallLMSource
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.method import DRAWS, MethodConfig, NgramConfig, StopConfig, StructureConfig
 from outrider.inference.settings.sampling import SamplingConfig
@@ -361,8 +362,8 @@ def test_each_draft_is_verified_by_its_rule(tiny_vocabulary: tuple, monkeypatch:
     methods = {name: replace(method_of(shape), source="small_lm") for name, shape in shapes.items()}
     methods["opt_tree"] = MethodConfig("small_lm", STRUCTURES["opt_tree"])
     methods["naive"] = MethodConfig("small_lm", trees["with_replacement"], verify="naive")
-    options: Any = {"max_new_tokens": 8, "eos": (), "sampling": SamplingConfig(temperature=1.0)}
-    arms, seen = make_arms(stack, {"small_lm": drafter}, methods, None, **options), list[tuple]()
+    text, seen = TextSettings(8, sampling=SamplingConfig(temperature=1.0)), list[tuple]()
+    arms = make_arms(stack, {"small_lm": drafter}, methods, None, text)
 
     def noted(tokens: list, parents: list, q: dict, p: torch.Tensor, rule: NodeRule, chance: Chance, **given: Any):
         if tokens:

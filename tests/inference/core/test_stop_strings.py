@@ -16,6 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from outrider.base.errors import UserError
 from outrider.base.streams import Streams
 from outrider.inference.core.stop_strings import StopStrings
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from tests.tiny import open_stack, save_target
@@ -55,8 +56,8 @@ def generate(target: SimpleNamespace, prompt: list[int], **options: object) -> l
 
 def run_arms(target: SimpleNamespace, prompt: list[int], stops: Sequence[str], tokenizer: object) -> dict[str, list]:
     drafters = {"small_lm": target.stack}
-    options = {"max_new_tokens": NEW, "eos": (), "stops": stops, "tokenizer": tokenizer}
-    arms = make_arms(target.stack, drafters, METHODS, target.model, **options)
+    settings = TextSettings(NEW, stops=stops, tokenizer=tokenizer)
+    arms = make_arms(target.stack, drafters, METHODS, target.model, settings)
     found = {name: arm(prompt, Streams(0)) for name, arm in arms.items()}
     assert all(r.accepted <= len(r.tokens) for generation in found.values() for r in generation.rounds)
     return {name: list(generation.tokens) for name, generation in found.items()}

@@ -24,6 +24,7 @@ from outrider.inference.drafters.eagle3 import PLUGIN as HEADS
 from outrider.inference.engines.graphs.cuda_graphs import Graphed
 from outrider.inference.evaluate import compare
 from outrider.inference.evaluate.compare import evaluate as command
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.memory_plan import Place, cache_bytes, drafter_memory
 from outrider.inference.loading.rehearsal import small
 from outrider.inference.loading.targets import find_target
@@ -254,7 +255,7 @@ def test_what_is_planned_is_what_it_takes(tiny_models: Path) -> None:
     stack = target.stack(dtype=torch.float32)
     HEADS.prepare(head, stack)
     runtime.prepare(100, ())
-    arms = make_arms(stack, {"eagle3": head}, {"m": CHAIN}, None, max_new_tokens=40, eos=(), runtime=runtime)
+    arms = make_arms(stack, {"eagle3": head}, {"m": CHAIN}, None, TextSettings(40), runtime=runtime)
     arms["m"](random_prompt(60), Streams(0))
     (own,) = (arena for arena in runtime._arenas.values() if arena.layers is head)
     weights, caches = (one.size for one in drafter_memory(KINDS["eagle3"], HEADS, where, target.config, place))

@@ -12,6 +12,7 @@ from outrider.base.streams import Streams
 from outrider.inference.core.rounds import Generation, Round, collect
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.measure.arms import make_arms, measure, transformers_generate, without_captures
 from outrider.inference.measure.results import Arm
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, NgramConfig, StopConfig, StructureConfig
@@ -86,7 +87,7 @@ METHODS = {
 def sampled_arms(*names: str) -> dict[str, Arm]:
     """These methods' arms, over a target that is a table."""
     p, q = TableModel([[0.4, 0.3, 0.2, 0.1]] * 4), TableModel([[0.25] * 4] * 4)
-    options = {"max_new_tokens": 60, "eos": (), "sampling": SamplingConfig(1.0), "runtime": TableRuntime()}
+    options = {"text": TextSettings(60, sampling=SamplingConfig(1.0)), "runtime": TableRuntime()}
     drafters = {"early_exit": Calibrated(q), "small_lm": q, "ngrams": make_table(4)}  # type: ignore[arg-type]
     return make_arms(p, drafters, {name: METHODS[name] for name in names}, None, **options)  # type: ignore[arg-type]
 
@@ -138,7 +139,7 @@ def test_a_method_verifies_as_it_says() -> None:
     q = TableModel([[0.25] * 4] * 4)
     tree = StructureConfig("k_config", widths=(2, 2))
     methods = {verify: MethodConfig("small_lm", tree, verify=verify) for verify in ("exact", "naive")}
-    options = {"max_new_tokens": 3, "eos": (), "sampling": SamplingConfig(1.0), "runtime": TableRuntime()}
+    options = {"text": TextSettings(3, sampling=SamplingConfig(1.0)), "runtime": TableRuntime()}
     arms = make_arms(q, {"small_lm": q}, methods, None, choosing=noted, **options)  # type: ignore[arg-type]
     for name in methods:
         arms[name]([0], Streams(0))
@@ -166,9 +167,9 @@ def test_transformers_arm_times_prefill_apart(tmp_path: Path, monkeypatch: pytes
     model.register_forward_hook(lambda *_: passes.append(1))
     with monkeypatch.context() as patch:
         patch.setattr("outrider.inference.measure.arms.time.perf_counter", lambda: float(len(passes)))
-        out = transformers_generate(model, random_prompt(9), max_new_tokens=12, eos=())
+        out = transformers_generate(model, random_prompt(9), TextSettings(12))
     assert len(out.tokens) == 12
     assert (out.prefill_seconds, out.decode_seconds) == (1, 11)
     first = out.tokens[4]
-    stopped = transformers_generate(model, random_prompt(9), max_new_tokens=12, eos=[first])
+    stopped = transformers_generate(model, random_prompt(9), TextSettings(12, [first]))
     assert stopped.tokens == out.tokens[: out.tokens.index(first) + 1]

@@ -32,11 +32,11 @@ def test_arms_are_warm_and_take_turns_at_being_first(
     calls: list[tuple[int, str]] = []
     make = bench.make_arms
 
-    def noted(*models: object, max_new_tokens: int, **options: object) -> dict[str, Arm]:
+    def noted(*given: object, **options: object) -> dict[str, Arm]:
         def noting(name: str, arm: Arm) -> Arm:
-            return lambda *given: (calls.append((max_new_tokens, name)), arm(*given))[1]
+            return lambda *of_arm: (calls.append((text.max_new_tokens, name)), arm(*of_arm))[1]
 
-        arms = make(*models, max_new_tokens=max_new_tokens, **options)  # type: ignore[arg-type]
+        text, arms = given[-1], make(*given, **options)  # type: ignore[arg-type]
         return {name: noting(name, arm) for name, arm in arms.items()}
 
     monkeypatch.setattr(bench, "make_arms", noted)

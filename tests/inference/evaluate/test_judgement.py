@@ -31,6 +31,7 @@ from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.ngram.lookup import PromptLookup
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import make_runtime, prepare
 from outrider.inference.measure.arms import transformers_generate
 from outrider.inference.measure.lossless import GAP, PEAK, Forced, Judgement, Reference, judge, make_reference, precise
@@ -87,7 +88,7 @@ class Subject:
         self.references = []
         for number in range(prompts):
             prompt = random_prompt(30 + 7 * number, seed=100 * seed + number)
-            text = transformers_generate(self.model, prompt, max_new_tokens=TOKENS, eos=()).tokens
+            text = transformers_generate(self.model, prompt, TextSettings(TOKENS)).tokens
             self.references.append(make_reference(self.model, prompt, text))
 
     def decode(self, arm: str, prompt: tuple[int, ...], selector: TokenSelector) -> Iterator[Round]:
@@ -233,7 +234,7 @@ def test_only_real_ties_are_excused(tmp_path: Path) -> None:
     path = save_target(tmp_path)
     model, _ = open_stack(path, torch.bfloat16)
     prompt = random_prompt(12)
-    tokens = transformers_generate(model, prompt, max_new_tokens=8, eos=()).tokens
+    tokens = transformers_generate(model, prompt, TextSettings(8)).tokens
     twin = next(t for t in range(256) if t not in tokens)
     wrong = (*tokens[:3], twin, *tokens[4:])
     stack = open_stack(path, torch.bfloat16)[1]

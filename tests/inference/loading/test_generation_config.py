@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from outrider.base.errors import UserError
 from outrider.data_prep.text.prompts import Prompt
 from outrider.draft_models.targets.open_target import load_tokenizer
-from outrider.inference.loading.generation_config import _ACTING, acting, generate_settings, make_sampler, other_ways
+from outrider.inference.loading.generation_config import _ACTING, TextSettings, acting, other_ways
 from outrider.inference.measure import bench
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, MethodConfig, StopConfig, StructureConfig
@@ -184,7 +184,8 @@ def same_scores(small: PreTrainedModel, temperature: float, chance: Random) -> b
         own = GenerationConfig(**fields)
     except ValueError:
         return False
-    run = generate_settings(own, sampling, max_new_tokens=5, eos=[41, 42])
+    settings = TextSettings(5, [41, 42], sampling, own)
+    run = settings.for_generate()
     for option in ("output_scores", "output_logits", "return_dict_in_generate"):
         setattr(run, option, True)
     text = torch.tensor([prompt])
@@ -195,7 +196,7 @@ def same_scores(small: PreTrainedModel, temperature: float, chance: Random) -> b
         return False
     texts = [out.sequences[0, : len(prompt) + step] for step in range(len(out.logits))]
     logits, scores = torch.cat(out.logits), torch.cat(out.scores)
-    sampler = make_sampler(run, sampling, prompt, torch.device("cpu"))
+    sampler = settings.sampler(prompt, torch.device("cpu"))
     if sampler is None:
         assert torch.equal(scores, logits), fields
         return True
@@ -220,8 +221,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 def test_invalid_values_are_removed() -> None:
     """Where a target's logits are not numbers."""
-    run = generate_settings(GenerationConfig(remove_invalid_values=True), SamplingConfig(), max_new_tokens=4, eos=())
-    sampler = make_sampler(run, SamplingConfig(), [1, 2], torch.device("cpu"))
+    settings = TextSettings(4, generation=GenerationConfig(remove_invalid_values=True))
+    sampler = settings.sampler([1, 2], torch.device("cpu"))
     assert sampler is not None
     assert sampler.scores(torch.tensor([[1.0, torch.nan, 2.0]])).argmax() == 2
 
@@ -233,11 +234,8 @@ def test_without_a_field_that_acts_nothing_is_done_to_logits() -> None:
     own = GenerationConfig(**idle)
     assert acting(own) == other_ways(own) == {}
     for config in (None, own):
-        run = generate_settings(config, SamplingConfig(), max_new_tokens=4, eos=(4, 5))
-        assert make_sampler(run, SamplingConfig(), [1, 2], torch.device("cpu")) is None
-    sampled = SamplingConfig(temperature=0.5)
-    run = generate_settings(own, sampled, max_new_tokens=4, eos=(4, 5))
-    sampler = make_sampler(run, sampled, [1, 2], torch.device("cpu"))
+        assert TextSettings(4, (4, 5), generation=config).sampler([1, 2], torch.device("cpu")) is None
+    sampler = TextSettings(4, (4, 5), SamplingConfig(temperature=0.5), own).sampler([1, 2], torch.device("cpu"))
     assert sampler is not None
     assert not sampler.reads_context
 
@@ -352,12 +350,14 @@ def test_sizes_are_measured_by_the_same_choice(
     """Also by a field that needs the end token, though nothing ends while measuring."""
     monkeypatch.setattr("outrider.inference.measure.probe.SECONDS", 0.0)
     made: list[GenerationConfig] = []
+    sampler = TextSettings.sampler
 
-    def noted(run: GenerationConfig, *given: Any) -> Any:
-        made.append(run)
-        return make_sampler(run, *given)
+    def noted(settings: TextSettings, *given: Any) -> Any:
+        if settings.max_new_tokens > NEW:  # in the place of the arms' own
+            made.append(settings.for_generate())
+        return sampler(settings, *given)
 
-    monkeypatch.setattr("outrider.inference.measure.probe.make_sampler", noted)
+    monkeypatch.setattr(TextSettings, "sampler", noted)
     tree = MethodConfig("small_lm", StructureConfig("opt_tree", nodes=4))
     monkeypatch.setitem(METHODS, "opt_tree", tree)
     path = saying(exponential_decay_length_penalty=[3, 1.5], eos_token_id=250, repetition_penalty=1.2)

@@ -24,6 +24,7 @@ from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import Calibrated
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.engines.graphs.cuda_graphs import Graphed, GraphedSession
+from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import Drafters
 from outrider.inference.measure.arms import make_arms
 from outrider.inference.measure.probe import SIZES, probes, tune
@@ -197,7 +198,7 @@ def test_greedy_tokens_do_not_depend_on_the_choice(
         with monkeypatch.context() as patches:
             clock = WorkClock(patches, step, node)
             methods, tunings = tune({"m": method}, stack, drafters, PROMPT, clock=clock)
-            arms = make_arms(stack, drafters, methods, None, max_new_tokens=24, eos=(), tunings=tunings, clock=clock)
+            arms = make_arms(stack, drafters, methods, None, TextSettings(24), tunings=tunings, clock=clock)
             generation = arms["m"](PROMPT, Streams(0))
             arms["m"](random_prompt(11, seed=4), Streams(0))
             again = arms["m"](PROMPT, Streams(0))
@@ -228,8 +229,8 @@ def test_drafters_of_tokens_draft_as_much_as_pays(
         with monkeypatch.context() as patches:
             clock = WorkClock(patches, node=node, free=len(SIZES))
             methods, tunings = tune({"m": method}, stack, {**drafters, "ngrams": table}, prompt, clock=clock)
-            options: Any = {"max_new_tokens": 40, "eos": (), "tunings": tunings, "clock": clock}
-            arms = make_arms(stack, {"ngrams": table}, methods, None, **options)
+            text = TextSettings(40)
+            arms = make_arms(stack, {"ngrams": table}, methods, None, text, tunings=tunings, clock=clock)
             generation, plain = (arms[name](prompt, Streams(0)) for name in ("m", AUTOREGRESSIVE))
         costs, widths = tunings["m"].costs, (1, 2, 4, 8)
         assert [costs.verify[width] for width in widths] == pytest.approx([1 + node * width for width in widths])
@@ -246,7 +247,7 @@ def test_drafters_of_tokens_draft_as_much_as_pays(
 def test_the_report_says_what_was_chosen(models: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     stack, drafters, _ = models
     methods, tunings = tune(METHODS, stack, drafters, PROMPT, clock=WorkClock(monkeypatch))
-    arms = make_arms(stack, drafters, methods, None, max_new_tokens=30, eos=(), tunings=tunings)
+    arms = make_arms(stack, drafters, methods, None, TextSettings(30), tunings=tunings)
     generations = {name: arm(PROMPT, Streams(0)) for name, arm in arms.items()}
     results = [PromptResult("p", "text", tuple(PROMPT), generations, AUTOREGRESSIVE)]
     facts = {
