@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from outrider.inference.loading.generation_config import TextSettings
 from outrider.inference.loading.targets import prepare
 from outrider.inference.measure.arms import make_arms, measure, measure_deviations
 from outrider.inference.measure.lossless import judge
-from outrider.inference.measure.results import Arm, Choosing
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain, make_structure
@@ -171,18 +171,15 @@ def test_bf16_mismatches_are_ties_and_profiles_add_up(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(CUDA)
     stack, drafter = on_gpu(path, LAYERS - 1, torch.bfloat16)
     method = {"m": MethodConfig(stop=StopConfig(rule="fixed", max_draft=4))}
-    settings = TextSettings(64)
-    arms = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, settings)
-
-    def make(choosing: Choosing) -> dict[str, Arm]:
-        return make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, settings, choosing=choosing)
-
-    profilers = make_arms(stack, {"early_exit": Calibrated(drafter)}, method, None, settings, clock=synchronized_clock)
+    make = partial(make_arms, stack, {"early_exit": Calibrated(drafter)}, method, None, TextSettings(64))
+    arms, profilers = make(), make(clock=synchronized_clock)
     del profilers[AUTOREGRESSIVE]
     for seed in range(4):
         prompt = random_prompt(16, seed)
         result = measure(arms, prompt, prompt_id="p", category="c", repeats=1, turn=seed, profilers=profilers)
-        found = measure_deviations(model, result, make, Streams(0, result.prompt_id))
+        found = measure_deviations(
+            model, result, lambda choosing: make(choosing=choosing), Streams(0, result.prompt_id)
+        )
         assert {name: judge([deviation]).faults for name, deviation in found.items()} == {AUTOREGRESSIVE: (), "m": ()}
         rounds = result.profiles["m"].rounds
         assert all(r.draft_seconds + r.structure_seconds + r.verify_seconds <= r.seconds for r in rounds)

@@ -55,9 +55,8 @@ def generate(target: SimpleNamespace, prompt: list[int], **options: object) -> l
 
 
 def run_arms(target: SimpleNamespace, prompt: list[int], stops: Sequence[str], tokenizer: object) -> dict[str, list]:
-    drafters = {"small_lm": target.stack}
     settings = TextSettings(NEW, stops=stops, tokenizer=tokenizer)
-    arms = make_arms(target.stack, drafters, METHODS, target.model, settings)
+    arms = make_arms(target.stack, {"small_lm": target.stack}, METHODS, target.model, settings)
     found = {name: arm(prompt, Streams(0)) for name, arm in arms.items()}
     assert all(r.accepted <= len(r.tokens) for generation in found.values() for r in generation.rounds)
     return {name: list(generation.tokens) for name, generation in found.items()}

@@ -349,18 +349,12 @@ def test_sizes_are_measured_by_the_same_choice(
 ) -> None:
     """Also by a field that needs the end token, though nothing ends while measuring."""
     monkeypatch.setattr("outrider.inference.measure.probe.SECONDS", 0.0)
-    made: list[GenerationConfig] = []
-    sampler = TextSettings.sampler
-
-    def noted(settings: TextSettings, *given: Any) -> Any:
-        if settings.max_new_tokens > NEW:  # in the place of the arms' own
-            made.append(settings.for_generate())
-        return sampler(settings, *given)
-
-    monkeypatch.setattr(TextSettings, "sampler", noted)
+    made, sampler = list[TextSettings](), TextSettings.sampler
+    monkeypatch.setattr(TextSettings, "sampler", lambda text, *given: (made.append(text), sampler(text, *given))[1])
     tree = MethodConfig("small_lm", StructureConfig("opt_tree", nodes=4))
     monkeypatch.setitem(METHODS, "opt_tree", tree)
     path = saying(exponential_decay_length_penalty=[3, 1.5], eos_token_id=250, repetition_penalty=1.2)
     found = evaluate(path, tmp_path / "out")
     assert found == dict.fromkeys(found, of_the_user(path))
-    assert [acting(run) for run in made] == [{"repetition_penalty": 1.2, "exponential_decay_length_penalty": [3, 1.5]}]
+    measured = [acting(text.for_generate()) for text in made if text.max_new_tokens > NEW]  # longer than the arms'
+    assert measured == [{"repetition_penalty": 1.2, "exponential_decay_length_penalty": [3, 1.5]}]

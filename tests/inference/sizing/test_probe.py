@@ -229,8 +229,7 @@ def test_drafters_of_tokens_draft_as_much_as_pays(
         with monkeypatch.context() as patches:
             clock = WorkClock(patches, node=node, free=len(SIZES))
             methods, tunings = tune({"m": method}, stack, {**drafters, "ngrams": table}, prompt, clock=clock)
-            text = TextSettings(40)
-            arms = make_arms(stack, {"ngrams": table}, methods, None, text, tunings=tunings, clock=clock)
+            arms = make_arms(stack, {"ngrams": table}, methods, None, TextSettings(40), tunings=tunings, clock=clock)
             generation, plain = (arms[name](prompt, Streams(0)) for name in ("m", AUTOREGRESSIVE))
         costs, widths = tunings["m"].costs, (1, 2, 4, 8)
         assert [costs.verify[width] for width in widths] == pytest.approx([1 + node * width for width in widths])
