@@ -100,26 +100,23 @@ def head_product(head: nn.Linear, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([hidden, ones], -1), torch.cat([head.weight, bias[:, None]], 1)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None, *, rule: LogitRule = PLAIN
-) -> Tensor:
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, rule: LogitRule = PLAIN) -> Tensor:
     """The sum of −log softmax(hidden · weightᵀ)[label] over supervised positions, in float32 or better.
 
     hidden [..., d]; weight [V, d]; labels [...], `IGNORE` at unsupervised positions. Only supervised positions reach
-    the head, `chunk` of them at a time (None: `rows_at_once`). So memory is chunk × V rather than tokens × V. Matrix
+    the head, `rows_at_once` of them at a time. So memory is that many × V rather than tokens × V. Matrix
     products run in hidden's dtype, or in autocast's. The weight's gradient is accumulated in float32.
     rule: the model's transformation of its head's logits. Without one the loss equals
     `F.cross_entropy(hidden @ weight.T, labels, reduction="sum")`.
     """
     keep = labels != IGNORE
-    return rows_cross_entropy(hidden[keep], weight, labels[keep], chunk, rule=rule)
+    return rows_cross_entropy(hidden[keep], weight, labels[keep], rule=rule)
 
 
 def rows_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     wanted: Tensor,
-    chunk: int | None = None,
     *,
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
@@ -138,7 +135,7 @@ def rows_cross_entropy(
         grad.scatter_add_(-1, picked, grad.new_full((1, 1), -1.0).expand_as(picked))
         return value, grad
 
-    return _apply(hidden, weight, objective, chunk, rule, shares)
+    return _apply(hidden, weight, objective, rule, shares)
 
 
 def linear_divergence(
@@ -148,7 +145,6 @@ def linear_divergence(
     target_weight: Tensor,
     labels: Tensor,
     kind: str,
-    chunk: int | None = None,
     *,
     rule: LogitRule = PLAIN,
     target_rule: LogitRule = PLAIN,
@@ -176,7 +172,7 @@ def linear_divergence(
     """
     keep = labels != IGNORE
     sides = (hidden[keep], weight, target_hidden[keep], target_weight)
-    return rows_divergence(*sides, kind, chunk, rule=rule, target_rule=target_rule, tokens=tokens)
+    return rows_divergence(*sides, kind, rule=rule, target_rule=target_rule, tokens=tokens)
 
 
 def rows_divergence(
@@ -185,7 +181,6 @@ def rows_divergence(
     target_hidden: Tensor,
     target_weight: Tensor,
     kind: str,
-    chunk: int | None = None,
     *,
     rule: LogitRule = PLAIN,
     target_rule: LogitRule = PLAIN,
@@ -217,7 +212,7 @@ def rows_divergence(
         return value, F.pad(grad, (0, padding)) if padding else grad
 
     columns = max(weight.shape[0], target_matrix.shape[0])
-    return _apply(hidden, weight, objective, chunk, rule, shares, columns=columns, group=guesses)
+    return _apply(hidden, weight, objective, rule, shares, columns=columns, group=guesses)
 
 
 def linear_topk_divergence(
@@ -228,7 +223,6 @@ def linear_topk_divergence(
     tail: Tensor,
     labels: Tensor,
     kind: str,
-    chunk: int | None = None,
     *,
     rule: LogitRule = PLAIN,
 ) -> Tensor:
@@ -263,7 +257,7 @@ def linear_topk_divergence(
             return value, None
         return value, its.spread(slope - log_q.exp_() * slope.sum(-1, keepdim=True), within)
 
-    return _apply(hidden[keep], weight, objective, chunk, rule)
+    return _apply(hidden[keep], weight, objective, rule)
 
 
 @dataclass(frozen=True)
@@ -365,7 +359,6 @@ def _apply(
     hidden: Tensor,
     weight: Tensor,
     objective: _Objective,
-    chunk: int | None,
     rule: LogitRule = PLAIN,
     shares: Tensor | None = None,
     *,
@@ -379,7 +372,7 @@ def _apply(
     if not torch.is_grad_enabled():  # a Function sees which inputs require grad, not whether grad is enabled
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
-        chunk = chunk or rows_at_once(weight.shape[0], weight.device)
+        chunk = rows_at_once(weight.shape[0], weight.device)
         piece = min(chunk, logits_at_once(max(columns, weight.shape[0]), hidden.device))
         sizes = (max(1, size // group) * group for size in (chunk, piece))
         return _LinearLoss.apply(hidden, weight, _ruled(objective, rule), *sizes, shares)

@@ -41,6 +41,7 @@ from outrider.inference.settings.method import AUTOREGRESSIVE, TRANSFORMERS, Met
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import CompareConfig
 from outrider.train.core.fit import fit
+from outrider.train.core.training import Training
 from outrider.train.recipes.early_exit import train_early_exit
 from tests.memory import Alive
 from tests.tiny import save_target
@@ -382,5 +383,5 @@ def test_the_card_of_a_useless_early_exit_says_so_without_decoding(
 def test_wandb_learns_where_a_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: dict[str, object] = {}
     monkeypatch.setattr("outrider.train.core.fit.start_wandb", lambda *given: logged.update(given[-1]))
-    fit(TinyModel(), tiny_rows(), tiny_config(steps=2), tmp_path)
+    fit(Training(TinyModel(), tiny_rows(), tiny_config(steps=2)), tmp_path)
     assert (logged["out_dir"], logged["processes"]) == (str(tmp_path), 1)

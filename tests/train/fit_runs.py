@@ -1,14 +1,15 @@
 """Runs of `fit` on the tiny model, here and in processes of their own."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from outrider.train.core.fit import Evaluate, FitResult, fit
+from outrider.train.core.fit import fit
 from outrider.train.core.sharding import trained_parameters
+from outrider.train.core.training import FitResult, Training
 from tests.forked import Fork
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 from tests.train.jobs import ROOT
@@ -19,13 +20,13 @@ def fit_tiny(
     model: nn.Module | None = None,
     *,
     resume: bool = False,
-    evaluate: Evaluate | None = None,
+    evaluate: Callable[[nn.Module, int], dict[str, float]] | None = None,
     identity: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> tuple[nn.Module, FitResult]:
     """`fit` of a new `TinyModel`, or of `model`; `changes` are to `tiny_config`."""
     model, config = model or TinyModel(), tiny_config(**changes)
-    return model, fit(model, tiny_rows(), config, out_dir, resume=resume, evaluate=evaluate, identity=identity)
+    return model, fit(Training(model, tiny_rows(), config, identity or {}, evaluate), out_dir, resume=resume)
 
 
 def start_tiny(out_dir: Path, *, delay: float = 0.0, **changes: Any) -> Fork:

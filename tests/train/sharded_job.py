@@ -22,6 +22,7 @@ from outrider.base.processes import join_processes
 from outrider.train.core import sharding
 from outrider.train.core.fit import fit
 from outrider.train.core.sharding import trained_parameters
+from outrider.train.core.training import Training
 from tests.train.fit_job import TinyModel, tiny_config, tiny_rows
 
 
@@ -38,15 +39,10 @@ def train(out_dir: Path, *, precision: str = "fp32", resume: bool = False) -> se
         batch = {key: torch.stack([row[key] for row in rows[:5]]).to(device) for key in rows[0]}
         return {"loss": float(fitted(**batch)["loss_sum"])} if main else {}
 
-    fit(
-        model,
-        rows,
-        config,
-        out_dir,
-        resume=resume,
-        evaluate=evaluate,
-        on_step=lambda _: sharded.add(any(map(sharding.is_shared_out, model.parameters()))),
-    )
+    def on_step(_: int) -> None:
+        sharded.add(any(map(sharding.is_shared_out, model.parameters())))
+
+    fit(Training(model, rows, config, evaluate=evaluate, on_step=on_step), out_dir, resume=resume)
     if main:
         trained = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(model).items()}
         save_file(trained, out_dir / "trained.safetensors")
@@ -104,7 +100,7 @@ def main(folder: str, alone: str = "") -> None:
     for words in json.loads((out / "commands.json").read_text()):
         run_command(*words)
     try:
-        fit(TinyModel(torch.float32), tiny_rows(), tiny_config(), out / "muon")
+        fit(Training(TinyModel(torch.float32), tiny_rows(), tiny_config()), out / "muon")
     except UserError as error:
         print("refused", error)
 

@@ -25,6 +25,7 @@ from outrider.train.core.fit import fit
 from outrider.train.core.loop import epoch_order, step_rows
 from outrider.train.core.progress import start_wandb
 from outrider.train.core.sharding import WEIGHTS_FILE, trained_parameters
+from outrider.train.core.training import Training
 from outrider.train.settings.fit import FitConfig
 from tests.full_disk import largest_file
 from tests.train.fit_job import ROWS, TinyModel, tiny_config, tiny_rows
@@ -202,12 +203,12 @@ def test_a_batch_without_supervised_token_is_an_error(tmp_path):
     for row in rows:
         row["labels"] = torch.full_like(row["labels"], IGNORE)
     with pytest.raises(UserError, match="step 1: no supervised token in the batch"):
-        fit(TinyModel(), rows, tiny_config(), tmp_path)
+        fit(Training(TinyModel(), rows, tiny_config()), tmp_path)
 
 
 def test_what_cannot_be_trained_is_said(tmp_path):
     with pytest.raises(UserError, match="no rows"):
-        fit(TinyModel(), [], tiny_config(), tmp_path)
+        fit(Training(TinyModel(), [], tiny_config()), tmp_path)
     with pytest.raises(UserError, match="nothing to train"):
         fit_tiny(tmp_path, TinyModel().requires_grad_(False), optimizer="adamw")
     with pytest.raises(UserError, match="gradient_checkpointing=true"):

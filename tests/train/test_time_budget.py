@@ -11,8 +11,9 @@ from torch import nn
 
 from outrider.base.wandb_config import WandbConfig
 from outrider.inference.measure.time_limit import TimeLimit
-from outrider.train.core.fit import FitResult, fit
+from outrider.train.core.fit import fit
 from outrider.train.core.time_budget import StepBudget
+from outrider.train.core.training import FitResult, Training
 from outrider.train.settings.fit import FitConfig
 from tests.launched import launched
 from tests.train.fit_runs import trained_weights
@@ -80,8 +81,8 @@ def timed(
         model.now += evaluation
         return {"score": 0.0}
 
-    options = {"resume": resume, "on_step": on_step, "evaluate": evaluate, "minutes": minutes}
-    result = fit(model, Points(), config, out_dir, clock=lambda: model.now, **options)
+    training = Training(model, Points(), config, evaluate=evaluate, on_step=on_step, minutes=minutes)
+    result = fit(training, out_dir, resume=resume, clock=lambda: model.now)
     return Run(result, model, [line["lr"] for line in log(out_dir) if "lr" in line])
 
 
@@ -132,7 +133,7 @@ def test_with_time_enough_it_is_the_run_without_a_limit(tmp_path: Path, minutes:
     config = replace(FIT, steps=None, epochs=9)
     made = timed(tmp_path, lambda *_: 1.0, minutes, config)
     plain = Line(lambda *_: 0.0)
-    fit(plain, Points(), config, tmp_path / "plain")
+    fit(Training(plain, Points(), config), tmp_path / "plain")
     assert same(trained_weights(made.model), trained_weights(plain))
     assert made.result.steps == config.total_steps(7) == 32
 

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import PartialState
@@ -20,7 +21,7 @@ from outrider.base.processes import join_processes, only_run_of
 from outrider.base.settings import RunConfig, construct
 from outrider.inference.loading.memory_plan import describe, explained, planned_device
 from outrider.train.core import run_dir, sharding
-from outrider.train.core.fit import Evaluate, fit
+from outrider.train.core.fit import fit
 from outrider.train.core.sharding import WEIGHTS_FILE, load_trained, trained_parameters
 from outrider.train.core.training import Metrics, Plan, Student, Trained, Training
 
@@ -95,18 +96,8 @@ def _run(config: RunConfig, training: Training[Student], state: PartialState) ->
     best = Best(out_dir / BEST_FOLDER) if training.keeps_best else None
     if state.is_main_process and not run_dir.checkpoints(out_dir):
         shutil.rmtree(out_dir / BEST_FOLDER, ignore_errors=True)  # of a run that was killed before its first checkpoint
-    result = fit(
-        student,
-        training.rows,
-        training.fit,
-        out_dir,
-        resume=config.resume,
-        identity=training.identity,
-        settings=config,
-        evaluate=_evaluation(training, best),
-        on_step=training.on_step,
-        minutes=training.minutes,
-    )
+    evaluated = replace(training, evaluate=_evaluation(training, best))
+    result = fit(evaluated, out_dir, resume=config.resume, settings=config)
     if training.saved_whole is not None:
         sharding.make_whole(training.saved_whole, frozen=True)
     if not state.is_main_process:
@@ -118,13 +109,13 @@ def _run(config: RunConfig, training: Training[Student], state: PartialState) ->
     training.save(Trained(result, step, metrics))
 
 
-def _evaluation(training: Training[Student], best: Best | None) -> Evaluate:
+def _evaluation(training: Training[Student], best: Best | None) -> Callable[[Student, int], Metrics]:
     """The evaluation that `fit` calls. It offers the weights to `best` if it measured anything."""
 
-    def evaluate(_: nn.Module, step: int) -> Metrics:
-        metrics = {} if training.evaluate is None else training.evaluate(training.student, step)
+    def evaluate(student: Student, step: int) -> Metrics:
+        metrics = {} if training.evaluate is None else training.evaluate(student, step)
         if best is not None and metrics:
-            best.offer(training.student, step, metrics)
+            best.offer(student, step, metrics)
         return metrics
 
     return evaluate

@@ -6,10 +6,11 @@ trained parameters; a data order that is a pure function of (seed, step); evalua
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -30,11 +31,9 @@ from outrider.train.core.loop import train
 from outrider.train.core.progress import Report, cut_log, start_wandb
 from outrider.train.core.sharding import load_trained, save_trained
 from outrider.train.core.time_budget import StepBudget
-from outrider.train.core.training import FitResult, Metrics, TrainRows
-from outrider.train.settings.fit import FitConfig
+from outrider.train.core.training import FitResult, Training
 
 STATE_FILE = "training_state.json"
-Evaluate = Callable[[nn.Module, int], Metrics]
 
 
 @dataclass(frozen=True)
@@ -58,32 +57,18 @@ def read_state(checkpoint: Path) -> TrainingState:
 
 
 def fit(
-    model: nn.Module,
-    rows: TrainRows,
-    config: FitConfig,
+    training: Training[Any],
     out_dir: Path,
     *,
     resume: bool = False,
-    identity: Mapping[str, object] | None = None,
     settings: Settings | None = None,
-    evaluate: Evaluate | None = None,
-    on_step: Callable[[int], None] | None = None,
-    minutes: float | None = None,
     clock: Clock = time.perf_counter,
 ) -> FitResult:
-    """Train `model` in place on `rows`. Every process calls it.
+    """Train the student of `training` in place on its rows. Every process calls it.
 
-    model: `forward(**row batch)` returns {"loss_sum": scalar}, the loss SUMMED over the supervised positions (labels !=
-    IGNORE). The loop divides it by the number of these positions in the global batch. Only parameters that require a
-    gradient are trained, saved and restored.
-    identity: JSON-able, everything that determines the result besides `config`: data, model, their seeds. A resumed run
-    must match it. Every checkpoint records the version of the code that wrote it.
-    settings: the config that `identity` was built from (see `run_dir.open_run`).
-    evaluate: called on every process, every `eval_every` steps and at the end, with the model in eval mode, without
-    gradients, and with the number of steps done. The metrics it returns are logged as eval_<name>.
-    on_step: called on every process before each optimizer step, with its number (from 0).
-    minutes: the time limit for the last step; `clock` measures seconds (see `StepBudget`). The number of steps is then
-    at most that of `config`.
+    A resumed run must match `training.identity`. Every checkpoint records the version of the code that wrote it.
+    settings: the config that the identity was built from (see `run_dir.open_run`). clock: measures seconds for the time
+    limit (see `StepBudget`).
 
     Writes checkpoint-<step> directories and log.jsonl to `out_dir`, which the caller must lock. A killed run continued
     with `resume=True` gives bit-identical results to an uninterrupted one, on the same machine with the same number of
@@ -92,12 +77,13 @@ def fit(
     Raises `UserError` when the loss is no longer finite, when a batch has no supervised token, and when a checkpoint
     cannot be written.
     """
+    model, rows, config, evaluate = training.student, training.rows, training.fit, training.evaluate
     if not len(rows):
         raise UserError("data: no rows to train on; check the data set, its split and the length limits")
     state = join_processes()
     most = config.total_steps(len(rows))
     config.micro_rows(state.num_processes)  # raises before anything is written
-    run = {"steps": most, "rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **(identity or {})}
+    run = {"steps": most, "rows": len(rows), "fit": config.deciding(), "heldout_by": HELDOUT_BY, **training.identity}
     start = run_dir.open_run(out_dir, run, resume, settings)
     run["code"] = code_version()
     state.wait_for_everyone()  # no process writes before all have read
@@ -105,7 +91,7 @@ def fit(
     done = 0 if start is None else run_dir.step_of(start)
     before = TrainingState(0) if start is None else read_state(start)
     metrics = before.metrics
-    budget = StepBudget(TimeLimit(minutes, earlier=before.seconds, clock=clock), most, done, before.total)
+    budget = StepBudget(TimeLimit(training.minutes, earlier=before.seconds, clock=clock), most, done, before.total)
     if start is not None and done >= budget.total:
         load_trained(model, start)
         return FitResult(done, done, metrics, before.seconds)
@@ -149,7 +135,7 @@ def fit(
                 config,
                 budget,
                 report,
-                on_step=on_step,
+                on_step=training.on_step,
                 evaluate=None if evaluate is None else evaluate_now,
                 save=save,
             )
