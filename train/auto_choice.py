@@ -9,7 +9,7 @@ from outrider.base.errors import require
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.model_spec import UNLIMITED
 from outrider.inference.measure.statistics import MIN_PROMPTS
-from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
+from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM
 from outrider.train.pipeline_run import fitted
 from outrider.train.pipeline_settings import HERE, STEPS, TARGET, TIME, PipelineConfig
 from outrider.train.settings.auto import TRAINED, AutoConfig
@@ -55,38 +55,36 @@ def options_of(config: AutoConfig, choice: "Choice", look: "Look") -> dict[str, 
     share = min(0.5, _HELDOUT / look.prompts) if look.prompts else 0.0
     heldout = {"data.heldout_fraction": float(f"{share:.3g}")} if share > DataConfig.heldout_fraction else {}
     template = {} if config.template == "auto" else {"template": config.template}
-    answers = _ANSWERS | {f"data.{key}": value for key, value in template.items()}
-    of_data = {key: value for key, value in answers.items() if key not in _ANSWERS}
-    methods = [*(method for kind in choice.kinds for method in KINDS[kind].measured), *_ALWAYS]
-    steps: dict[str, dict[str, object]] = {
+    of_data = {f"data.{key}": value for key, value in template.items()}
+    training = {**_ANSWERS, **of_data, **_TRAINING, **heldout}
+    trained: dict[str | None, dict[str, object]] = {
+        EARLY_EXIT.step: {
+            "objective": "kl", "train_head": False, "eval_rows": 16, "fit.epochs": 3, "fit.batch_rows": 2,
+            **_SHORT, **size,
+        },
+        SMALL_LM.step: {
+            "drafter": "tiny", "drafter.layers": 2, "drafter.hidden": 256, "drafter.intermediate": 704,
+            "drafter.tied": True, "objective": "forward_kl", "fit.epochs": 4, "fit.batch_rows": 4, **_SHORT, **size,
+        },
+        EAGLE3.step: {
+            "seq_len": 1024, "eval_rows": 32, "eval_batch_rows": 16, "fit.epochs": 40, "fit.batch_rows": 16,
+            "fit.lr": 0.002, "fit.warmup": 0.02, "fit.max_grad_norm": 1.0, "fit.eval_every": 500,
+        },
+    }  # fmt: skip
+    return {
         "prompts": {} if config.prompts is None else {"file": config.prompts},
         "responses": {
             "data": "python_docs", "data.path": f"{HERE}/prompts/train.jsonl", "dtype": "fast", "max_new_tokens": 160,
             "temperature": 0.7, "top_k_logits": 16, "batch_size": look.rows, "shard_size": 2 * look.rows, **of_data,
         },
-        "eesd": {
-            **answers, **_TRAINING, **_SHORT, "objective": "kl", "train_head": False, "eval_rows": 16,
-            "fit.epochs": 3, "fit.batch_rows": 2, **heldout, **size,
-        },
-        SMALL_LM.name: {
-            **answers, **_TRAINING, **_SHORT, "drafter": "tiny", "drafter.layers": 2, "drafter.hidden": 256,
-            "drafter.intermediate": 704, "drafter.tied": True, "objective": "forward_kl", "fit.epochs": 4,
-            "fit.batch_rows": 4, **heldout, **size,
-        },
-        EAGLE3.name: {
-            **answers, **_TRAINING, "seq_len": 1024, "eval_rows": 32, "eval_batch_rows": 16, "fit.epochs": 40,
-            "fit.batch_rows": 16, "fit.lr": 0.002, "fit.warmup": 0.02, "fit.max_grad_norm": 1.0, "fit.eval_every": 500,
-            **heldout,
-        },
-        "trigrams": {**answers, "orders": [2, 3, 4]},
+        **{str(step): {**training, **trained[step]} for step in (KINDS[kind].step for kind in choice.kinds)},
+        "trigrams": {**_ANSWERS, **of_data, "orders": [2, 3, 4]},
         "report": {
-            "method": methods, "target": TARGET, "prompts": f"{HERE}/prompts/heldout.jsonl",
-            "dtype": "fast", "num_prompts": 12, "card": True,
-            "max_new_tokens": look.length(choice.kinds, choice.minutes.get("report", 0.0)), **template,
+            "method": [*(method for kind in choice.kinds for method in KINDS[kind].measured), *_ALWAYS],
+            "target": TARGET, "prompts": f"{HERE}/prompts/heldout.jsonl", "dtype": "fast", "num_prompts": 12,
+            "card": True, "max_new_tokens": look.length(choice.kinds, choice.minutes.get("report", 0.0)), **template,
         },
     }  # fmt: skip
-    left_out = {KINDS[kind].step for kind in TRAINED if kind not in choice.kinds}
-    return {name: options for name, options in steps.items() if name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -113,14 +111,23 @@ class Look:
         """The most tokens of a measured text: half of a short context."""
         return min(_LONGEST, self.context // 2)
 
+    @property
+    def in_a_minute(self) -> float:
+        """Tokens of answers."""
+        return 60 * self.tokens_per_second
+
+    def untimed(self, kinds: Sequence[str]) -> float:
+        """The minutes that are spent, and those of all that has no limit if drafters of such kinds are trained."""
+        return self.spent + _QUICK + self.loading * (2 + len(kinds))
+
     def report(self, kinds: Sequence[str], tokens: float) -> float:
         """The minutes of a report on the fewest prompts that have a verdict, of so many tokens each; an estimate.
 
         A text alone is faster than its share of a batch's tokens a second, and slower than the whole batch.
         """
-        a_second = self.tokens_per_second / math.sqrt(max(1, min(self.rows, self.prompts)))
+        a_minute = self.in_a_minute / math.sqrt(max(1, min(self.rows, self.prompts)))
         arms = 2 + len(_ALWAYS) + sum(len(KINDS[kind].measured) for kind in kinds)  # two decode plainly
-        return _REPORT_LOADS * self.loading + MIN_PROMPTS * arms * tokens / a_second / 60
+        return _REPORT_LOADS * self.loading + MIN_PROMPTS * arms * tokens / a_minute
 
     def length(self, kinds: Sequence[str], minutes: float) -> int:
         """The tokens of a measured text: as many as an answer has, fewer where the report's minutes hold no more."""
@@ -159,42 +166,30 @@ def choose(config: AutoConfig, look: Look, unfit: Mapping[str, str]) -> Choice:
             require(kind not in unfit, "train", kind, f"another kind: {unfit.get(kind)}")
         return _with_minutes(config, look, config.train, {})
     fits = [kind for kind in ORDER[look.device] if kind not in unfit]
-    reasons = dict(unfit)
-    if EAGLE3.name not in ORDER[look.device]:
-        reasons.setdefault(EAGLE3.name, "it learns too slowly on a CPU; train=[eagle3] trains it nevertheless")
+    slow = [kind for kind in TRAINED if kind not in ORDER[look.device]]
+    reasons = {kind: f"it learns too slowly here; train=[{kind}] trains it nevertheless" for kind in slow} | {**unfit}
     answers, training, _ = _WITH_TRAINING
-    timed = config.minutes - look.spent - _untimed(look, fits[:1])
-    by_time, by_prompts = 60 * answers * timed * look.tokens_per_second, look.prompts * look.answer_tokens
-    if by_prompts < ENOUGH_TOKENS:
-        said = f"all prompts make {by_prompts:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
-        return _with_minutes(config, look, (), reasons | dict.fromkeys(fits, f"{said}: give more prompts"))
-    count = min(len(fits), int(training * timed / LEAST[look.device])) if by_time >= ENOUGH_TOKENS else 0
-    for number, kind in enumerate(fits[count:], count + 1):
-        reasons[kind] = (
-            f"it pays from about {_minutes_for(look, number, fits):.0f} minutes, with which it learns enough"
-        )
-    return _with_minutes(config, look, tuple(fits[:count]), reasons)
-
-
-def _minutes_for(look: Look, number: int, fits: list[str]) -> float:
-    """The minutes in which so many drafters would have enough answers to learn from, and the time for it."""
-    answers, training, _ = _WITH_TRAINING
-    timed = max(ENOUGH_TOKENS / look.tokens_per_second / 60 / answers, number * LEAST[look.device] / training)
-    return timed + look.spent + _untimed(look, fits[:1])
-
-
-def _untimed(look: Look, kinds: Sequence[str]) -> float:
-    return _QUICK + look.loading * (2 + len(kinds))
+    before = look.untimed(fits[:1])  # which the first drafter needs as well
+    by_prompts, by_time = look.prompts * look.answer_tokens, answers * (config.minutes - before) * look.in_a_minute
+    count = int(training * (config.minutes - before) / LEAST[look.device]) if by_time >= ENOUGH_TOKENS else 0
+    for number, kind in enumerate(fits, 1):
+        if by_prompts < ENOUGH_TOKENS:
+            said = f"all prompts make {by_prompts:,.0f} tokens of answers; it learns enough from {ENOUGH_TOKENS:,}"
+            reasons[kind] = f"{said}: give more prompts"
+        elif number > count:
+            needed = max(ENOUGH_TOKENS / look.in_a_minute / answers, number * LEAST[look.device] / training) + before
+            reasons[kind] = f"it pays from about {needed:.0f} minutes, with which it learns enough"
+    return _with_minutes(config, look, tuple(kind for kind in fits if kind not in reasons), reasons)
 
 
 def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[str, ...], why: Mapping[str, str]) -> Choice:
     answers, training, _ = _WITH_TRAINING if kinds else _WITHOUT
-    untimed = look.spent + _untimed(look, kinds)
+    untimed = look.untimed(kinds)
     timed = config.minutes - untimed
     least = untimed + _FEWEST
     require(timed >= _FEWEST, "minutes", f"{config.minutes:g}", f"{least:.0f} or more: loading takes {untimed:.1f}")
     least = min(timed, look.report(kinds, _SHORTEST))  # of the report, which then has a verdict
-    answering = _MORE * (look.prompts - look.answered) * look.answer_tokens / look.tokens_per_second / 60
+    answering = _MORE * (look.prompts - look.answered) * look.answer_tokens / look.in_a_minute
     answering = min(answering, answers * timed, max(0.0, (1 - training) * timed - least))
     minutes = {"responses": answering + look.spent, "report": (1 - training) * timed - answering}
     minutes |= {str(KINDS[kind].step): training * timed / len(kinds) for kind in kinds}
@@ -203,15 +198,12 @@ def _with_minutes(config: AutoConfig, look: Look, kinds: tuple[str, ...], why: M
 
 def pipeline_of(config: AutoConfig, choice: Choice, look: Look) -> PipelineConfig:
     """The pipeline that carries out `choice`: a step for each kind that it trains, and prompts, answers and report."""
-    steps, expected = options_of(config, choice, look), dict(_EXPECTED)
-    for name in choice.minutes if not config.debug else ():
-        steps[name][TIME] = float(f"{choice.minutes[name]:.3g}")
-        expected[name] = choice.minutes[name] + look.loading
-    debug, out_dir = config.debug, config.out_dir
-    made = PipelineConfig(
-        steps=steps, expected_minutes=expected, target=config.target, out_dir=out_dir, debug=debug, resume=True
-    )
-    return fitted(made)
+    steps, minutes = options_of(config, choice, look), {} if config.debug else choice.minutes
+    for name, given in minutes.items():
+        steps[name][TIME] = float(f"{given:.3g}")
+    expected = _EXPECTED | {name: given + look.loading for name, given in minutes.items()}
+    same = {"target": config.target, "out_dir": config.out_dir, "debug": config.debug}
+    return fitted(PipelineConfig(steps=steps, expected_minutes=expected, resume=True, **same))
 
 
 def describe(choice: Choice, look: Look) -> str:

@@ -15,9 +15,9 @@ import torch
 from outrider.base.errors import UserError
 from outrider.base.files import read_mapping, require_writable, write_atomically, write_json
 from outrider.base.progress import Stage
-from outrider.base.run_dirs import check_identity, only_run, rehearsal_folder
+from outrider.base.run_dirs import check_identity, only_run
 from outrider.base.settings import read_as
-from outrider.base.words import in_shell, option
+from outrider.base.words import in_shell
 from outrider.data_prep.python_docs import own_split
 from outrider.data_prep.settings import FetchConfig
 from outrider.data_prep.targets import fetch_target
@@ -93,28 +93,26 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     unseen = Look(device, _rows(target, device, there), context=context_limit(target.config))
     _check_prompts(config, target, unseen)
     unfit = _unfit(config)
-    every = Choice(tuple(kind for kind in TRAINED if kind not in unfit), {}, {})
-    jobs_of(pipeline_of(config, every, unseen), config_for)
+    kinds = ORDER[device] if config.train == "auto" else config.train
+    choice, look = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {}), unseen
+    pipeline = pipeline_of(config, choice, look)
+    jobs = jobs_of(pipeline, config_for)
     memory = _memory(target, there)
     print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
     if config.plan:
         print(outlook(config, device, unfit), flush=True)
         return
-    if config.debug:
-        kinds = ORDER["cpu"] if config.train == "auto" else config.train
-        choice, look = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {}), unseen
-        folder = rehearsal_folder(config.out_dir)
-    else:
-        folder = require_writable(config.out_dir)
-        with only_run(folder, "a target's drafters"):
-            start = _start(config, folder, unseen, unfit, began, config_for)
+    if not config.debug:
+        with only_run(require_writable(pipeline.folder), "a target's drafters"):
+            start = _start(config, pipeline.folder, unseen, unfit, began, config_for)
         choice, look = start.choice, start.look
         print(describe(choice, look), flush=True)
-    pipeline = pipeline_of(config, choice, look)
+        pipeline = pipeline_of(config, choice, look)
+        jobs = jobs_of(pipeline, config_for)
     spent = 60 * look.spent  # of this run, or of the one that it goes on with
     limit = TimeLimit(config.minutes - _EXPORTS, time.perf_counter(), spent)
-    run_pipeline(pipeline, jobs_of(pipeline, config_for), None if config.debug else limit)
-    _conclude(config, folder, pipeline, config_for)
+    run_pipeline(pipeline, jobs, None if config.debug else limit)
+    _conclude(config, pipeline, config_for)
 
 
 def _check_prompts(config: AutoConfig, target: OpenTarget, look: Look) -> None:
@@ -174,22 +172,21 @@ def _start(
 
 def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_for: ConfigFor) -> Look:
     """Let the target answer for a little: these answers stay, and the step `responses` makes more."""
-    every = pipeline_of(config, Choice((), {}, {}), unseen)
-    every = replace(every, more={"responses": {TIME: look_minutes(config)}}, out_dir=str(folder))
+    pipeline = pipeline_of(config, Choice((), {}, {}), unseen)
+    pipeline = replace(pipeline, more={"responses": {TIME: look_minutes(config)}})
+    log = folder / LOG
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
         for name in ("prompts", "responses"):  # which the pipeline then finds begun
             begun = time.monotonic()
-            status = run_command(job_of(STEPS[name].script, every.placed(name), config_for), folder / LOG)
+            status = run_command(job_of(STEPS[name].script, pipeline.placed(name), config_for), log)
             if status:
-                raise UserError(
-                    f"target={config.target}: step {name} failed (exit status {status}); see {folder / LOG}"
-                )
+                raise UserError(f"target={config.target}: step {name} failed (exit status {status}); see {log}")
         seconds = time.monotonic() - begun
     answers = folder / "responses"
     done, timed = read_mapping(answers / SUMMARY_FILE, "summary of answers", _REMEDY), seconds_spent(answers)
     tokens, count, prompts = (int(str(done[name])) for name in ("tokens", "responses", "prompts"))
     if not tokens:
-        raise UserError(f"target={config.target}: it answered no prompt; see {folder / LOG}")
+        raise UserError(f"target={config.target}: it answered no prompt; see {log}")
     return replace(
         unseen,
         tokens_per_second=tokens / timed,
@@ -201,22 +198,26 @@ def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_f
     )
 
 
-def _conclude(config: AutoConfig, folder: Path, pipeline: PipelineConfig, config_for: ConfigFor) -> None:
+def _conclude(config: AutoConfig, pipeline: PipelineConfig, config_for: ConfigFor) -> None:
     """Write the exports and say what to use, on the screen and in the folder's README.md."""
+    folder = pipeline.folder
     report = folder / STEPS["report"].product
     said = [recommendation(reports_in(report)), f"report: {report.with_name('report.html')}"]
     drafters = [name for name in _EXPORTED if (folder / STEPS[name].product).exists()]
     said += [_export(config, folder, name, config_for) for name in drafters]
     for name in drafters:
-        serve = ["outrider", "serve", option("target", config.target), option("checkpoint", folder / name)]
-        said.append(f"talk to it: {' '.join(map(in_shell, serve))}")
-    asked = replace(pipeline, out_dir=str(folder)).placed("report")
+        said.append(f"talk to it: {_typed('outrider', 'serve', target=config.target, checkpoint=folder / name)}")
+    asked = pipeline.placed("report")
     said += [measure_again(words_of(asked), report.parent)] if any(map(busy_sentences, reports_in(report))) else []
     longer = {key: value for key, value in asked.items() if key not in _OWN_SIZE}
     longer |= {**_LONGER, "out_dir": folder / "longer"}
-    said.append(f"measure longer texts: {' '.join(map(in_shell, ['evaluate-checkpoint', *words_of(longer)]))}")
+    said.append(f"measure longer texts: {_typed('evaluate-checkpoint', **longer)}")
     write_atomically(folder / CARD_FILE, "".join(f"{line}\n\n" for line in said).encode())
     print("\n".join([*said, f"auto out_dir={folder} state=complete"]), flush=True)
+
+
+def _typed(*words: str, **options: object) -> str:
+    return " ".join(map(in_shell, [*words, *words_of(options)]))
 
 
 def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from outrider.base.errors import UserError
 from outrider.base.files import require_writable, write_json
 from outrider.base.progress import RELAY, Stage, relayed
-from outrider.base.run_dirs import check_identity, clear, only_run, rehearsal_folder, require_rehearsal
+from outrider.base.run_dirs import check_identity, clear, only_run, require_rehearsal
 from outrider.base.settings import read_as
 from outrider.base.words import clean, in_words, option
 from outrider.draft_models.targets.model_spec import context_limit
@@ -85,21 +85,19 @@ def job_of(script: str, options: Options, config_for: ConfigFor) -> Job:
 
 def fitted(config: PipelineConfig) -> PipelineConfig:
     """`config`, with numbers of its experiment cut to what the target has. Yours stay, and are refused by the steps."""
-    if config.target is None:  # a step makes it, for which the numbers are
-        return config
     try:
-        target = open_target(config.target, by_layers=False).config
+        target = None if config.target is None else open_target(config.target, by_layers=False).config
     except UserError:  # which the checks of the steps raise, with the step's name
+        target = None
+    if target is None:  # a step makes it, for which the numbers are
         return config
     context = context_limit(target)
     most = {"draft_vocabulary": target.vocab_size, "seq_len": context, "decode_tokens": context // 2}
-    steps = {
-        name: {
-            key: min(value, most[key]) if key in most and isinstance(value, int) else value
-            for key, value in options.items()
-        }
-        for name, options in config.steps.items()
-    }
+
+    def cut(key: str, value: object) -> object:
+        return min(value, most[key]) if key in most and isinstance(value, int) else value
+
+    steps = {name: {key: cut(key, value) for key, value in given.items()} for name, given in config.steps.items()}
     return replace(config, steps=steps)
 
 
@@ -110,46 +108,43 @@ def jobs_of(config: PipelineConfig, config_for: ConfigFor) -> dict[str, Job]:
     are files, a target with its tokenizer, and records, unless an earlier step writes them. Those of a step whose
     product is there are not read.
     """
-    config, jobs = _placed(config), dict[str, Job]()
+    jobs = dict[str, Job]()
     for name in config.to_do:
-        left = {key for key, value in config.options(name).items() if HERE in str(value)}
-
-        def wanted(key: str, left: set[str] = left) -> bool:
-            return key not in left
-
         try:
-            job = job_of(STEPS[name].script, config.placed(name), config_for)
-            if config.debug:
-                job = replace(job, settings=small(job.settings, Path(config.out_dir)))
-            if config.debug or not (Path(config.out_dir) / STEPS[name].product).exists():
-                job.settings.require_places(wanted)
-                read_some(job.settings, wanted)
+            jobs[name] = _checked_job(config, name, config_for)
         except UserError as error:
             raise UserError(f"step {name}, before any has run: {error}") from None
-        jobs[name] = job
     return jobs
 
 
-def _placed(config: PipelineConfig) -> PipelineConfig:
-    """`config`, of a rehearsal in the directory where it lies."""
-    return replace(config, out_dir=str(rehearsal_folder(config.out_dir))) if config.debug else config
+def _checked_job(config: PipelineConfig, name: str, config_for: ConfigFor) -> Job:
+    job, options = job_of(STEPS[name].script, config.placed(name), config_for), config.options(name)
+    if config.debug:
+        job = replace(job, settings=small(job.settings, config.folder))
+
+    def wanted(key: str) -> bool:
+        return HERE not in str(options.get(key))
+
+    if config.debug or not (config.folder / STEPS[name].product).exists():
+        job.settings.require_places(wanted)
+        read_some(job.settings, wanted)
+    return job
 
 
 def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = None) -> None:
     """Run the unfinished steps, in order.
 
     A step is done when its product exists and was made from the current products of earlier steps. jobs: see `jobs_of`.
-    limit: for all steps, of all runs; what they leave of it goes to the last one with a time limit.
+    limit: for all steps, of all runs; the last step has what the others leave of it.
 
     Raises `UserError` if the directory holds a run and resume is off, or a run with other options. Also raises it for a
     step that fails, naming it and its log.
     """
     require_one_process("pipeline")
-    config = _placed(config)
     starts_over = config.debug and not config.resume
     if starts_over:
-        require_rehearsal(Path(config.out_dir), LOGS)
-    out_dir = require_writable(config.out_dir)
+        require_rehearsal(config.folder, LOGS)
+    out_dir = require_writable(config.folder)
     with only_run(out_dir, "the products of a pipeline"):
         if starts_over:
             clear(out_dir)
@@ -168,7 +163,7 @@ def run_pipeline(config: PipelineConfig, jobs: Jobs, limit: TimeLimit | None = N
 
 
 def _record_file(config: PipelineConfig, name: str) -> Path:
-    return Path(config.out_dir) / LOGS / f"{name}.json"
+    return config.folder / LOGS / f"{name}.json"
 
 
 def _records(config: PipelineConfig) -> dict[str, Record]:
@@ -190,22 +185,49 @@ def _by_key(options: list[str]) -> dict[str, str]:
 
 
 def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Record], limit: TimeLimit | None) -> None:
-    """Run a step unless it is done, and put its record into `records`, where those of earlier steps are final."""
-    out_dir, before = Path(config.out_dir), records.get(name)
-    made_from = {step: records[step].finished for step in STEPS[name].after if step in records}
-    if before and before.finished and (out_dir / STEPS[name].product).exists() and before.made_from == made_from:
+    """Run a step unless it is done, with its output on the screen and in its log; its record goes into `records`.
+
+    Records of earlier steps are final. Raises `UserError` if the step fails.
+    """
+    folder, product, before = config.folder / name, config.folder / STEPS[name].product, records.get(name)
+    made_from = {step: records[step].finished for step in config.sources(name) if step in records}
+    spent = before.seconds if before and not before.finished else 0.0
+    if before and before.finished and product.exists() and made_from.items() <= before.made_from.items():
         print(f"pipeline step={name} seconds={before.seconds:.1f} state=done-before", flush=True)
         if name == "report":  # running the step would have shown it
-            print((out_dir / name / "report.md").read_bytes().decode(errors="replace"), flush=True)
+            print((folder / "report.md").read_bytes().decode(errors="replace"), flush=True)
         return
     if before and any(before.made_from.get(step, finished) != finished for step, finished in made_from.items()):
         # Made from a product that has been made anew: its command would refuse to continue from it.
-        with only_run(require_writable(out_dir / name), f"the product of step {name}"):
-            shutil.rmtree(out_dir / name, ignore_errors=True)
-        before = None
-    spent = before.seconds if before and not before.finished else 0.0
+        with only_run(require_writable(folder), f"the product of step {name}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        spent = 0.0
+    if limit is not None and name == config.to_do[-1]:
+        loading = config.expected_minutes.get(name, 0) - config.limit(name)
+        rest = (limit.left(limit.spent()) + spent) / 60 - loading  # all that is left, for all of its runs
+        job = replace(job, settings=replace(job.settings, minutes=max(0.1, rest)))
+
+    def keep(**changes: float) -> None:
+        records[name] = replace(records[name], **changes)
+        write_json(_record_file(config, name), asdict(records[name]))
+
+    log, began = _record_file(config, name).with_suffix(".log"), time.time()
     records[name] = Record(words_of(config.options(name)), spent, 0.0, made_from)
-    _run_step(config, name, job, records, limit)
+    keep()
+    try:
+        with step_stage(config, name, [step for step in records if records[step].finished], spent, limit) as stage:
+            left = "unknown" if stage.left is None else in_words(stage.left)
+            print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
+            status = run_command(job, log)
+    finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
+        keep(seconds=spent + time.time() - began)
+    failed = status != 0 or not product.exists()
+    took = f"seconds={records[name].seconds:.1f} state={'failed' if failed else 'done'}"
+    print(f"pipeline step={name} {took}", flush=True)
+    if failed:
+        reason = f"exit status {status}" if status else f"it left no {STEPS[name].product}"
+        raise UserError(f"step {name} failed ({reason}); see {log}; resume=true continues from this step")
+    keep(finished=time.time())
 
 
 def step_stage(
@@ -215,46 +237,17 @@ def step_stage(
 
     spent: seconds of its earlier runs.
     """
-    own = config.expected(name)
-    later = [config.expected(step) for step in config.to_do if step not in (*done, name)]
-    known = not config.debug and None not in later
+    to_do = {step for step in config.to_do if step == name or step not in done}
+    known = not config.debug and to_do <= config.expected_minutes.keys()
 
     def left() -> float | None:
         if limit is not None:
             return limit.left(limit.spent())
-        return 60 * sum(filter(None, later)) + max(0.0, 60 * own - spent - stage.spent) if known and own else None
+        seconds = {step: 60 * config.expected_minutes[step] for step in to_do} if known else {}
+        return sum(seconds.values()) - min(seconds[name], spent + stage.spent) if known else None
 
     stage = Stage(f"step {config.to_do.index(name) + 1}/{len(config.to_do)} {name}", left=left)
     return stage
-
-
-def _run_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Record], limit: TimeLimit | None) -> None:
-    """Run a step to its end, with its output on the screen and in its log. Raises `UserError` if it fails."""
-    out_dir, file, before = Path(config.out_dir), _record_file(config, name), records[name].seconds
-    log, product, began = file.with_suffix(".log"), out_dir / STEPS[name].product, time.time()
-    if limit is not None and [name] == [step for step in config.to_do if config.limit(step)][-1:]:
-        loading = config.expected_minutes.get(name, 0) - config.limit(name)
-        rest = (limit.left(limit.spent()) + before) / 60 - loading  # all that is left, for all of its runs
-        job = replace(job, settings=replace(job.settings, minutes=max(0.1, rest)))
-    done = [step for step in records if records[step].finished]
-    write_json(file, asdict(records[name]))
-    try:
-        with step_stage(config, name, done, before, limit) as stage:
-            left = "unknown" if stage.left is None else in_words(stage.left)
-            print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
-            status = run_command(job, log)
-    finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
-        records[name] = replace(records[name], seconds=before + time.time() - began)
-        write_json(file, asdict(records[name]))
-    failed = status != 0 or not product.exists()
-    print(
-        f"pipeline step={name} seconds={records[name].seconds:.1f} state={'failed' if failed else 'done'}", flush=True
-    )
-    if failed:
-        reason = f"exit status {status}" if status else f"it left no {STEPS[name].product}"
-        raise UserError(f"step {name} failed ({reason}); see {log}; resume=true continues from this step")
-    records[name] = replace(records[name], finished=time.time())
-    write_json(file, asdict(records[name]))
 
 
 def run_command(job: Job, log: Path) -> int:

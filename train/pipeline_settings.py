@@ -1,11 +1,14 @@
 """Settings of the pipeline: which commands it runs, in which order, with which options."""
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.base.errors import UserError, require, require_choice
+from outrider.base.errors import require, require_choice
+from outrider.base.run_dirs import rehearsal_folder
 from outrider.base.settings import Positive, RunConfig, free, opt
+from outrider.base.words import gone
 from outrider.draft_models.targets.settings import EAGLE3, SMALL_LM, Model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,54 +23,43 @@ Options = Mapping[str, object]  # of a command: values by dotted key
 class PipelineStep:
     """A command of this project as one step of the pipeline.
 
-    product: the file it writes last, relative to the pipeline's directory. after: the steps whose products it reads.
-    links: the options that locate these products; links to omitted steps are dropped.
+    product: the file it writes last, relative to the pipeline's directory. links: the options that locate the target
+    and the products of earlier steps; links to omitted steps are dropped. after: earlier steps whose work it reads in
+    another one's directory.
     """
 
     script: str
     product: str
-    after: tuple[str, ...] = ()
     links: Options = field(default_factory=dict)
-
-    def read_links(self, steps: Collection[str]) -> dict[str, object]:
-        """The links to the products of `steps`, and to the target."""
-        unread = {f"{HERE}/{name}" for name in self.after if name not in steps}
-        return {key: place for key, place in self.links.items() if place not in unread}
+    after: tuple[str, ...] = ()
 
 
-_ANSWERED, _OF_TARGET = (*MAKERS, "responses"), {"target": TARGET}
+_OF_TARGET = {"target": TARGET}
 STEPS = {
     "target": PipelineStep("train/toy_target.py", "target/toy_target.json"),
     "fetch": PipelineStep("data_prep/fetch_target.py", "fetch/fetched.json"),
     "prompts": PipelineStep("data_prep/write_prompts.py", "prompts/prompts.json"),
-    "responses": PipelineStep(
-        "data_prep/generate_responses.py", "responses/summary.json", (*MAKERS, "prompts"), _OF_TARGET
-    ),
-    "eesd": PipelineStep("train/eesd.py", "eesd/drafter.json", _ANSWERED, _OF_TARGET),
-    "calibrate": PipelineStep(
-        "train/calibrate.py", "calibrate/calibration.json", (*_ANSWERED, "eesd"), {"checkpoint": "{out_dir}/eesd"}
-    ),
-    EAGLE3: PipelineStep("train/eagle3.py", "eagle3/eagle3.json", _ANSWERED, _OF_TARGET),
-    SMALL_LM: PipelineStep("train/finetune_drafter.py", "small_lm/finetune_drafter.json", _ANSWERED, _OF_TARGET),
-    "trigrams": PipelineStep(
-        "data_prep/build_trigrams.py", "trigrams/table.safetensors", _ANSWERED, {"tokenizer": TARGET}
-    ),
+    "responses": PipelineStep("data_prep/generate_responses.py", "responses/summary.json", _OF_TARGET),
+    "eesd": PipelineStep("train/eesd.py", "eesd/drafter.json", _OF_TARGET),
+    "calibrate": PipelineStep("train/calibrate.py", "calibrate/calibration.json", {"checkpoint": f"{HERE}/eesd"}),
+    EAGLE3: PipelineStep("train/eagle3.py", "eagle3/eagle3.json", _OF_TARGET),
+    SMALL_LM: PipelineStep("train/finetune_drafter.py", "small_lm/finetune_drafter.json", _OF_TARGET),
+    "trigrams": PipelineStep("data_prep/build_trigrams.py", "trigrams/table.safetensors", {"tokenizer": TARGET}),
     "report": PipelineStep(
         "inference/evaluate_checkpoint.py",
         "report/report.json",
-        (*MAKERS, "prompts", "eesd", "calibrate", EAGLE3, SMALL_LM, "trigrams"),
         {
-            "checkpoint": "{out_dir}/eesd",
-            EAGLE3: "{out_dir}/eagle3",
-            SMALL_LM: "{out_dir}/small_lm",
-            "table": "{out_dir}/trigrams",
+            "checkpoint": f"{HERE}/eesd",
+            EAGLE3: f"{HERE}/eagle3",
+            SMALL_LM: f"{HERE}/small_lm",
+            "table": f"{HERE}/trigrams",
         },
+        ("calibrate",),  # whose head lies in the directory of the early exit
     ),
 }
 OWN = ("out_dir", "resume")  # options of every step that the pipeline sets itself
 TIME = "minutes"  # the commands' option for their time limit
 BACK = "~"  # the value of an option that is taken back
-_FORMER = ("overrides", "more", "expected_minutes")  # what a step consisted of when its options were words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,20 +91,29 @@ class PipelineConfig(RunConfig):
         for known, given in ((STEPS, self.steps), (self.steps, self.more)):
             for name, options in given.items():
                 require_choice("steps", name, tuple(known))
-                _check_options(name, options)
+                for key in options:
+                    require(key not in OWN, f"steps.{name}", key, f"none of {', '.join(OWN)}: the pipeline gives them")
+                    require(not gone(key), f"steps.{name}", key, f"an option of its command{gone(key)}")
         both = set(MAKERS) <= set(self.steps)
         require(not both, "steps", list(self.steps), f"one of {', '.join(MAKERS)}: a pipeline has one target")
         if self.minutes is not None:
-            self._check_minutes(self.minutes)
+            self._share_out(self.minutes)
 
-    def _check_minutes(self, minutes: float) -> None:
+    def _share_out(self, minutes: float) -> None:
+        """Give the steps that have minutes more or less of them, in proportion: all steps together take `minutes`."""
         unknown = [name for name in self.to_do if name not in self.expected_minutes]
         require(not unknown, "minutes", minutes, f"null: how long {', '.join(unknown)} will take is not known")
         require(not self.debug, "minutes", minutes, "null with debug=true, where everything is small already")
-        least = self._untimed
-        require(minutes > least, "minutes", minutes, f"more than the {least:.1f} of loading, counting and saving")
-        given = any(map(self.limit, self.to_do))
-        require(given, "minutes", minutes, "null: no step of the experiment has minutes that could change")
+        limited = sum(map(self.limit, self.to_do))
+        untimed = sum(self.expected_minutes[name] for name in self.to_do) - limited
+        require(minutes > untimed, "minutes", minutes, f"more than the {untimed:.1f} of loading, counting and saving")
+        require(limited > 0, "minutes", minutes, "null: no step of the experiment has minutes that could change")
+        share, steps, expected = (minutes - untimed) / limited, {**self.steps}, {**self.expected_minutes}
+        for name in filter(self.limit, self.to_do):
+            steps[name] = {**self.steps[name], TIME: float(f"{share * self.limit(name):.3g}")}
+            expected[name] += (share - 1) * self.limit(name)
+        object.__setattr__(self, "steps", steps)
+        object.__setattr__(self, "expected_minutes", expected)
 
     def limit(self, name: str) -> float:
         """The minutes that the experiment gives step `name`; 0 if it gives none."""
@@ -120,19 +121,9 @@ class PipelineConfig(RunConfig):
         return float(minutes) if isinstance(minutes, int | float) else 0.0
 
     @property
-    def _untimed(self) -> float:
-        """Minutes that the steps take in addition to their time limits."""
-        return sum(self.expected_minutes.get(name, 0) - self.limit(name) for name in self.to_do)
-
-    @property
-    def _share(self) -> float:
-        """The factor on the time limit that a step has in its experiment."""
-        return 1.0 if self.minutes is None else (self.minutes - self._untimed) / sum(map(self.limit, self.to_do))
-
-    def expected(self, name: str) -> float | None:
-        """The minutes that step `name` is expected to take on the experiment's machine; None if unknown."""
-        known = self.expected_minutes.get(name)
-        return known and known - (1 - self._share) * self.limit(name)
+    def folder(self) -> Path:
+        """Where everything goes, also in a rehearsal."""
+        return rehearsal_folder(self.out_dir) if self.debug else Path(self.out_dir)
 
     @property
     def to_do(self) -> list[str]:
@@ -143,28 +134,21 @@ class PipelineConfig(RunConfig):
     def options(self, name: str) -> dict[str, object]:
         """The options of step `name`, with placeholders `HERE` and `REPOSITORY`, and without `OWN`."""
         target = self.target or f"{HERE}/{'fetch' if 'fetch' in self.steps else 'target'}"
-        given = {**STEPS[name].read_links(self.steps), **self.steps[name]}
-        if self.minutes is not None and self.limit(name):
-            given[TIME] = float(f"{self._share * self.limit(name):.3g}")
-        given |= self.more.get(name, {})
+        unread = {f"{HERE}/{step}" for step in STEPS if step not in self.steps}
+        links = {key: place for key, place in STEPS[name].links.items() if place not in unread}
+        given = {**links, **self.steps[name], **self.more.get(name, {})}
         return {key: _filled(value, {TARGET: target}) for key, value in given.items() if value != BACK}
+
+    def sources(self, name: str) -> list[str]:
+        """The steps to do whose products step `name` reads."""
+        options = str(self.options(name))
+        return [step for step in self.to_do if f"{HERE}/{step}" in options or step in STEPS[name].after]
 
     def placed(self, name: str) -> dict[str, object]:
         """All options with which the command of step `name` runs."""
-        places = {HERE: self.out_dir, REPOSITORY: str(ROOT)}
+        places = {HERE: str(self.folder), REPOSITORY: str(ROOT)}
         options = {key: _filled(value, places) for key, value in self.options(name).items()}
-        return {**options, "out_dir": str(Path(self.out_dir) / name), "resume": True}
-
-
-def _check_options(name: str, options: Options) -> None:
-    for key in options:
-        if key in _FORMER:
-            raise UserError(
-                f"steps.{name}.{key}: a step is a mapping of its command's options now, in YAML as {name}: "
-                f"{{fit.steps: 900}} and on a command line as steps.{name}.fit.steps=900; the minutes that it is "
-                f"expected to take are expected_minutes.{name}"
-            )
-        require(key not in OWN, f"steps.{name}", key, f"none of {', '.join(OWN)}: the pipeline gives them")
+        return {**options, "out_dir": str(self.folder / name), "resume": True}
 
 
 def _filled(value: object, places: Mapping[str, str]) -> object:
@@ -173,8 +157,6 @@ def _filled(value: object, places: Mapping[str, str]) -> object:
         return {key: _filled(one, places) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_filled(one, places) for one in value]
-    if not isinstance(value, str):
-        return value
-    for place, path in places.items():
-        value = value.replace(place, path)
+    if isinstance(value, str):
+        return functools.reduce(lambda text, place: text.replace(place, places[place]), places, value)
     return value

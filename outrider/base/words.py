@@ -24,6 +24,10 @@ _ENGINES = "`outrider measure-engine` measures drafters in an engine, with the s
 _HEADS = (
     "EAGLE-3 heads are written for vLLM (dialect speculators) and SGLang (specforge); those of all trainers are read"
 )
+_STEP = (
+    "a step is a mapping of its command's options, in YAML {fit.steps: 900}, on a command line "
+    "steps.NAME.fit.steps=900; its minutes are expected_minutes.NAME"
+)
 GONE = {  # names of earlier versions, and why they are gone
     "fused": _FUSED, "join": _FUSED, "keep": _KEEP, "keep_mb": _KEEP,
     "quoted_chars": _DOCS,
@@ -31,6 +35,7 @@ GONE = {  # names of earlier versions, and why they are gone
     "transcripts": "`outrider replay` replays recorded answers, with the same options but target=replay",
     "tensorrt_llm": _HEADS, "modelopt": _HEADS, "eagle": _HEADS,
     **dict.fromkeys(("compile", "sample_tokens"), "a toy target is trained as it is; `outrider serve` shows its text"),
+    **dict.fromkeys(("overrides", "more", "expected_minutes"), _STEP),
     "chat": "the page of `outrider serve` is the place to talk, and shows who said each token",
     "ship-drafters": "it is a script of a clone now, benchmarks/ship_drafters.py",
 }  # fmt: skip

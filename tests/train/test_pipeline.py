@@ -169,7 +169,7 @@ class Mission:
         before: tuple[str, ...] = ()
         for name in self.names:
             links = {"calls": self.calls, "fails": f"{folder}/{name}.fails", "reads": f"{HERE}/{''.join(before)}"}
-            monkeypatch.setitem(STEPS, name, PipelineStep(str(self.script), f"{name}/product", before, links))
+            monkeypatch.setitem(STEPS, name, PipelineStep(str(self.script), f"{name}/product", links))
             before = (name,)
 
     def run(self, resume: bool = True, debug: bool = False, **more: Options) -> list[str]:
@@ -191,8 +191,6 @@ class Given(Settings):
 
 def stand_ins(config: PipelineConfig) -> dict[str, Job]:
     """Jobs without settings of a command, in the directory in which the pipeline runs them."""
-    if config.debug:
-        config = replace(config, out_dir=f"{config.out_dir}-debug")
     placed = {name: config.placed(name) for name in config.to_do}
     return {name: Job(STEPS[name].script, words_of(all_), Given(all_["out_dir"])) for name, all_ in placed.items()}
 
@@ -322,10 +320,8 @@ def test_a_rehearsal_lies_beside_the_run(mission):
 def test_a_given_target_is_not_made_again(mission, monkeypatch):
     """And what was done with another one is not gone on with."""
     links = {"calls": mission.calls, "fails": f"{mission.out_dir}/none"}
-    monkeypatch.setitem(STEPS, "fetch", PipelineStep(str(mission.script), "fetch/product", (), links))
-    monkeypatch.setitem(
-        STEPS, "eesd", PipelineStep(str(mission.script), "eesd/product", ("fetch",), {**links, "t": "{target}"})
-    )
+    monkeypatch.setitem(STEPS, "fetch", PipelineStep(str(mission.script), "fetch/product", links))
+    monkeypatch.setitem(STEPS, "eesd", PipelineStep(str(mission.script), "eesd/product", {**links, "t": "{target}"}))
     config = PipelineConfig(steps={"fetch": {}, "eesd": {}}, out_dir=str(mission.out_dir))
     run_pipeline(config, stand_ins(config))
     assert mission.calls.read_text().split() == ["fetch", "eesd"]
