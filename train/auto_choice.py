@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from outrider.base.errors import require
@@ -202,8 +202,8 @@ def pipeline_of(config: AutoConfig, choice: Choice, look: Look) -> PipelineConfi
     for name, given in minutes.items():
         steps[name][TIME] = float(f"{given:.3g}")
     expected = _EXPECTED | {name: given + look.loading for name, given in minutes.items()}
-    same = {"target": config.target, "out_dir": config.out_dir, "debug": config.debug}
-    return fitted(PipelineConfig(steps=steps, expected_minutes=expected, resume=True, **same))
+    made = PipelineConfig(steps=steps, target=config.target, out_dir=config.out_dir, debug=config.debug, resume=True)
+    return fitted(replace(made, expected_minutes=expected))
 
 
 def describe(choice: Choice, look: Look) -> str:

@@ -207,27 +207,27 @@ def _do_step(config: PipelineConfig, name: str, job: Job, records: dict[str, Rec
         rest = (limit.left(limit.spent()) + spent) / 60 - loading  # all that is left, for all of its runs
         job = replace(job, settings=replace(job.settings, minutes=max(0.1, rest)))
 
-    def keep(**changes: float) -> None:
-        records[name] = replace(records[name], **changes)
-        write_json(_record_file(config, name), asdict(records[name]))
+    def keep(record: Record) -> None:
+        records[name] = record
+        write_json(_record_file(config, name), asdict(record))
 
     log, began = _record_file(config, name).with_suffix(".log"), time.time()
-    records[name] = Record(words_of(config.options(name)), spent, 0.0, made_from)
-    keep()
+    record = Record(words_of(config.options(name)), spent, 0.0, made_from)
+    keep(record)
     try:
         with step_stage(config, name, [step for step in records if records[step].finished], spent, limit) as stage:
             left = "unknown" if stage.left is None else in_words(stage.left)
             print(f"pipeline step={name} state=started log={log} {left=}", flush=True)
             status = run_command(job, log)
     finally:  # also if interrupted: a resumed step keeps its training, so its time is summed over all its runs
-        keep(seconds=spent + time.time() - began)
+        keep(record := replace(record, seconds=spent + time.time() - began))
     failed = status != 0 or not product.exists()
-    took = f"seconds={records[name].seconds:.1f} state={'failed' if failed else 'done'}"
-    print(f"pipeline step={name} {took}", flush=True)
+    state = "failed" if failed else "done"
+    print(f"pipeline step={name} seconds={record.seconds:.1f} {state=!s}", flush=True)
     if failed:
         reason = f"exit status {status}" if status else f"it left no {STEPS[name].product}"
         raise UserError(f"step {name} failed ({reason}); see {log}; resume=true continues from this step")
-    keep(finished=time.time())
+    keep(replace(record, finished=time.time()))
 
 
 def step_stage(
