@@ -15,7 +15,7 @@ from outrider.inference.core.rounds import Clock, Round
 from outrider.inference.core.session import Session
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.core.tree import ROOT, DraftTree
+from outrider.inference.core.tree import ROOT, DraftTree, no_draft
 
 
 def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, ...]:
@@ -114,21 +114,22 @@ def decode_rounds(
     yield Round((token,), 0, 0, 0, watch.seconds)
     budget = max_new_tokens - 1
     while budget > 0 and token not in eos:
-        watch.restart()
-        with watch.part("structure"):
-            tree = drafter.draft(root, budget - 1)
-        with watch.part("verify"):
-            logits = session.run_tree(root, tree)
-            proposed, nodes, root, bonus = _verify(session, selector, root, tree, logits)
+        watch.restart("structure")
+        tree = drafter.draft(root, budget - 1)
+        watch.begin("verify")
+        logits = session.run_tree(root, tree)
+        proposed, nodes, root, bonus = _verify(session, selector, root, tree, logits)
+        watch.begin("structure")
         accepted = [proposed[node] for node in nodes]
-        with watch.part("structure"):
-            drafter.commit(tree, nodes, [token, *accepted])
+        drafter.commit(tree, nodes, [token, *accepted])
+        watch.begin("other")
         session.commit(session.path(nodes))
         tokens = cut([*accepted, bonus], eos, budget)
         budget -= len(tokens)
         token = tokens[-1]
-        seconds = {f"{part}_seconds": spent for part, spent in watch.parts.items()}
-        yield Round(tokens, len(tree), min(len(nodes), len(tokens)), tree.depth, watch.seconds, **seconds)
+        draft, structure, verify, _ = watch.parts.values()
+        depth = tree.depth if len(tree) else 0
+        yield Round(tokens, len(tree), min(len(nodes), len(tokens)), depth, watch.seconds, draft, structure, verify)
 
 
 def _verify(
@@ -140,7 +141,7 @@ def _verify(
         # A drafted token can make the target produce NaN, which attention spreads to every row (0 · NaN = NaN).
         # Verify the root alone.
         alone = session.finish([0])
-        _, nodes, following, bonus = selector.verify(DraftTree(root[:0], (), ()), alone)
+        _, nodes, following, bonus = selector.verify(no_draft(root.device), alone)
     _require_token(bonus, session, session.base + len(nodes))
     return proposed, nodes, following, bonus
 

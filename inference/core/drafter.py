@@ -2,8 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -42,32 +41,29 @@ class Sizes(Protocol):
 
 
 class Stopwatch:
-    """Seconds since the last `restart`, and by named part. The time of a nested part counts for the inner one only."""
+    """Seconds since the last `restart`, and by part of a round: one part runs at a time."""
 
     def __init__(self, clock: Callable[[], float]):
         self._clock = clock
-        self.restart()
+        self.restart("other")
 
-    def restart(self) -> None:
-        """Begin a round."""
-        self._started = self._clock()
-        self._within = 0.0  # seconds of the parts nested in the running one
-        self.parts: dict[str, float] = {}
+    def restart(self, part: str) -> None:
+        """Begin a round with `part`."""
+        self._started = self._since = self._clock()
+        self._part = part
+        self.parts = {"draft": 0.0, "structure": 0.0, "verify": 0.0, "other": 0.0}
 
     @property
     def seconds(self) -> float:
         """Seconds since the round began."""
         return self._clock() - self._started
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time spent inside the context for `name`."""
-        before, self._within = self._within, 0.0
-        started = self._clock()
-        yield
-        spent = self._clock() - started
-        self.parts[name] = self.parts.get(name, 0.0) + spent - self._within
-        self._within = before + spent
+    def begin(self, part: str) -> str:
+        """Begin `part`, which ends the one that ran; returns the name of that."""
+        now, ended = self._clock(), self._part
+        self.parts[ended] += now - self._since
+        self._since, self._part = now, part
+        return ended
 
 
 class Drafter(ABC):
@@ -96,7 +92,7 @@ class Drafter(ABC):
         """Called once, with the prompt fed to the session's first half and not yet committed.
 
         selector: the token selector, for drafts that are sampled in the same way; watch: times the drafter's forward
-        passes, as `watch.part("draft")`.
+        passes, as the part "draft".
         """
 
     @abstractmethod

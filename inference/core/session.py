@@ -149,7 +149,7 @@ class Session(Protocol):
     @property
     def rows(self) -> int:
         """The number of rows in this round."""
-        return len(self.round)
+        return len(self.round.parents)
 
     @property
     def tokens(self) -> Tensor:
@@ -166,19 +166,19 @@ class Session(Protocol):
 
         Feeds the tokens that this round has not fed yet: all, or the leaves if the drafter shares the first half.
         """
-        shared = self.rows > 0
-        rows = list(tree.rows) if shared else [-1] * len(tree)
+        if not self.rows:  # the drafter shares nothing
+            tokens = torch.cat([root, tree.tokens]) if len(tree) else root
+            self.feed(tokens, (ROOT, *(parent + 1 for parent in tree.parents)))
+            self.tree_rows = list(range(1, self.rows))
+            return self.finish()
+        self.tree_rows = rows = list(tree.rows)
         missing = [node for node, row in enumerate(rows) if row < 0]
-        following = max(1, self.rows)
+        following = self.rows
         for place, node in enumerate(missing):
             rows[node] = following + place
         parents = [0 if tree.parents[node] == ROOT else rows[tree.parents[node]] for node in missing]
-        tokens = tree.tokens if len(missing) == len(tree) else tree.tokens[missing]
-        if not shared:
-            self.feed(torch.cat([root, tokens]), (ROOT, *parents))
-        elif missing:
-            self.feed(tokens, parents)
-        self.tree_rows = rows
+        if missing:
+            self.feed(tree.tokens[missing], parents)
         order = sorted([0, *rows])
         logits = self.finish(None if len(order) == self.rows else order)
         if order != [0, *rows]:

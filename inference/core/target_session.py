@@ -1,7 +1,6 @@
 """Sessions of a target, split into two halves of its layers or whole, and the runtimes that make them."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -231,12 +230,15 @@ class TextView:
     def __init__(self, session: TargetSession, layout: RowLayout):
         self.layout = layout
         self._layers, self._places = session.layers, session.places
+        self._positions: Tensor | None = None
         self._masks: Masks | None = None
         self._rotary: Rotary | None = None
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
-        return self.layout.positions(self._places)
+        if self._positions is None:
+            self._positions = self.layout.positions(self._places)
+        return self._positions
 
     @property
     def rotary(self) -> Rotary:

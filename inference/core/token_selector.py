@@ -61,7 +61,7 @@ class TokenSelector:
         contexts = branches(self.text, tree.tokens, tree.parents) if self.reads_context else None
         if self.greedy:
             choices = likeliest(self._scores(logits, contexts))
-            together = torch.cat([tree.tokens, choices]).tolist()
+            together = (torch.cat([tree.tokens, choices]) if len(tree) else choices).tolist()
             tokens = together[: len(tree)]
             nodes, bonus = verify_greedy(tokens, tree.parents, together[len(tree) :])
             last = nodes[-1] + 1 if nodes else 0
