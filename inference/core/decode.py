@@ -15,7 +15,7 @@ from outrider.inference.core.rounds import Clock, Round
 from outrider.inference.core.session import Session
 from outrider.inference.core.target_session import Runtime
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.core.tree import ROOT, DraftTree, no_draft
+from outrider.inference.core.tree import ROOT, DraftTree
 
 
 def cut(tokens: Sequence[int], eos: Collection[int], budget: int) -> tuple[int, ...]:
@@ -127,9 +127,7 @@ def decode_rounds(
         tokens = cut([*accepted, bonus], eos, budget)
         budget -= len(tokens)
         token = tokens[-1]
-        draft, structure, verify, _ = watch.parts.values()
-        depth = tree.depth if len(tree) else 0
-        yield Round(tokens, len(tree), min(len(nodes), len(tokens)), depth, watch.seconds, draft, structure, verify)
+        yield Round(tokens, len(tree), min(len(nodes), len(tokens)), tree.depth, watch.seconds, *watch.parts.values())
 
 
 def _verify(
@@ -141,7 +139,7 @@ def _verify(
         # A drafted token can make the target produce NaN, which attention spreads to every row (0 · NaN = NaN).
         # Verify the root alone.
         alone = session.finish([0])
-        _, nodes, following, bonus = selector.verify(no_draft(root.device), alone)
+        _, nodes, following, bonus = selector.verify(DraftTree(root[:0], (), ()), alone)
     _require_token(bonus, session, session.base + len(nodes))
     return proposed, nodes, following, bonus
 

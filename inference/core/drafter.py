@@ -51,7 +51,7 @@ class Stopwatch:
         """Begin a round with `part`."""
         self._started = self._since = self._clock()
         self._part = part
-        self.parts = {"draft": 0.0, "structure": 0.0, "verify": 0.0, "other": 0.0}
+        self.parts = {"draft": 0.0, "structure": 0.0, "verify": 0.0}
 
     @property
     def seconds(self) -> float:
@@ -61,7 +61,8 @@ class Stopwatch:
     def begin(self, part: str) -> str:
         """Begin `part`, which ends the one that ran; returns the name of that."""
         now, ended = self._clock(), self._part
-        self.parts[ended] += now - self._since
+        if ended in self.parts:
+            self.parts[ended] += now - self._since
         self._since, self._part = now, part
         return ended
 

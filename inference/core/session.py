@@ -173,9 +173,8 @@ class Session(Protocol):
             return self.finish()
         self.tree_rows = rows = list(tree.rows)
         missing = [node for node, row in enumerate(rows) if row < 0]
-        following = self.rows
-        for place, node in enumerate(missing):
-            rows[node] = following + place
+        for row, node in enumerate(missing, start=self.rows):
+            rows[node] = row
         parents = [0 if tree.parents[node] == ROOT else rows[tree.parents[node]] for node in missing]
         if missing:
             self.feed(tree.tokens[missing], parents)

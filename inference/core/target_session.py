@@ -219,7 +219,7 @@ class TargetSession(Session):
 
 
 class TextView:
-    """The view of rows of one text: positions, rotary tables and masks are built on first use.
+    """The view of rows of one text: rotary tables and masks are built on first use.
 
     cache, last: of the pass that runs; last: the number of rows that are wanted.
     """
@@ -230,15 +230,9 @@ class TextView:
     def __init__(self, session: TargetSession, layout: RowLayout):
         self.layout = layout
         self._layers, self._places = session.layers, session.places
-        self._positions: Tensor | None = None
+        self.positions = layout.positions(session.places)
         self._masks: Masks | None = None
         self._rotary: Rotary | None = None
-
-    @property
-    def positions(self) -> Tensor:
-        if self._positions is None:
-            self._positions = self.layout.positions(self._places)
-        return self._positions
 
     @property
     def rotary(self) -> Rotary:

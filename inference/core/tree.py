@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 
-import torch
 from torch import Tensor
 
 ROOT = -1  # the parent of a first draft token: the last committed token
@@ -54,12 +53,6 @@ class OptimalTree(DraftTree):
     def expected(self) -> float:
         """E(A) = 1 + Σ p̂ over all nodes."""
         return 1.0 + math.fsum(self.masses)
-
-
-@cache
-def no_draft(device: torch.device) -> DraftTree:
-    """The draft without nodes, whose tokens are on `device`."""
-    return DraftTree(torch.empty(0, dtype=torch.long, device=device), (), ())
 
 
 def depths(parents: Sequence[int]) -> list[int]:

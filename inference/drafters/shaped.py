@@ -19,7 +19,7 @@ from outrider.draft_models.targets.tensor_files import open_tensors
 from outrider.inference.core.drafter import Drafter, DraftModel, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.core.tree import DraftTree, no_draft
+from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.kinds import KINDS, DrafterPlugin, Placed, Trained, read_record
 from outrider.inference.settings.method import MethodConfig
 from outrider.inference.shapes.factory import Structure, make_structure
@@ -75,7 +75,7 @@ class ModelDrafter(Drafter):
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self._source.begin_round()
         if self.allowance is not None and self.allowance.spent():
-            return no_draft(root.device)
+            return DraftTree(root[:0], (), ())
         return self._source.with_ids(self.structure.draft(self._source, root, limit))
 
     def commit(self, tree: DraftTree, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -183,11 +183,11 @@ class TimedModel:
                 before = self._contexts[parent] if parent >= 0 else self._selector.text[:-1]
                 self._contexts.append(torch.cat([before, tokens[place : place + 1]]))
         self.fed.append(len(tokens))
-        before = self._watch.begin("draft")
+        running = self._watch.begin("draft")
         logits, predicted = self._model.extend(tokens, parents), self._model.predicted
         if predicted is not None and self._ids is None:
             logits = spread(logits, predicted, self._vocabulary)
-        self._watch.begin(before)
+        self._watch.begin(running)
         return logits
 
     def with_ids(self, tree: DraftTree) -> DraftTree:

@@ -19,7 +19,7 @@ from outrider.draft_models.targets.open_target import OpenTarget
 from outrider.inference.core.drafter import Drafter, Stopwatch
 from outrider.inference.core.session import Session
 from outrider.inference.core.token_selector import TokenSelector
-from outrider.inference.core.tree import DraftTree, no_draft
+from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.ngram.mixture import Mixture
 from outrider.inference.drafters.ngram.ngram_search import Nodes, best_first, exploration, new_nodes, new_search, puct
 from outrider.inference.settings.kinds import NGRAMS, DrafterPlugin, Placed, Trained
@@ -67,7 +67,7 @@ class _OverText(Drafter):
     def draft(self, root: Tensor, limit: int) -> DraftTree:
         self.read(int(root))
         if limit <= 0:
-            return no_draft(root.device)
+            return DraftTree(torch.empty(0, dtype=torch.long, device=root.device), (), ())
         nodes = self._nodes[self.max_rows if self.sizes is None else self.sizes.search_size()]
         tokens, parents, probs = self._search(self._ids, self._length + 1, limit, nodes)
         if self.sizes is not None:
