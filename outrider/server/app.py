@@ -19,8 +19,7 @@ import outrider
 from outrider.base.errors import UserError
 from outrider.base.words import secret
 from outrider.inference.settings.tools import ServeConfig
-from outrider.server.asked import ChatRequest, Json, TextRequest, context_of, read
-from outrider.server.replies import Reply
+from outrider.server.records import ChatRequest, Json, Reply, TextRequest, context_of, read
 from outrider.server.workers import Answers, RefusedError, Workers
 
 PAGE = Path(__file__).with_name("page.html")

@@ -30,7 +30,7 @@ from outrider.inference.core.rounds import Round
 from outrider.inference.settings.sampling import GREEDY
 from outrider.inference.settings.tools import AuditConfig, ServeConfig
 from outrider.server import app
-from outrider.server.writing import Job, until, write
+from outrider.server.workers import Job, until, write
 from tests.tiny import save_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"

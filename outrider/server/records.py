@@ -1,21 +1,27 @@
-"""What a client asks for, as OpenAI's API has it, read into jobs for the workers.
+"""What a client asks for and what it is answered, as OpenAI's API has it: requests become jobs, pieces become records.
 
-A field that would change the answer and is not read here is refused by name.
+A field that would change the answer and is not read here is refused by name. If token ids are asked for, choices also
+have `prompt_token_ids`, `token_ids`, and `drafted`: for each of them whether the drafter proposed it.
 """
 
+import time
+import uuid
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ValidationError
+from transformers import PreTrainedTokenizerBase
 
-import outrider
 from outrider.base.settings import Count
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.settings.tools import ServeConfig
-from outrider.server.workers import RefusedError
-from outrider.server.writing import Job
+from outrider.server.workers import Job, Piece, RefusedError
+
+if TYPE_CHECKING:
+    import outrider
 
 # Fields that change no answer, and the values with which others do not; all others may be empty or 0.
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -23,6 +29,7 @@ HARMLESS = {"tool_choice": "none", "response_format": {"type": "text"}, "modalit
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Top = Annotated[int, Ge(0), Le(128)]
 Json = dict[str, object]
+_LEAST = -9999.0  # what OpenAI's API says of a token without probability: JSON has no infinity
 
 
 class Message(BaseModel, extra="allow", strict=True):
@@ -158,3 +165,84 @@ def _length(request: ApiRequest, prompt: int, model: "outrider.Model", config: S
         said = f"a prompt of {prompt} tokens and max_tokens={wanted or 1} exceed the context of {context}"
         raise RefusedError(f"{said}: shorten one of them", "max_tokens")
     return wanted or min(config.max_new_tokens, context - prompt)
+
+
+class Reply:
+    """The records of one answer. model: its name here."""
+
+    def __init__(self, request: Request, jobs: Sequence[Job], model: str, tokenizer: PreTrainedTokenizerBase):
+        self._request, self._jobs, self._tokenizer = request, jobs, tokenizer
+        self._chat = isinstance(request, ChatRequest)
+        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._begun = set[int]()  # choices that have a record
+        self._pieces: dict[int, list[Piece]] = {index: [] for index in range(len(jobs))}
+
+    def take(self, index: int, piece: Piece) -> None:
+        """A piece of the choice `index` has come."""
+        self._pieces[index].append(piece)
+
+    def chunk(self, index: int, piece: Piece) -> Json | None:
+        """The record of a piece in a stream; None if it says nothing."""
+        if not (piece.text or piece.reason or piece.scores or (piece.tokens and self._request.return_token_ids)):
+            return None
+        role = {} if index in self._begun else {"role": "assistant"}
+        said: Json = {"delta": role | {"content": piece.text}} if self._chat else {"text": piece.text}
+        return self._record("chat.completion.chunk", [self._choice(index, said, [piece])])
+
+    def whole(self) -> Json:
+        """The answer, once all pieces are there."""
+        choices = []
+        for index, own in self._pieces.items():
+            text = "".join(piece.text for piece in own)
+            said: Json = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+            choices.append(self._choice(index, said, own))
+        return self._record("chat.completion", choices) | self._usage()
+
+    def counts(self) -> Json | None:
+        """The last record of a stream, with its usage; None unless it is asked for."""
+        asked = (self._request.stream_options or {}).get("include_usage")
+        return self._record("chat.completion.chunk", []) | self._usage() if asked else None
+
+    def _record(self, kind: str, choices: Sequence[Json]) -> Json:
+        return {**self._head, "object": kind if self._chat else "text_completion", "choices": choices}
+
+    def _usage(self) -> Json:
+        prompt = sum(len(job.ids) for job in self._jobs[:: self._request.n or 1])  # each once
+        pieces = [piece for own in self._pieces.values() for piece in own]
+        tokens = sum(len(piece.tokens) for piece in pieces)
+        accepted = sum(len(piece.tokens) for piece in pieces if piece.drafted)
+        rejected = sum(piece.proposed for piece in pieces) - accepted
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        counts = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        return {"usage": {**counts, "completion_tokens_details": details}}
+
+    def _choice(self, index: int, said: Json, pieces: Sequence[Piece]) -> Json:
+        job = self._jobs[index]
+        choice: Json = {"index": index, **said, "logprobs": None, "finish_reason": pieces[-1].reason}
+        if job.logprobs is not None:
+            choice["logprobs"] = self._logprobs(pieces)
+        if self._request.return_token_ids:
+            choice["token_ids"] = [token for piece in pieces for token in piece.tokens]
+            choice["drafted"] = [piece.drafted for piece in pieces for _ in piece.tokens]
+            choice |= {} if index in self._begun else {"prompt_token_ids": job.ids}
+        self._begun.add(index)
+        return choice
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> Json:
+        """Log-probabilities as chat completions have them, or as completions do, with the token in its top list."""
+        rows = list[tuple[Json, list[Json]]]()
+        for piece in pieces:
+            for token, scores in zip(piece.tokens, piece.scores, strict=False):
+                rows.append((self._entry(token, scores.own), [self._entry(*one) for one in scores.top.items()]))
+        if self._chat:
+            return {"content": [own | {"top_logprobs": top} for own, top in rows]}
+        return {
+            "tokens": [own["token"] for own, _ in rows],
+            "token_logprobs": [own["logprob"] for own, _ in rows],
+            "top_logprobs": [{str(one["token"]): one["logprob"] for one in [*top, own]} for own, top in rows],
+        }
+
+    def _entry(self, token: int, value: float) -> Json:
+        named = self._request.return_tokens_as_token_ids
+        name = f"token_id:{token}" if named else str(self._tokenizer.decode([token]))
+        return {"token": name, "logprob": max(value, _LEAST), "bytes": None}
