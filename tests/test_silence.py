@@ -217,7 +217,7 @@ def test_a_silence_would_be_noticed(ears: Ears, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_loading_from_python_is_spoken_of_and_what_follows_is_not(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow("api.model:load_stack", ears)
+    slow = Slow("api.decoder:load_stack", ears)
     slow.put(monkeypatch)
     with redirect_stderr(ears):
         outrider.load(TARGET, device="cpu")

@@ -15,7 +15,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-import outrider
+from outrider.api.decoder import Decoder
 from outrider.base.errors import UserError
 from outrider.base.words import secret
 from outrider.inference.settings.tools import ServeConfig
@@ -43,10 +43,10 @@ def serve(config: ServeConfig) -> None:
         service.workers.close()
 
 
-def load_model(config: ServeConfig) -> "outrider.Model":
+def load_model(config: ServeConfig) -> Decoder:
     """The model as the options say."""
     name, method = next(iter(config.methods.items()), (None, None))
-    return outrider.load(
+    return Decoder.load(
         config.checkpoint or str(config.target), method=method, name=name, revision=config.revision,
         small_lm=config.small_lm, eagle3=config.eagle3, table=config.table, drafters=config.drafters,
         target=config.target if config.checkpoint else None, dtype=config.dtype, device=config.device,
@@ -63,7 +63,7 @@ def make_server(service: "Service") -> uvicorn.Server:
 class Service:
     """A model as it is served. name: of the model for clients; workers: who write the answers."""
 
-    def __init__(self, model: "outrider.Model", config: ServeConfig):
+    def __init__(self, model: Decoder, config: ServeConfig):
         self.model, self.config = model, config
         self.name = config.name or config.checkpoint or str(config.target)
         self.workers = Workers(model, config.batch, config.batch + config.queue)

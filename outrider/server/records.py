@@ -21,7 +21,7 @@ from outrider.inference.settings.tools import ServeConfig
 from outrider.server.workers import Job, Piece, RefusedError
 
 if TYPE_CHECKING:
-    import outrider
+    from outrider.api.decoder import Decoder
 
 # Fields that change no answer, and the values with which others do not; all others may be empty or 0.
 UNREAD = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -77,7 +77,7 @@ class ChatRequest(ApiRequest):
 
     messages: list[Message]
 
-    def prompts(self, model: "outrider.Model") -> list[list[int]]:
+    def prompts(self, model: "Decoder") -> list[list[int]]:
         """The token ids of the one prompt."""
         return [model.ids([_plain(one, f"messages.{place}.") for place, one in enumerate(self.messages)], "messages")]
 
@@ -87,7 +87,7 @@ class TextRequest(ApiRequest):
 
     prompt: str | list[int] | list[str] | list[list[int]]
 
-    def prompts(self, model: "outrider.Model") -> list[list[int]]:
+    def prompts(self, model: "Decoder") -> list[list[int]]:
         """The token ids of the prompts."""
         if isinstance(self.prompt, str):
             return [model.ids(self.prompt)]
@@ -100,7 +100,7 @@ Request = ChatRequest | TextRequest
 
 
 def read(
-    body: bytes, kind: type[Request], model: "outrider.Model", config: ServeConfig, seed: int
+    body: bytes, kind: type[Request], model: "Decoder", config: ServeConfig, seed: int
 ) -> tuple[Request, list[Job]]:
     """The request in `body`, and the jobs of its choices in order. seed: where it has none. Raises `UserError`."""
     try:
@@ -135,7 +135,7 @@ def refuse_others(read: BaseModel, where: str = "") -> None:
             raise RefusedError(f"{where}{name}: not supported here; leave it out", f"{where}{name}")
 
 
-def context_of(model: "outrider.Model", config: ServeConfig) -> int:
+def context_of(model: "Decoder", config: ServeConfig) -> int:
     """How many tokens a prompt and its answer may have together."""
     limit = context_limit(model.setup.config)
     return min(limit, config.context or limit)
@@ -158,7 +158,7 @@ def _sampling(request: ApiRequest, config: ServeConfig) -> SamplingConfig:
     return replace(config.sampling, **given)
 
 
-def _length(request: ApiRequest, prompt: int, model: "outrider.Model", config: ServeConfig) -> int:
+def _length(request: ApiRequest, prompt: int, model: "Decoder", config: ServeConfig) -> int:
     """How many tokens may follow a prompt of so many."""
     context, wanted = context_of(model, config), request.max_completion_tokens or request.max_tokens
     if prompt + (wanted or 1) > context:

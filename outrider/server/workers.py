@@ -1,6 +1,6 @@
 """The one way from the server to the model: jobs go in, the pieces of their texts come out.
 
-There are as many threads as texts may be decoded at a time. Each reads the rounds of one text (`Model.rounds`) after
+There are as many threads as texts may be decoded at a time. Each reads the rounds of one text (`Decoder.rounds`) after
 another. Whether the model computes the rounds of several threads in turn or in one pass is its own matter.
 """
 
@@ -23,12 +23,12 @@ from outrider.inference.core.rounds import Round
 from outrider.inference.settings.sampling import SamplingConfig
 
 if TYPE_CHECKING:
-    import outrider
+    from outrider.api.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Job:
-    """One text to write. stops: strings before which it ends; the other fields are arguments of `Model.rounds`."""
+    """One text to write. stops: strings before which it ends; the other fields are arguments of `Decoder.rounds`."""
 
     ids: tuple[int, ...]
     sampling: SamplingConfig
@@ -112,7 +112,7 @@ class Workers:
     open: the texts that are written or wait. counts: of all texts by how they ended, and of tokens.
     """
 
-    def __init__(self, model: "outrider.Model", threads: int, most: int):
+    def __init__(self, model: "Decoder", threads: int, most: int):
         self._model, self._most, self.counts = model, most, Counter[str]()
         self._pool = ThreadPoolExecutor(threads)
         self.open, self._lock = dict[Future[None], Answers](), Lock()

@@ -115,7 +115,7 @@ def test_bare_text_before_a_drafter_of_chats_is_warned_of(models: Path, capsys: 
 def test_conversations_without_a_template_end_before_they_load(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text needs none."""
     target = str(models / TARGET)
-    monkeypatch.setattr("outrider.api.model.load_stack", None)
+    monkeypatch.setattr("outrider.api.decoder.load_stack", None)
     with pytest.raises(UserError, match=r"has no chat template, .* template=vicuna, .*template=none"):
         outrider.load(target, device="cpu", conversations=True)
     for given in ({"conversations": True, "template": "vicuna"}, {}):

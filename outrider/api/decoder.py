@@ -1,0 +1,369 @@
+"""Decoding from Python: a target with a drafter, loaded once and used for many generations.
+
+The runtime is evaluate-checkpoint's. Greedy text is the target's, token for token; sampled text has its distribution.
+Several threads may use a model: their texts are decoded together.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Self, cast, overload
+
+from annotated_types import Ge, Le
+from transformers import PreTrainedTokenizerBase
+
+from outrider.api.asked import (
+    Asked,
+    Messages,
+    Text,
+    are_ids,
+    are_several,
+    conversation,
+    knowing_its_options,
+    options_of,
+    require_known,
+    sampling_of,
+)
+from outrider.base.errors import require
+from outrider.base.progress import Stage
+from outrider.base.settings import Count, construct
+from outrider.base.streams import Streams
+from outrider.data_prep.text.chat import StreamedText, render_prompt
+from outrider.data_prep.text.records import Message
+from outrider.data_prep.text.settings import PromptTemplate
+from outrider.draft_models.targets.model_spec import context_limit
+from outrider.draft_models.targets.settings import DecodeDtype
+from outrider.inference.core.batch import Batch, Worker
+from outrider.inference.core.decode import autoregressive, speculative
+from outrider.inference.core.logprobs import ScoringSelector
+from outrider.inference.core.rounds import Round, synchronized_clock
+from outrider.inference.core.stop_strings import StopStrings, until
+from outrider.inference.core.token_selector import TokenSelector
+from outrider.inference.loading.generation_config import Inherited, TextSettings, inherit
+from outrider.inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
+from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
+from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
+from outrider.inference.settings.presets import known_as, preset
+from outrider.inference.settings.sampling import GREEDY, SamplingConfig
+from outrider.inference.sizing.policy import Tuning
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The counts of a generation: new tokens, and the target's passes that decoded all of them but the first.
+
+    ids: the new tokens, the end token included.
+    """
+
+    tokens: int
+    passes: int
+    prompt: int = 0  # its tokens
+    ended: bool = False  # by an end token
+    ids: tuple[int, ...] = ()
+
+    @property
+    def tau(self) -> float:
+        """Tokens per pass; 1 for plain decoding."""
+        return (self.tokens - 1) / self.passes if self.passes else 1.0
+
+
+class Decoder:
+    """A target and its drafter, ready to decode. Made by `load`.
+
+    Threads may share it, and what `by` makes of it: up to `batch` of their texts are decoded at once. On a CPU a pass
+    of several texts is one, elsewhere they take turns round by round. last: the counts of the last text that was
+    generated to its end, by whichever thread.
+    """
+
+    def __init__(self, config: EvaluateConfig, name: str, conversations: bool | str = False, batch: int = 8):
+        self.config, self.name = config, name
+        self.method: MethodConfig = config.methods[name]
+        with Stage("loading"):
+            self.setup = setup = find_setup(config)
+            if conversations is not False:  # it raises if no template is known, or if that refuses a system message
+                system = [{"role": "system", "content": conversations}] if isinstance(conversations, str) else []
+                self.ids([*system, {"role": "user", "content": "?"}])
+            target, dtype, device = setup.target, setup.dtype, setup.device
+            self.drafters = load_drafters(config, target, dtype=dtype, device=device)
+            self.stack = load_stack(target, None, dtype, device, by_layers=config.by_layers, int8=setup.int8)
+            prepare(self.stack, self.drafters)
+        self.runtime = make_runtime(config.runtime, self.setup.device)
+        self._worker = Worker(Batch(self.runtime), batch)  # computes whatever is of this target
+        self.last: Passes | None = None
+        self._inherited: dict[tuple[float | None, tuple[str, ...]], Inherited] = {}
+        self._tuning: Tuning | None = None
+        self._tuned = False
+
+    @classmethod
+    @knowing_its_options
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        method: str | MethodConfig | None = None,
+        name: str | None = None,
+        target: str | None = None,
+        revision: str | None = None,
+        small_lm: str | None = None,
+        eagle3: str | None = None,
+        table: str | None = None,
+        drafters: Mapping[str, str] | None = None,
+        dtype: DecodeDtype = "auto",
+        device: str = "auto",
+        runtime: Runtime = "auto",
+        template: PromptTemplate = "auto",
+        conversations: bool | str = False,
+        batch: int = 8,
+    ) -> Self:
+        """Load a target with a drafter, ready to decode.
+
+        source: a drafter's directory, or else a target: a directory, Hub name or GGUF file. An early exit records its
+        target. With any other drafter (an EAGLE-3 head, an n-gram table, a small LM) `target` must be given.
+        method: as the option `method`, such as "eesd_beta" or "eagle3/opt_tree"; or your own settings. None:
+        eesd_survival for an early exit, vanilla with a small LM, eagle3 with an EAGLE-3 head, ngrams with a table, else
+        prompt_lookup.
+        name: a name for your own settings.
+        target: the drafter's target; for an early exit, the target's current path.
+        small_lm, eagle3, table, drafters, template: as the options of evaluate-checkpoint.
+        conversations: whether there will be some, or the system message of all: then it is an error now, before the
+        weights are loaded, if no template for them is known.
+        batch: the most texts that are decoded at once; each has its own KV cache.
+
+        Raises `UserError` for missing or unusable inputs.
+        """
+        held = kind_in(str(source))
+        require(held is not None or target is None, "target", target, f"None: {source} is no drafter's directory")
+        is_drafter = held is not None and (target is not None or held != SMALL_LM)  # a causal LM alone is a target
+        if method is None:
+            given = {str(SMALL_LM.option): small_lm, str(EAGLE3.option): eagle3, str(NGRAMS.option): table}
+            own = held.preset if held is not None and is_drafter else None
+            method = own or [*presets_of(given), PROMPT_LOOKUP.name][0]
+        name = construct(str, name or (known_as(method) if isinstance(method, str) else "method"), "name")
+        config = EvaluateConfig(
+            checkpoint=str(source) if is_drafter else None,
+            target=target if is_drafter else str(source),
+            revision=revision,
+            small_lm=small_lm,
+            eagle3=eagle3,
+            table=table,
+            drafters=construct(dict[str, str], drafters or {}, "drafters"),
+            methods={name: preset(method) if isinstance(method, str) else method},
+            dtype=dtype,
+            device=device,
+            runtime=runtime,
+            template=template,
+        )
+        return cls(config, name, conversations, construct(Count, batch, "batch"))
+
+    @overload
+    def generate(self, prompt: Asked, each: tuple[()] = (), **options: object) -> str: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[Messages] | list[list[int]],
+        each: Sequence[Mapping[str, object]] = (),
+        **options: object,
+    ) -> list[str]: ...
+
+    def generate(self, prompt: Any, each: Sequence[Mapping[str, Any]] = (), **options: Any) -> str | list[str]:
+        """The text that follows `prompt`; options as in `stream`.
+
+        A list of prompts gives a list of texts in the same order, decoded together, each as if it were alone. each: for
+        every prompt of a list, the options that are its own. All prompts are checked before the first is decoded.
+        """
+        for given in (options, *each):
+            require_known("generate", given, options_of(self.stream))
+        if not are_several(prompt):
+            require(not each, "each", each, "nothing for a single prompt")
+            return "".join(self.stream(prompt, **options))
+        own = each or [{}] * len(prompt)
+        require(len(own) == len(prompt), "each", each, f"options of each of the {len(prompt)} prompts")
+        asked = [self.ids(one, f"prompt[{number}]") for number, one in enumerate(prompt)]
+        streams = [self.stream(ids, **{**options, **given}) for ids, given in zip(asked, own, strict=True)]
+        with ThreadPoolExecutor(min(self._worker.most, len(streams))) as pool:
+            return [*pool.map("".join, streams)]
+
+    @knowing_its_options
+    def stream(
+        self,
+        prompt: Asked,
+        *,
+        max_new_tokens: int = 128,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float | None = None,
+        stop_strings: Sequence[str] = (),
+        seed: int = 0,
+    ) -> Generator[str, None, Passes]:
+        """Yield the text after `prompt` in pieces, each as soon as its round is decoded; return its counts.
+
+        prompt: a text to continue; a conversation, which is rendered by a chat template (see `load`); or token ids, to
+        which nothing is added. An answer in a conversation may have the "ids" that it was written with (`last.ids`),
+        which the target then reads, as far as the template gives their text again.
+        The options mean the same as in transformers; top_k=0 keeps all tokens. Settings of the target's generation
+        config that affect greedy decoding apply unless an option overrides them.
+        seed: of sampling. The same seed gives the same text if the drafts are the same. Drafts whose sizes depend on
+        measured times may differ between runs.
+
+        The text ends with an end token, which is not shown, or with one of stop_strings, which is shown. The pieces
+        joined are `tokenizer.decode(ids, skip_special_tokens=True)` of all new tokens but that; what later ones may
+        change is held back.
+
+        Raises `UserError` for an invalid prompt, for options that contradict each other, and if the context is too
+        short.
+        """
+        sampling = sampling_of(do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+        ids = self.ids(prompt)
+        rounds = self.rounds(ids, sampling, max_new_tokens=max_new_tokens, stop_strings=stop_strings, seed=seed)
+        return self._pieces(rounds, len(ids))
+
+    @knowing_its_options
+    def rounds(
+        self,
+        prompt: Asked,
+        sampling: SamplingConfig = GREEDY,
+        *,
+        max_new_tokens: int = 128,
+        stop_strings: Sequence[str] = (),
+        seed: int = 0,
+        speculate: bool = True,
+        logprobs: int | None = None,
+    ) -> Iterator[Round]:
+        """The rounds of a generation: the committed tokens of every pass, and how many of them were drafted.
+
+        The first is the prefill. speculate=False: the target alone, one token a pass. logprobs: the rounds are
+        `ScoredRound`s, with the target's log-probabilities of their tokens and of so many likeliest ones in the place
+        of each. Raises `UserError` as `stream`.
+        """
+        require(isinstance(sampling, SamplingConfig), "sampling", sampling, "a SamplingConfig")
+        count = construct(Count, max_new_tokens, "max_new_tokens")
+        top = construct(Annotated[int, Ge(0), Le(self.setup.config.vocab_size)] | None, logprobs, "logprobs")
+        texts = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+        stops = tuple(construct(list[Text], texts, "stop_strings"))
+        streams = Streams(construct(int, seed, "seed")).within(self.name if speculate else AUTOREGRESSIVE)
+        ids = self.ids(prompt)  # before its turn: a long prompt delays no other generation
+        decode = functools.partial(self._decode, ids, sampling, count, stops, streams, speculate, top)
+        return self._worker.rounds(self._worker.do(decode))
+
+    def by(self, method: str | MethodConfig, name: str | None = None) -> Self:
+        """The same loaded target with another method: a preset, or your own settings.
+
+        name: a name for your own settings. Raises `UserError` for an unknown preset, and if its drafter was not given.
+        """
+        name = name or (known_as(method) if isinstance(method, str) else "method")
+        other = copy(self)
+        other.method = preset(method) if isinstance(method, str) else method
+        other.name, other.config = name, replace(self.config, methods={name: other.method})
+        setup = self.setup
+        other.drafters = load_drafters(other.config, setup.target, dtype=setup.dtype, device=setup.device)
+        for kind, model in other.drafters.items():
+            self._worker.do(functools.partial(KINDS[kind].load_plugin().prepare, model, self.stack))
+        other.last, other._tuning, other._tuned = None, None, False
+        return other
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The target's tokenizer."""
+        return self.setup.tokenizer
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The ids that end a text."""
+        return self.setup.eos
+
+    def ids(self, prompt: Asked, key: str = "prompt") -> list[int]:
+        """The token ids of one prompt; perhaps not all if they exceed the context. Raises `UserError` naming `key`."""
+        most = self.setup.config.vocab_size
+        if are_ids(prompt):
+            for place, token in enumerate(prompt):
+                require(0 <= token < most, f"{key}[{place}]", token, f"a token id of the target: 0 to {most - 1}")
+            return [*prompt]
+        if isinstance(prompt, str):
+            ids = render_prompt([prompt], self.tokenizer, "none", most=context_limit(self.setup.config), where=key)
+        else:
+            talk, template = conversation(prompt, key), self.setup.chat_template
+            written = [message.get("ids") for message in talk if message["role"] == "assistant"]
+            said = [self.ids(own, f"{key}: ids") if are_ids(own) else [] for own in written]
+            most, turns = context_limit(self.setup.config), cast("list[Message]", talk)
+            ids = render_prompt(turns, self.tokenizer, template, said=said, most=most, where=key)
+        require(bool(ids), key, prompt, "at least one token to continue from: an empty prompt has none")
+        return ids
+
+    def _decode(
+        self,
+        ids: list[int],
+        sampling: SamplingConfig,
+        max_new_tokens: int,
+        stops: tuple[str, ...],
+        streams: Streams,
+        speculate: bool,
+        logprobs: int | None,
+    ) -> Iterator[Round]:
+        setup, sampled = self.setup, sampling.temperature > 0
+        source, revision = setup.target.source, setup.target.revision
+        asked = (sampling.repetition_penalty, stops)
+        if asked not in self._inherited:  # cached, as `inherit` reads the target's files
+            self._inherited[asked] = inherit(
+                source, revision, sampling, stops, eos=setup.eos, vocabulary=setup.config.vocab_size, ignore=False
+            )
+        inherited = self._inherited[asked]
+        stops = stops or tuple(inherited.taken.get("stop_strings", ()))
+        text = TextSettings(max_new_tokens, setup.eos, sampling, inherited.config)
+        sampler, chance = text.sampler(ids, setup.device), streams.of("verify") if sampled else None
+        naive = self.method.verify == "naive"
+        selector = TokenSelector(sampler, chance, naive=naive)
+        if logprobs is not None:
+            selector = ScoringSelector(sampler, chance, naive=naive, top=logprobs)
+        if speculate:
+            self._tune(ids, sampling)
+            decode: Callable[..., Iterator[Round]] = functools.partial(self._draft, streams, sampled)
+        else:
+            decode = functools.partial(autoregressive, self.stack)
+        batch = self._worker.batch
+        rounds = decode(ids, max_new_tokens=max_new_tokens, eos=setup.eos, selector=selector, runtime=batch)
+        rounds = until(rounds, ids, StopStrings(stops, self.tokenizer).first_end) if stops else rounds
+        return selector.scored(rounds) if isinstance(selector, ScoringSelector) else rounds
+
+    def _draft(self, streams: Streams, sampled: bool, prompt: Sequence[int], **options: Any) -> Iterator[Round]:
+        """`speculative` with a new drafter, whose sizes pay beside the texts that are decoded then; if sampled, alone.
+
+        What is drawn depends on the sizes, and is a function of the seed."""
+        tuning = self._tuning
+        if tuning is not None and self.stack.layered is not None and not sampled:
+            tuning = replace(tuning, costs=tuning.costs.of_one(self._worker.batch.sharing))
+        drafter = new_drafter(self.method, self.drafters, streams, sampled, tuning)
+        yield from speculative(self.stack, drafter, prompt, **options)
+
+    def _tune(self, ids: list[int], sampling: SamplingConfig) -> None:
+        """Measure the costs for "auto" sizes once, by decoding after the first prompt."""
+        if self._tuned or not (self.method.adapts or self.method.lacks_delta):
+            return
+        from outrider.inference.measure.probe import tune  # loaded only for what is measured
+
+        clock = synchronized_clock if self.setup.device.type == "cuda" else time.perf_counter
+        ready, tunings = tune(
+            {self.name: self.method}, self.stack, self.drafters, ids, self.setup.text(1, sampling),
+            runtime=self.runtime, clock=clock,
+        )  # fmt: skip
+        self.method, self._tuning, self._tuned = ready[self.name], tunings.get(self.name), True
+
+    def _pieces(self, rounds: Iterator[Round], prompt: int) -> Generator[str, None, Passes]:
+        said, passes = StreamedText(self.tokenizer, self.ends), -1  # the prefill decides the first token
+        for r in rounds:
+            passes += 1
+            if piece := said.add(r.tokens):
+                yield piece
+        if piece := said.rest():
+            yield piece
+        tokens = said.tokens
+        self.last = counts = Passes(len(tokens), passes, prompt, tokens[-1] in self.ends, tuple(tokens))
+        return counts
