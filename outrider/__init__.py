@@ -10,7 +10,7 @@ from outrider.base.errors import UserError
 
 if TYPE_CHECKING:
     from outrider.api.model import Model, load
-    from outrider.inference.settings.presets import preset
+    from outrider.inference.settings.method import preset
 
 __all__ = ["Model", "UserError", "load", "preset"]
 

@@ -33,7 +33,7 @@ from outrider.inference.measure.time_limit import TimeLimit
 from outrider.inference.report.wording import busy_sentences, measure_again, recommendation
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, PROMPT_LOOKUP, SMALL_LM
-from outrider.inference.settings.presets import preset
+from outrider.inference.settings.method import preset
 from outrider.train.auto_choice import (
     ORDER,
     Choice,

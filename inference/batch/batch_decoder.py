@@ -20,8 +20,8 @@ from outrider.inference.core.decode import autoregressive
 from outrider.inference.core.sampling import Sampler, invert, largest
 from outrider.inference.core.token_selector import TokenSelector
 from outrider.inference.engines.cpu.at_once import PanelLinear, fits_panels
-from outrider.inference.engines.fused_layers import fuse_layers, run_at_once
-from outrider.inference.engines.packing import pack_linears
+from outrider.inference.engines.fused_layers import fuse_layers
+from outrider.inference.engines.packing import pack_linears, run_at_once
 
 _FAILED = -1  # instead of a token: the target's logits were NaN
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +11,12 @@ from transformers.activations import SiLUActivation
 
 from outrider.draft_models.targets.attention import grouped_attention
 from outrider.draft_models.targets.int8 import Int8Linear, Linear
-from outrider.draft_models.targets.stack import LayerStack
 from outrider.draft_models.targets.target import LayerCache
 from outrider.inference.core.cache import KVCache
-from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.graphs.attention_kernels import triton_kernels
+
+if TYPE_CHECKING:
+    from outrider.inference.engines.cpu.at_once import LayersAtOnce
 
 # Architectures whose arithmetic is known to equal the fused layers'. Layers of others run unchanged.
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -218,23 +219,6 @@ def frozen_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     if bias is not None:
         made.bias = nn.Parameter(bias, requires_grad=False)
     return made
-
-
-def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
-    """Let the layers of `model` run at once if they can: a stack's together, others individually.
-
-    Returns the new holders, a stack or a layer, each with the layers that it runs at once. Earlier holders are left
-    out, because their weights may have another layout by now.
-    """
-    fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
-    together: list[tuple[Any, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
-    if isinstance(model, LayerStack):
-        alike = len(set(model.windows)) == 1 and len({call.table for call in model.spec.calls}) == 1
-        together = [(model, fused)] if alike and len(fused) == len(model.layers) else []
-    together = [(holder, layers) for holder, layers in together if holder.at_once is None]
-    for holder, layers in together:
-        holder.at_once = LayersAtOnce.of(layers)
-    return [(holder, layers) for holder, layers in together if holder.at_once is not None]
 
 
 def fuse_layers(model: nn.Module) -> None:

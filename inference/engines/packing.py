@@ -15,16 +15,41 @@ from torch import Tensor, nn
 
 from outrider.draft_models.targets.int8 import Int8Linear, Linear, scaled
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.engines.blocked import PackedLinear
-from outrider.inference.engines.cpu.at_once import COLD, ONE_BY_ONE, REPEATS, PanelLinear, fits_panels
+from outrider.inference.engines.cpu.at_once import COLD, ONE_BY_ONE, REPEATS, LayersAtOnce, PanelLinear, fits_panels
 from outrider.inference.engines.cpu.recorded import can_pack, settle
-from outrider.inference.engines.fused_layers import FusedLayer, frozen_linear, fuse_layers, run_at_once
+from outrider.inference.engines.fused_layers import FusedLayer, frozen_linear, fuse_layers
 
+ROWS = 8  # the row count for which oneDNN's blocked layout is chosen; it is nearly as good for 1 to 32 rows
 TIMED_ROWS = (1, 4, 16)  # of plain decoding, of a chain and of a tree
 FEWEST = 16  # layers that are timed in turn, including copies if needed, unless fewer exceed the caches
 SMALL = 2**17  # smaller layers, in bytes, are blocked without measuring: call overhead dominates in any layout
 
 Choose = Callable[[Sequence[Linear]], str]
+
+
+class PackedLinear(nn.Module):
+    """A linear layer without gradient whose weight is in oneDNN's blocked layout.
+
+    PyTorch's plain path hands few-row products to a BLAS. Many BLAS libraries read a [out, in] weight well below memory
+    bandwidth and get slower with every row. A weight in blocked layout is read once, for any number of rows.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+
+    @property
+    def weight(self) -> Tensor:
+        """A plain copy [out, in]."""
+        return self.packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] → [..., out]."""
+        return self._product(x, self.packed, self.bias, "none", [], "")
+
+    __call__ = forward  # it has no hooks, and looking for them takes as long as a small operation
 
 
 class WidenedLinear(nn.Module):
@@ -178,6 +203,23 @@ def lay_out(model: nn.Module, device: torch.device) -> None:
         model.head = PanelLinear(model.head)
     pack_linears(model, lambda linears: "plain" if id(linears[0]) in of_layers else layout(linears))
     _bind(model)
+
+
+def run_at_once(model: nn.Module) -> list[tuple[Any, list[FusedLayer]]]:
+    """Let the layers of `model` run at once if they can: a stack's together, others individually.
+
+    Returns the new holders, a stack or a layer, each with the layers that it runs at once. Earlier holders are left
+    out, because their weights may have another layout by now.
+    """
+    fused = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    together: list[tuple[Any, list[FusedLayer]]] = [(layer, [layer]) for layer in fused]
+    if isinstance(model, LayerStack):
+        alike = len(set(model.windows)) == 1 and len({call.table for call in model.spec.calls}) == 1
+        together = [(model, fused)] if alike and len(fused) == len(model.layers) else []
+    together = [(holder, layers) for holder, layers in together if holder.at_once is None]
+    for holder, layers in together:
+        holder.at_once = LayersAtOnce.of(layers)
+    return [(holder, layers) for holder, layers in together if holder.at_once is not None]
 
 
 def _bind(model: nn.Module) -> None:

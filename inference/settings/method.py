@@ -1,16 +1,24 @@
-"""Settings of a decoding method: its drafter, draft shape and stop rule."""
+"""Settings of a decoding method: its drafter, draft shape and stop rule; and methods by their names.
+
+A named method is a file of conf/method/, or composed as SOURCE/SHAPE, SOURCE/STOP or SOURCE/SHAPE/STOP. SOURCE is a
+kind of drafter, SHAPE a file of conf/shape/, STOP one of conf/stop/. The key of "eagle3/opt_tree" is eagle3_opt_tree,
+as in `methods.eagle3_opt_tree.structure.nodes=30` and in reports.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
+from omegaconf import OmegaConf
 
-from outrider.base.errors import require, require_choice
-from outrider.base.settings import Count, Positive, Settings, Share, only, opt, require_default
+from outrider.base.errors import UserError, require, require_choice
+from outrider.base.settings import Count, Positive, Settings, Share, construct, only, opt, require_default
+from outrider.base.words import did_you_mean
+from outrider.inference.settings import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, Kind
-from outrider.inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST_NODES
 
 # A size that is chosen from costs measured at start and from acceptance (see inference/sizing/). Greedy tokens never
 # depend on it, nor does the distribution of sampled ones. Which tokens a seed draws depends on it, and so on the
@@ -18,6 +26,8 @@ from outrider.inference.settings.limits import CHAIN_TOKENS, LONGEST_CHAIN, MOST
 AUTO: Final = "auto"
 AUTOREGRESSIVE, TRANSFORMERS = "autoregressive", "transformers_generate"  # the names of the two baselines
 Size = Count | Literal["auto"]
+CONF_DIR = (Path(__file__).parents[2] / "conf").resolve()
+PARTS = ("shape", "stop")  # the groups that a composed name chooses from, in the order of the name
 
 
 def number(value: int | str) -> int:
@@ -270,3 +280,47 @@ class MethodConfig(Settings):
         """Whether it is an OPT-Tree whose δ is to be measured here."""
         tree = self.structure
         return tree.kind == "opt_tree" and tree.delta is None and tree.max_depth != AUTO
+
+
+def preset(name: str) -> MethodConfig:
+    """The method called `name`, as in the option `method=`. Raises `UserError` for an unknown name."""
+    return construct(MethodConfig, settings_of(name))
+
+
+def choices_of(group: str) -> list[str]:
+    """The names of the files of conf/<group>/."""
+    return sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
+
+
+def known_as(name: str) -> str:
+    """The key of the method `name` in `methods` and in reports."""
+    return name.replace("/", "_")
+
+
+def settings_of(name: str) -> dict[str, object]:
+    """The settings of the method `name`, as plain containers without the defaults.
+
+    Raises `UserError` for a name that is neither a preset nor composed of existing parts.
+    """
+    source, *parts = name.split("/")
+    found = {group: part for group in PARTS for part in parts if part in choices_of(group)}
+    if list(found.values()) != parts or (not parts and source not in choices_of("method")):
+        raise UserError(no_such_method(name))
+    settings: dict[str, object] = {"source": source} if parts else {}
+    for file in [f"{group}/{part}" for group, part in found.items()] or [f"method/{name}"]:
+        content = OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"{file}.yaml"))
+        settings |= {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+    return settings
+
+
+def no_such_method(name: str) -> str:
+    """The error message for an unknown method: the existing names."""
+    presets, shapes, stops = (choices_of(group) for group in ("method", *PARTS))
+    parts = name.split("/")[1:]
+    known = [*shapes, *stops] if parts else presets
+    odd = next((part for part in parts or [name] if part not in known), "")
+    return (
+        f"method={name}: no such method{did_you_mean(odd, known) or '.'} There are {', '.join(presets)}, and "
+        "SOURCE/SHAPE/STOP, SOURCE/SHAPE and SOURCE/STOP with "
+        f"a shape of {', '.join(shapes)}, a stop of {', '.join(stops)}"
+    )

@@ -16,7 +16,7 @@ from outrider.inference.core.drafter import CANDIDATE, CHOSEN, TRIED
 from outrider.inference.core.ops import largest
 from outrider.inference.core.sampling import invert
 from outrider.inference.core.tree import ROOT, DraftTree, chain_parents
-from outrider.inference.settings.limits import MOST_NODES
+from outrider.inference.settings import MOST_NODES
 from outrider.inference.settings.method import Draw, StructureConfig, number
 from outrider.inference.shapes.structure import Structure, Tree, cat_levels, plain_probs
 from outrider.inference.sizing.policy import (

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.inference.settings.limits import MOST_NODES
+from outrider.inference.settings import MOST_NODES
 
 WIDEST = MOST_NODES + 1  # rows of one pass: the root and the draft
 SHOWN = (1, 2, 4, 8, 16, 32, 64)  # the widths that a report lists and that a padding runtime pads to

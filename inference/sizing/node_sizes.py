@@ -11,7 +11,7 @@ import numpy as np
 
 from outrider.draft_models.ngrams.kernels import lean
 from outrider.inference.core.drafter import CHOSEN
-from outrider.inference.settings.limits import MOST_NODES
+from outrider.inference.settings import MOST_NODES
 from outrider.inference.sizing.policy import BANDS, TREE_NEIGHBOUR, TREE_OWN, Evidence, Trials, Tuning
 
 SEARCH_SIZES = (8, 16, 32, MOST_NODES)  # sizes of a search, in nodes

@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
-from outrider.inference.settings.limits import LONGEST_CHAIN, MOST_NODES
+from outrider.inference.settings import LONGEST_CHAIN, MOST_NODES
 from outrider.inference.sizing.costs import Costs
 
 DEEPEST = 16  # a limit of "auto", with MOST_NODES and LONGEST_CHAIN

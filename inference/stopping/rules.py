@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.inference.settings.limits import LONGEST_CHAIN
+from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import AUTO, THRESHOLDS, StopConfig
 from outrider.inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
 from outrider.inference.stopping.interface import Step, StopRule, ask, sigmoid

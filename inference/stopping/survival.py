@@ -6,7 +6,7 @@ The scores of tokens are calibrated for the current text as it grows.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.inference.settings.limits import LONGEST_CHAIN
+from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.sizing.policy import KEEP, Evidence, Tuning, best_length, trials_in_chain
 from outrider.inference.stopping.interface import Step, StopRule, sigmoid
 

@@ -47,8 +47,7 @@ from outrider.inference.loading.generation_config import Inherited, TextSettings
 from outrider.inference.loading.targets import find_setup, load_drafters, load_stack, make_runtime, new_drafter, prepare
 from outrider.inference.settings.evaluate import EvaluateConfig, Runtime
 from outrider.inference.settings.kinds import EAGLE3, KINDS, NGRAMS, PROMPT_LOOKUP, SMALL_LM, kind_in, presets_of
-from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig
-from outrider.inference.settings.presets import known_as, preset
+from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, known_as, preset
 from outrider.inference.settings.sampling import GREEDY, SamplingConfig
 from outrider.inference.sizing.policy import Tuning
 

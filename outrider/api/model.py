@@ -13,7 +13,7 @@ from outrider.api.decoder import Decoder
 from outrider.base.settings import Named, construct
 from outrider.data_prep.text.prompt_records import Prompt
 from outrider.inference.settings.evaluate import EvaluateConfig
-from outrider.inference.settings.presets import preset
+from outrider.inference.settings.method import preset
 
 __all__ = ["Model", "load", "preset"]
 

@@ -34,7 +34,7 @@ from outrider.base.settings import Named, Settings, construct
 from outrider.base.words import did_you_mean, in_shell, listed, option, shown
 from outrider.cli import COMMANDS, crashing, print_anything, say, usage
 from outrider.commands.options import compose_defaults, groups_of, help_text, store_composed
-from outrider.inference.settings.presets import CONF_DIR, no_such_method
+from outrider.inference.settings.method import CONF_DIR, no_such_method
 
 Config = TypeVar("Config", bound=Settings)
 USER_ERROR_STATUS, INTERRUPTED_STATUS = 2, 130

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from outrider.base.settings import READ_WITH
 from outrider.base.words import typed
-from outrider.inference.settings.presets import CONF_DIR, PARTS, choices_of, known_as, settings_of
+from outrider.inference.settings.method import CONF_DIR, PARTS, choices_of, known_as, settings_of
 
 _WORDS = {"string": "text", "boolean": "true or false", "null": "null", "integer": "integer", "number": "number"}
 _SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

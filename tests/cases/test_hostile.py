@@ -39,7 +39,7 @@ from outrider.inference.batch.generate import generate_responses
 from outrider.inference.batch.server import Server
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.settings.engine import EngineConfig
-from outrider.inference.settings.presets import preset
+from outrider.inference.settings.method import preset
 from outrider.inference.settings.tools import AuditConfig
 from tests.inference.batch.responding import ENDS, letter_tokenizer, responses, skipped
 from tests.inference.batch.serving import MODELS, Engine, replying, serving

@@ -24,9 +24,8 @@ from outrider.commands import CONF_DIR, build, config_for, explain, look_for_pla
 from outrider.commands.evaluating import with_methods
 from outrider.commands.options import compose_defaults
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.method import StopConfig
-from outrider.inference.settings.presets import choices_of
-from outrider.inference.settings.presets import preset as method
+from outrider.inference.settings.method import StopConfig, choices_of
+from outrider.inference.settings.method import preset as method
 from tests.pairwise import each_value
 from tests.tiers import quick_where, typical_where
 

@@ -21,8 +21,8 @@ from outrider.inference.core.drafter import DraftModel
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
 from outrider.inference.engines import packing
 from outrider.inference.engines.cpu.at_once import PanelLinear
-from outrider.inference.engines.cpu.linear import PANEL
 from outrider.inference.engines.cpu.recorded import can_pack
+from outrider.inference.engines.cpu.vectors import PANEL
 from outrider.inference.engines.fused_layers import join
 from outrider.inference.engines.packing import LAYOUTS, WidenedLinear, fastest_layout, pack_linears
 from outrider.inference.evaluate.compare import evaluate as command

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import outrider
 from benchmarks.planted_faults import rope_scaled
-from outrider.api import model as api
+from outrider.api import decoder as api
 from outrider.api.model import Model
 from outrider.base.errors import UserError
 from outrider.data_prep.text import chat

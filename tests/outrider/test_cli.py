@@ -7,7 +7,7 @@ import pytest
 from outrider import cli
 from outrider.base.errors import UserError
 from outrider.base.words import GONE, did_you_mean
-from outrider.inference.settings.presets import preset
+from outrider.inference.settings.method import preset
 from outrider.train.settings.export import ExportConfig
 
 

@@ -18,10 +18,9 @@ from outrider.draft_models.targets.target import Band, LayerCache, Mask, Texts
 from outrider.inference.core.cache import KVCache
 from outrider.inference.engines.cpu import entries
 from outrider.inference.engines.cpu.layout import WeightLayout, call, most_threads, out_of_panels
-from outrider.inference.engines.cpu.linear import PANEL
 from outrider.inference.engines.cpu.passes import LayerShape
 from outrider.inference.engines.cpu.recorded import settle
-from outrider.inference.engines.cpu.vectors import LANES
+from outrider.inference.engines.cpu.vectors import LANES, PANEL
 
 LARGE = 2 * 2**20  # bytes of a large page on most machines
 _COLLAPSE = 25  # of Linux 6.1 and later: move existing memory to large pages now

@@ -17,7 +17,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from outrider.inference.engines.cpu.linear import PANEL, PARTS, Outputs, distances_ahead, switch_between
 from outrider.inference.engines.cpu.numbers import kernel
 from outrider.inference.engines.cpu.vectors import (
     BYTE,
@@ -25,11 +24,16 @@ from outrider.inference.engines.cpu.vectors import (
     FLOAT,
     LANES,
     LONG,
+    PANEL,
+    PARTS,
+    Outputs,
     arrays_of,
     ask_for,
+    distances_ahead,
     loaded,
     loop,
     row_of,
+    switch_between,
 )
 
 BLOCK = 16  # rows of a register

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from numba import types
 from numba.extending import intrinsic
 
-from outrider.inference.engines.cpu.linear import PANEL, Outputs, distances_ahead, switch_between, weights_in
 from outrider.inference.engines.cpu.numbers import kernel
 from outrider.inference.engines.cpu.vectors import (
     FEATURES,
@@ -14,16 +13,21 @@ from outrider.inference.engines.cpu.vectors import (
     INT,
     LANES,
     LONG,
+    PANEL,
     ZEROS,
+    Outputs,
     added,
     arrays_of,
     ask_for,
     both_of,
+    distances_ahead,
     every,
     loaded,
     loop,
     place_in,
     row_of,
+    switch_between,
+    weights_in,
 )
 
 DOTS = bool(FEATURES.get("avx512bf16"))  # an instruction for the sum of two products of bfloat16s, see `Linear`

@@ -6,13 +6,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from outrider.inference.engines.cpu.linear import PARTS
 from outrider.inference.engines.cpu.vectors import (
     FLOAT,
     FLOATS,
     INT,
     LANES,
     LONG,
+    PARTS,
     ZEROS,
     added,
     arrays_of,

@@ -19,10 +19,9 @@ from outrider.inference.engines.cpu.attention import NEAR
 from outrider.inference.engines.cpu.by_amx import STEP
 from outrider.inference.engines.cpu.elementwise import norm_row
 from outrider.inference.engines.cpu.likeliest import first_largest, likeliest_children
-from outrider.inference.engines.cpu.linear import PARTS, Linear
 from outrider.inference.engines.cpu.numbers import FAST, array_at, kernel, put, wide
 from outrider.inference.engines.cpu.passes import Layers, LayerShape, Workspace, part, product, run
-from outrider.inference.engines.cpu.vectors import LANES
+from outrider.inference.engines.cpu.vectors import LANES, PARTS, Linear
 
 Numbers = type  # a numpy type that compiled code supports
 # numba caches compiled functions on disk by their own file and their closures. These close over all files here.

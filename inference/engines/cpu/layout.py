@@ -26,8 +26,8 @@ from outrider.inference.engines.cpu import entries
 from outrider.inference.engines.cpu.by_amx import STEP, has_amx
 from outrider.inference.engines.cpu.by_vectors import DOTS, TILE
 from outrider.inference.engines.cpu.entries import Numbers
-from outrider.inference.engines.cpu.linear import PANEL
 from outrider.inference.engines.cpu.recorded import settle
+from outrider.inference.engines.cpu.vectors import PANEL
 
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"  # the library with PyTorch's own loops
 

@@ -19,8 +19,8 @@ from outrider.inference.engines.cpu.attention_amx import attend_by_amx
 from outrider.inference.engines.cpu.by_amx import STEP, by_amx
 from outrider.inference.engines.cpu.by_vectors import by_vectors
 from outrider.inference.engines.cpu.elementwise import add_row, gate_row, norm_row
-from outrider.inference.engines.cpu.linear import PANEL, Linear, weights_in
 from outrider.inference.engines.cpu.numbers import array_of, kernel, put, rounded, wait, wide
+from outrider.inference.engines.cpu.vectors import PANEL, Linear, weights_in
 
 
 @kernel

@@ -11,8 +11,8 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from outrider.base.errors import UserError
 from outrider.inference.engines.cpu.at_once import REPEATS, PanelLinear
-from outrider.inference.engines.cpu.linear import PANEL
 from outrider.inference.engines.cpu.recorded import can_pack, recorded, settle
+from outrider.inference.engines.cpu.vectors import PANEL
 from outrider.inference.engines.packing import LAYOUTS, TIMED_ROWS, PackedLinear, fastest_layout, pack_linears
 
 CPU = torch.device("cpu")

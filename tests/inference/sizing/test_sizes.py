@@ -19,8 +19,8 @@ from outrider.base.streams import Streams
 from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.core.verify import Rejection, verify_sampled
 from outrider.inference.drafters.shaped import Calibrated
+from outrider.inference.settings import MOST_NODES
 from outrider.inference.settings.kinds import KINDS
-from outrider.inference.settings.limits import MOST_NODES
 from outrider.inference.settings.method import MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_tree
 from outrider.inference.shapes.shapes import full_shape

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, log_odds
-from outrider.inference.settings.limits import LONGEST_CHAIN
+from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import Rule, StopConfig
 from outrider.inference.sizing.policy import KEEP, Tuning, best_length
 from outrider.inference.stopping.interface import Step, StopRule

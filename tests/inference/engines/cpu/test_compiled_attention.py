@@ -12,9 +12,8 @@ from torch import Tensor
 from outrider.inference.engines.cpu.attention import NEAR, AttentionTask, attend, softmax
 from outrider.inference.engines.cpu.attention_amx import USED, attend_by_amx
 from outrider.inference.engines.cpu.by_amx import BLOCK, STEP, has_amx
-from outrider.inference.engines.cpu.linear import Linear
 from outrider.inference.engines.cpu.passes import product
-from outrider.inference.engines.cpu.vectors import LANES
+from outrider.inference.engines.cpu.vectors import LANES, Linear
 from tests.kept_code import kernel_of_a_test
 
 POSITIONS, ROWS, HEADS, KEY_HEADS, WIDTH = NEAR + 41, 3, 6, 2, 4 * LANES

@@ -26,7 +26,8 @@ from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import Calibrated, ModelDrafter
 from outrider.inference.engines.cpu import at_once, layout
 from outrider.inference.engines.cpu.at_once import LayersAtOnce, PanelLinear
-from outrider.inference.engines.fused_layers import fuse_layers, run_at_once
+from outrider.inference.engines.fused_layers import fuse_layers
+from outrider.inference.engines.packing import run_at_once
 from outrider.inference.loading.targets import prepare
 from outrider.inference.shapes.factory import make_structure
 from tests.tiers import quick_where

@@ -12,7 +12,7 @@ from outrider.inference.engines.cpu import by_amx, layout
 from outrider.inference.engines.cpu.at_once import TOGETHER, PanelLinear, fits_panels
 from outrider.inference.engines.cpu.by_amx import BLOCK, STEP, has_amx
 from outrider.inference.engines.cpu.by_vectors import TILE
-from outrider.inference.engines.cpu.linear import PANEL
+from outrider.inference.engines.cpu.vectors import PANEL
 
 IN, OUT = 37, 5 * PANEL
 EVEN, WHOLE = IN + 1, 3 * STEP  # inputs in pairs, and in AMX's registers
