@@ -36,9 +36,8 @@ from outrider.base.files import (
     write_json,
 )
 from outrider.base.progress import Stage, counted
-from outrider.draft_models.formats.gguf_file import find_gguf
+from outrider.draft_models.formats.gguf_file import AS_WRITTEN, find_gguf
 from outrider.draft_models.formats.torch_files import (
-    AS_WRITTEN,
     CONFIG_FILE,
     DESCRIPTIONS,
     PICKLES,

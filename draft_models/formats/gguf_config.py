@@ -16,8 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.formats.gguf_file import GgufFile, Value
-from outrider.draft_models.formats.torch_files import MOST_LAYERS
+from outrider.draft_models.formats.gguf_file import MOST_LAYERS, GgufFile, Value
 
 
 @dataclass(frozen=True)

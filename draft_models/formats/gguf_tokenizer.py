@@ -7,8 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as _QWEN2
 
 from outrider.base.errors import UserError, reason
-from outrider.draft_models.formats.gguf_file import GgufFile, Value
-from outrider.draft_models.formats.torch_files import AS_WRITTEN
+from outrider.draft_models.formats.gguf_file import AS_WRITTEN, GgufFile, Value
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens, in "token_type"

@@ -24,9 +24,7 @@ from outrider.base.errors import UserError, reason
 from outrider.base.files import read_mapping, write_json
 
 CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE = "config.json", "generation_config.json", "tokenizer_config.json"
-AS_WRITTEN = "loaded_as_written"  # marks a tokenizer that is loaded from tokenizer.json alone
 HEAD = "lm_head.weight"
-MOST_LAYERS = 2**12
 SCALES = "_scale_inv"  # suffix to the name of an fp8 weight: the factors of its blocks
 # The files next to the weights that describe a model and its tokenizer.
 DESCRIPTIONS = (

@@ -19,7 +19,8 @@ from transformers import (
 from outrider.base.errors import UserError, reason
 from outrider.base.files import is_local, read_mapping
 from outrider.draft_models.formats.convert import as_described, is_as_written, was_quantised
-from outrider.draft_models.formats.torch_files import CONFIG_FILE, MOST_LAYERS
+from outrider.draft_models.formats.gguf_file import MOST_LAYERS
+from outrider.draft_models.formats.torch_files import CONFIG_FILE
 from outrider.draft_models.targets.attention import leave_out_cudnn
 from outrider.draft_models.targets.fingerprint import Fingerprint, fingerprint_target
 from outrider.draft_models.targets.int8 import quantise, require_linear
