@@ -38,7 +38,7 @@ from outrider.inference.measure.lossless import judge
 from outrider.inference.settings.method import AUTOREGRESSIVE, MethodConfig, StopConfig
 from outrider.inference.settings.sampling import SamplingConfig
 from outrider.inference.shapes.factory import Chain, make_structure
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength
 from outrider.train.recipes.early_exit import train_early_exit
 from outrider.train.settings.drafters import EesdConfig
 from outrider.train.settings.fit import FitConfig

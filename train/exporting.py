@@ -15,7 +15,7 @@ from outrider.draft_models.card import CARD_FILE, PLAIN_ENGINES, serving, write_
 from outrider.draft_models.draft_vocabulary import read_draft_vocabulary
 from outrider.draft_models.eagle3.checkpoint import make_head, open_head, save_head, use_of
 from outrider.draft_models.early_exit.checkpoint import WHAT as WHAT_AN_EXIT_IS
-from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained, open_target_of
+from outrider.draft_models.early_exit.checkpoint import as_causal_lm, from_pretrained
 from outrider.draft_models.formats.gguf_write import GGUF_FILE, require_gguf, write_gguf
 from outrider.draft_models.formats.torch_files import CONFIG_FILE
 from outrider.draft_models.ngrams.table import TrigramTable
@@ -25,7 +25,7 @@ from outrider.draft_models.targets.open_target import load_tokenizer, open_targe
 from outrider.draft_models.targets.settings import Written
 from outrider.draft_models.targets.vocabulary import for_rows
 from outrider.inference.drafters.ngram.ngrams import open_table
-from outrider.inference.loading.targets import no_drafter_in
+from outrider.inference.loading.targets import no_drafter_in, open_target_of
 from outrider.inference.serving.engine_worker import ir_command
 from outrider.inference.serving.proposer import serving_page
 from outrider.inference.settings.engine import python_in

@@ -35,7 +35,7 @@ from outrider.draft_models.targets.attention import stock_attention
 from outrider.draft_models.targets.fingerprint import Fingerprint, changed_parts
 from outrider.draft_models.targets.model_files import decoder_layers, empty_layers, empty_model, final_norm, model_spec
 from outrider.draft_models.targets.narrowed import whole_rows
-from outrider.draft_models.targets.open_target import OpenTarget, load_config, open_target
+from outrider.draft_models.targets.open_target import OpenTarget, load_config
 from outrider.draft_models.targets.proof import SHORT
 from outrider.draft_models.targets.tensor_files import TensorFiles, open_tensors, part_of
 
@@ -123,17 +123,6 @@ def read_meta(path: Path | str) -> DrafterMeta:
         return construct(DrafterMeta, values)
     except UserError as error:
         raise UserError(f"{file}: damaged {what} ({error}); {remedy}") from None
-
-
-def open_target_of(path: Path | str, target: str | None, revision: str | None) -> OpenTarget:
-    """The target of the drafter in `path`: `target` if given, else the recorded one. Raises `UserError`."""
-    trained_for = read_meta(path).fingerprint
-    try:
-        return open_target(target or trained_for.target, revision or trained_for.revision)
-    except UserError as error:
-        if target is not None:
-            raise
-        raise UserError(f"{error}. checkpoint={path} was trained for it: give target=, where it is now") from None
 
 
 def from_pretrained(

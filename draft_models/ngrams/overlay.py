@@ -7,13 +7,15 @@ a weight is a probability raised by ADED's Algorithm 2, which replaces the table
 often a token followed a context of 1 to K tokens in the text so far, with older occurrences decayed.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from outrider.base.errors import UserError
 from outrider.draft_models.ngrams.kernels import context_key, find, lean, successors_of
-from outrider.draft_models.ngrams.table import Level, TrigramTable
+
+if TYPE_CHECKING:
+    from outrider.draft_models.ngrams.table import Level, TrigramTable
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOAD = 2  # minimum slots per context
@@ -51,7 +53,7 @@ class LevelArrays(NamedTuple):
     counts: np.ndarray
 
 
-def flat(level: Level) -> LevelArrays:
+def flat(level: "Level") -> LevelArrays:
     """The arrays of `level` as read-only views, so that compiled code sees one type whatever their origin."""
     arrays = []
     for name in ("buckets", "keys", "starts", "totals", "tokens", "counts"):
@@ -183,7 +185,7 @@ class Overlay:
     that order.
     """
 
-    def __init__(self, table: TrigramTable, order: int = 3, increment: float = 0.4, highest: float = 0.7):
+    def __init__(self, table: "TrigramTable", order: int = 3, increment: float = 0.4, highest: float = 0.7):
         if order not in table.levels:
             raise UserError(f"order={order}: the n-gram table has orders {sorted(table.levels)} only")
         self.table, self.order, self.increment, self.highest = table, order, increment, highest

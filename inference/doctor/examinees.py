@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -35,10 +35,12 @@ from outrider.draft_models.targets.settings import ReadingChanges
 from outrider.draft_models.targets.stack import LayerStack, require_layers
 from outrider.draft_models.targets.target import Band, Target
 from outrider.inference.doctor.scores import Recording, read
-from outrider.inference.drafters.eagle3 import Eagle3Plugin
 from outrider.inference.drafters.shaped import bare
 from outrider.inference.loading.targets import templates_of
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, SMALL_LM, DrafterPlugin, read_record
+
+if TYPE_CHECKING:
+    from outrider.inference.drafters.eagle3 import Eagle3Plugin
 
 DECLARED = "as declared"
 STEPS = 2  # draft steps of a head: the first reads true features, the second also one of the head's own outputs
@@ -246,7 +248,7 @@ def examine_lm(
     )
 
 
-def examine_head(plugin: Eagle3Plugin, model: Eagle3, where: str, target: OpenTarget, stack: Target) -> Examinee:
+def examine_head(plugin: "Eagle3Plugin", model: Eagle3, where: str, target: OpenTarget, stack: Target) -> Examinee:
     """An EAGLE-3 head that is prepared to draft for `stack`. Its weights are read once for all variants."""
     layered, shared = require_layers(stack), bare(model).shared_embedding
     embedding, output = shared[0] if shared else layered.embed_tokens.weight, layered.head.weight

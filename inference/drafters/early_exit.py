@@ -1,6 +1,7 @@
 """An early exit as the drafter: an exit layer on the hidden states of the target's first layers (EESD)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
@@ -114,7 +115,9 @@ class EarlyExitPlugin(TrainedDrafterPlugin[EarlyExit]):
         return from_pretrained(where, target.config, target.fingerprint, **placed)
 
     def trained(self, where: str) -> Trained:
-        return Trained.of(read_meta(where).training)
+        meta = read_meta(where)
+        made_for = meta.fingerprint
+        return replace(Trained.of(meta.training), target=made_for.target, revision=made_for.revision)
 
     def prepare(self, model: EarlyExit, target: Target) -> None:
         drafter = bare(model)

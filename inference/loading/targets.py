@@ -21,7 +21,6 @@ from outrider.base.streams import Streams
 from outrider.base.words import listed
 from outrider.data_prep.text.prompt_records import Prompt
 from outrider.data_prep.text.settings import ChatTemplate, DataConfig, PromptTemplate
-from outrider.draft_models.early_exit.checkpoint import open_target_of
 from outrider.draft_models.targets.attention import ATTENTION
 from outrider.draft_models.targets.int8 import quantise
 from outrider.draft_models.targets.model_files import layer_stack, load_causal_lm
@@ -145,6 +144,17 @@ def find_target(config: EvaluateConfig) -> OpenTarget:
         assert config.target is not None
         return open_target(config.target, config.revision, by_layers=config.by_layers)
     return open_target_of(config.early_exit, config.target, config.revision)
+
+
+def open_target_of(checkpoint: str, target: str | None, revision: str | None) -> OpenTarget:
+    """The target of an early exit: `target` if given, else the recorded one. Raises `UserError`."""
+    made = EARLY_EXIT.load_plugin().trained(checkpoint)
+    try:
+        return open_target(str(target or made.target), revision or made.revision)
+    except UserError as error:
+        if target is not None:
+            raise
+        raise UserError(f"{error}. checkpoint={checkpoint} was trained for it: give target=, where it is now") from None
 
 
 def no_drafter_in(folder: Path) -> str:

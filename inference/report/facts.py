@@ -10,7 +10,6 @@ from typing import Any
 
 from outrider.base.errors import UserError
 from outrider.base.settings import construct
-from outrider.base.words import in_words
 from outrider.data_prep.text.prompts import Prompt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import read_records
@@ -59,26 +58,9 @@ def digests(settings: Report) -> dict[str, str]:
     }
 
 
-def drafter_sentences(report: Report) -> list[str]:
-    """Draft vocabularies and times of training."""
-    lines = [vocabulary_sentence(kind, known) for kind, known in report.get("draft_vocabularies", {}).items()]
-    if trained := report.get("trained_seconds"):
-        said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
-        lines.append(f"Trained, evaluations on the way included: {said}.")
-    return lines
-
-
 def doctor_lines(report: Report) -> list[str]:
     """The doctor's tables, for letters of equal width."""
     return [line for kind, found in report.get("doctor", {}).items() for line in table(kind, found)]
-
-
-def vocabulary_sentence(kind: str, known: Report) -> str:
-    """The size of a draft vocabulary and its coverage of the target's text, as a sentence."""
-    shares = dict(known["coverage"])
-    every = shares.pop("all")
-    parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
-    return f"{kind} predicts over {known['tokens']} tokens: {every:.1%} of what the target said ({parts})."
 
 
 def overlaps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:

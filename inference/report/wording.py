@@ -6,9 +6,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from outrider.base.words import figure, in_shell, option
+from outrider.base.words import figure, in_shell, in_words, option
 from outrider.inference.measure.statistics import MARGIN, MIN_PROMPTS, loops_text
-from outrider.inference.report.facts import drafter_sentences
 from outrider.inference.report.tables import Report
 from outrider.inference.settings.method import AUTOREGRESSIVE
 from outrider.inference.settings.sampling import SamplingConfig
@@ -175,6 +174,23 @@ def sentences(reports: Sequence[Report]) -> list[str]:
     if first.get("skipped"):
         lines.append(f"Left out: {'; '.join('{prompt_id} ({reason})'.format(**turn) for turn in first['skipped'])}.")
     return lines
+
+
+def drafter_sentences(report: Report) -> list[str]:
+    """Draft vocabularies and times of training."""
+    lines = [vocabulary_sentence(kind, known) for kind, known in report.get("draft_vocabularies", {}).items()]
+    if trained := report.get("trained_seconds"):
+        said = ", ".join(f"{kind} {in_words(seconds)}" for kind, seconds in trained.items())
+        lines.append(f"Trained, evaluations on the way included: {said}.")
+    return lines
+
+
+def vocabulary_sentence(kind: str, known: Report) -> str:
+    """The size of a draft vocabulary and its coverage of the target's text, as a sentence."""
+    shares = dict(known["coverage"])
+    every = shares.pop("all")
+    parts = ", ".join(f"{category} {share:.1%}" for category, share in sorted(shares.items()))
+    return f"{kind} predicts over {known['tokens']} tokens: {every:.1%} of what the target said ({parts})."
 
 
 def method_sentence(report: Report) -> str:

@@ -121,10 +121,12 @@ Plugin = DrafterPlugin[Any]  # of a kind that is only known when it runs
 
 @dataclass(frozen=True)
 class Trained:
-    """Of a training: its seconds, and the settings of its data (see `DataConfig`); None where it is not recorded."""
+    """Of a training: its seconds, the settings of its data (see `DataConfig`), its target; None: it is not recorded."""
 
     seconds: float | None = None
     data: dict[str, object] | None = None
+    target: str | None = None
+    revision: str | None = None
 
     @classmethod
     def of(cls, record: Mapping[str, object]) -> "Trained":

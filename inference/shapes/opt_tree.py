@@ -13,8 +13,7 @@ from outrider.inference.core.tree import ROOT, DraftTree, OptimalTree
 from outrider.inference.settings.method import AUTO, StructureConfig, number
 from outrider.inference.shapes.structure import Tree, cat_levels, plain_probs
 from outrider.inference.sizing.policy import TreeSizes, Trials, Tuning, trials_by_band
-from outrider.inference.stopping.interface import Source, ToProbs
-from outrider.inference.stopping.rules import required
+from outrider.inference.stopping.interface import Source, ToProbs, required
 
 
 class OptTree(Tree):

@@ -28,8 +28,8 @@ from outrider.inference.sizing.policy import (
     trials_at_nodes,
     trials_in_chain,
 )
-from outrider.inference.stopping.interface import Source, StopRule
-from outrider.inference.stopping.rules import BestLength, required
+from outrider.inference.stopping.by_costs import BestLength
+from outrider.inference.stopping.interface import Source, StopRule, required
 
 
 class Chain(Structure):

@@ -18,8 +18,7 @@ from outrider.inference.core.drafter import CHOSEN
 from outrider.inference.core.tree import DraftTree
 from outrider.inference.settings.method import StructureConfig
 from outrider.inference.sizing.policy import BestWidths, TreeSizes, Trials
-from outrider.inference.stopping.interface import Source, Step, StopRule, ToProbs
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength, Source, Step, StopRule, ToProbs
 
 
 class Structure(ABC):

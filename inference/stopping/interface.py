@@ -1,9 +1,9 @@
-"""The interface of a stop rule, and what it may ask of a drafted token."""
+"""The interface of a stop rule, what it may ask of a drafted token, and the plainest rule."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from outrider.draft_models.calibration_head import CalibrationHead, log_odds
 
 # Logits [n, V] after the rows with these numbers -> draft distributions [n, V].
 ToProbs = Callable[[Tensor, Sequence[int]], Tensor]
+Known = TypeVar("Known")
 
 
 class Source(Protocol):
@@ -99,3 +100,22 @@ def ask(head: CalibrationHead, step: Step) -> float:
     """The logit of `head` for the token just drafted. One transfer."""
     position = torch.tensor([step.drafted], device=step.hidden.device)
     return float(head(step.source.target_hidden, step.hidden, position, step.log_probability))
+
+
+@dataclass
+class FixedLength(StopRule):
+    """Always draft `max_draft` tokens, or levels: the K of plain speculative decoding."""
+
+    max_draft: int
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.max_draft
+
+
+def required(
+    known: Known | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
+) -> Known:
+    """`known`; raises `ValueError` saying `why` if it is None."""
+    if known is None:
+        raise ValueError(why)
+    return known

@@ -1,8 +1,8 @@
 """The stop rules, and how one is made of its settings.
 
 Rules that compare one number with a bound: a length, a probability, an entropy or a risk. EESD's Thompson sampling on
-observed acceptance, alone or combined with a calibration head's estimate. A bandit over rules. `Survival` has a module
-of its own.
+observed acceptance, alone or combined with a calibration head's estimate. A bandit over rules. Those by
+measured costs have a module of their own.
 
 AdaEDL and SVIP read the entropy H(q), in nats, of the drafter's distribution: a drafter with a broad one is rarely
 right. Both bound the acceptance probability from below by 1 − √(c H(q)), and stop when the bound is low.
@@ -12,50 +12,18 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from outrider.base.streams import Streams
 from outrider.draft_models.calibration_head import CalibrationHead
-from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import AUTO, THRESHOLDS, StopConfig
-from outrider.inference.sizing.policy import Evidence, Tuning, best_length, trials_in_chain
-from outrider.inference.stopping.interface import Step, StopRule, ask, sigmoid
-from outrider.inference.stopping.survival import DRAFT, DRAWN, HEAD, Survival, Trust
+from outrider.inference.sizing.policy import Tuning
+from outrider.inference.stopping.by_costs import DRAFT, DRAWN, HEAD, BestLength, Survival, Trust
+from outrider.inference.stopping.interface import FixedLength, Step, StopRule, ask, required, sigmoid
 
+_HEAD = "this stop rule needs the drafter's calibration head"
 # AdaEDL's threshold: the target acceptance rate, the step, and the smoothing of rate and threshold. It follows
 # Draft & Verify (arXiv 2309.08168); these values are not checked against a paper.
 AIM, STEP, KEPT_RATE, KEPT_THRESHOLD = 0.9, 0.01, 0.5, 0.9
-
-
-@dataclass
-class FixedLength(StopRule):
-    """Always draft `max_draft` tokens, or levels: the K of plain speculative decoding."""
-
-    max_draft: int
-
-    def stop(self, step: Step) -> bool:
-        return step.drafted >= self.max_draft
-
-
-class BestLength(StopRule):
-    """max_draft=auto: the chain length with the most tokens per second, chosen again before every round.
-
-    It follows from measured costs and the acceptance of each position so far.
-    """
-
-    max_draft = LONGEST_CHAIN
-
-    def __init__(self, tuning: Tuning):
-        self._costs = tuning.costs
-        self._evidence = Evidence(self.max_draft, tuning)
-        self.length = best_length(self._evidence.shares(), self._costs)[0]
-
-    def stop(self, step: Step) -> bool:
-        return step.drafted >= self.length
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        self._evidence.add(trials_in_chain(drafted, accepted))
-        self.length = best_length(self._evidence.shares(), self._costs)[0]
 
 
 @dataclass
@@ -313,16 +281,3 @@ def _bandit(longest: int, gamma: float) -> UCB:
     confidence, adaedl, svip = (THRESHOLDS[rule] for rule in ("confidence", "adaedl", "svip"))
     rules = Confidence(longest, confidence), AdaEDL(longest, adaedl, gamma), SVIP(longest, svip), FixedLength(longest)
     return UCB(rules)
-
-
-Known = TypeVar("Known")
-_HEAD = "this stop rule needs the drafter's calibration head"
-
-
-def required(
-    known: Known | None, why: str = "what is chosen by costs needs measured ones (inference.measure.probe)"
-) -> Known:
-    """`known`; raises `ValueError` saying `why` if it is None."""
-    if known is None:
-        raise ValueError(why)
-    return known

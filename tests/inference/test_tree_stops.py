@@ -19,8 +19,8 @@ from outrider.inference.core.tree import DraftTree
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.settings.method import DRAWS, MethodConfig, StopConfig, StructureConfig
 from outrider.inference.shapes.factory import make_structure, make_tree
-from outrider.inference.stopping.interface import Step, StopRule
-from outrider.inference.stopping.rules import BetaThompson, Confidence, FixedLength
+from outrider.inference.stopping.interface import FixedLength, Step, StopRule
+from outrider.inference.stopping.rules import BetaThompson, Confidence
 from tests.known_source import KnownSource, Q, check, paths_of, random_q, root, sources, untied, weight
 from tests.known_targets import Target, targets
 from tests.tiny import STRUCTURES, random_prompt

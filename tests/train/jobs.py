@@ -28,7 +28,7 @@ from outrider.inference.core.decode import speculative
 from outrider.inference.core.drafter import DraftModel
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core import run_dir
 from outrider.train.settings.drafters import CalibrateConfig, DrafterConfig, Eagle3Config, EesdConfig, FinetuneConfig
 from outrider.train.settings.fit import FitConfig

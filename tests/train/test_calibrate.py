@@ -36,7 +36,7 @@ from outrider.inference.measure.time_limit import TimeLimit, spread_order
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core.training import Batch
 from outrider.train.parts.calibration_scores import brier, later_half, predict
 from outrider.train.parts.capture import EXAMPLES, Drafting, Text, capture, capture_splits, joined, only_tested

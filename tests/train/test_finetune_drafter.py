@@ -24,7 +24,7 @@ from outrider.inference.core.decode import autoregressive, speculative
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.drafters.small_lm import SmallLMSource
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core.driver import BEST_FOLDER, run_training
 from outrider.train.core.training import Trained, Training
 from outrider.train.parts.heldout import Decoding

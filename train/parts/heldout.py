@@ -22,7 +22,7 @@ from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.loading.targets import end_tokens
 from outrider.inference.measure.statistics import acceptance_by_position, decode_statistics
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength
 from outrider.train.core.sharding import trained_parameters
 from outrider.train.core.training import Batch, Metrics, TrainRows
 

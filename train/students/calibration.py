@@ -12,14 +12,14 @@ from outrider.base.processes import say
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig
 from outrider.data_prep.text.sources import Split
-from outrider.draft_models.early_exit.checkpoint import open_target_of, read_meta
+from outrider.draft_models.early_exit.checkpoint import read_meta
 from outrider.draft_models.targets.model_spec import context_limit
 from outrider.draft_models.targets.open_target import OpenTarget, open_target
 from outrider.inference.core.decode import speculative
 from outrider.inference.core.rounds import Round
 from outrider.inference.engines.packing import lay_out
 from outrider.inference.loading.memory_plan import Place, drafter_memory, dtype_of, planned_device, target_memory
-from outrider.inference.loading.targets import load_stack, templates_of
+from outrider.inference.loading.targets import load_stack, open_target_of, templates_of
 from outrider.inference.loading.targets import prepare as prepare_drafters
 from outrider.inference.measure.replay import FirstLayersSession, RecordedSession, replay
 from outrider.inference.settings.kinds import EAGLE3, EARLY_EXIT, KINDS, Kind, kind_in

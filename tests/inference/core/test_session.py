@@ -18,7 +18,7 @@ from outrider.inference.core.tree import chain_parents
 from outrider.inference.drafters.early_exit import EarlyExitSource
 from outrider.inference.drafters.shaped import ModelDrafter
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength
 from tests.tiny import LAYERS, make_drafter, open_stack, random_prompt, save_target
 
 

@@ -21,7 +21,7 @@ from outrider.inference.engines.fused_layers import FusedLayer, RMSNorm, fuse_la
 from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.loading.targets import prepare
 from outrider.inference.shapes.factory import Chain
-from outrider.inference.stopping.rules import FixedLength
+from outrider.inference.stopping.interface import FixedLength
 from tests.families import save_family
 from tests.pairwise import all_pairs
 from tests.tiers import quick_where

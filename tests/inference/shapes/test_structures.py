@@ -34,8 +34,8 @@ from outrider.inference.shapes.shapes import (
 )
 from outrider.inference.shapes.structure import Structure, plain_probs
 from outrider.inference.sizing.policy import Tuning
-from outrider.inference.stopping.interface import Step
-from outrider.inference.stopping.rules import BetaThompson, CalibratedThompson, Confidence, FixedLength, make_rule
+from outrider.inference.stopping.interface import FixedLength, Step
+from outrider.inference.stopping.rules import BetaThompson, CalibratedThompson, Confidence, make_rule
 from tests.inference.priced import costs
 from tests.known_source import KnownSource, Path_, Q, check, paths_of, random_q, root, sources
 

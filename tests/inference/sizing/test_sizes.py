@@ -44,7 +44,7 @@ from outrider.inference.sizing.policy import (
     trials_by_band,
     trials_in_chain,
 )
-from outrider.inference.stopping.rules import BestLength
+from outrider.inference.stopping.by_costs import BestLength
 from tests.exact_distributions import (
     Chance,
     Distribution,

@@ -19,19 +19,18 @@ from outrider.draft_models.calibration_head import POSITIONS, CalibrationHead, l
 from outrider.inference.settings import LONGEST_CHAIN
 from outrider.inference.settings.method import Rule, StopConfig
 from outrider.inference.sizing.policy import KEEP, Tuning, best_length
-from outrider.inference.stopping.interface import Step, StopRule
+from outrider.inference.stopping.by_costs import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
+from outrider.inference.stopping.interface import FixedLength, Step, StopRule
 from outrider.inference.stopping.rules import (
     AIM,
     UCB,
     AdaEDL,
     BetaThompson,
     CalibratedThompson,
-    FixedLength,
     PosteriorMean,
     RejectionRisk,
     make_rule,
 )
-from outrider.inference.stopping.survival import DRIFT, PRIOR_ROUNDS, Belief, Survival, Trust
 from tests.inference.priced import costs
 from tests.inference.test_tree_stops import Transfers
 from tests.tiers import as_many

@@ -1,6 +1,7 @@
-"""Survival × cost: continue drafting while further tokens are worth their time.
+"""Stop rules by measured costs: survival × cost, which drafts while further tokens are worth their time, and the best
+length of a chain.
 
-The scores of tokens are calibrated for the current text as it grows.
+Survival calibrates the scores of tokens for the current text as it grows.
 """
 
 from collections.abc import Callable
@@ -124,3 +125,24 @@ class Survival(StopRule):
 
     def _round_seconds(self, drafted: int) -> float:
         return drafted * self._costs.step[1] + self._costs.verify[drafted + 1] + self._costs.rest
+
+
+class BestLength(StopRule):
+    """max_draft=auto: the chain length with the most tokens per second, chosen again before every round.
+
+    It follows from measured costs and the acceptance of each position so far.
+    """
+
+    max_draft = LONGEST_CHAIN
+
+    def __init__(self, tuning: Tuning):
+        self._costs = tuning.costs
+        self._evidence = Evidence(self.max_draft, tuning)
+        self.length = best_length(self._evidence.shares(), self._costs)[0]
+
+    def stop(self, step: Step) -> bool:
+        return step.drafted >= self.length
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self._evidence.add(trials_in_chain(drafted, accepted))
+        self.length = best_length(self._evidence.shares(), self._costs)[0]
