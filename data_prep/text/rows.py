@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError, require
-from outrider.base.files import system_lock, write_json
+from outrider.base.files import write_json
+from outrider.base.locks import system_lock
 from outrider.base.progress import Stage
 from outrider.base.settings import read_as
 from outrider.data_prep.text.chat import warn_of_template

@@ -30,11 +30,11 @@ from outrider.base.files import (
     is_local,
     read_mapping,
     require_writable,
-    system_lock,
     user_cache,
     write_atomically,
     write_json,
 )
+from outrider.base.locks import system_lock
 from outrider.base.progress import Stage, counted
 from outrider.draft_models.formats.gguf_file import AS_WRITTEN, find_gguf
 from outrider.draft_models.formats.torch_files import (

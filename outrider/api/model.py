@@ -47,8 +47,7 @@ class Model(Decoder):
             config = replace(self.config, out_dir=folder, **options)
             with suppress(SystemExit):  # not lossless: the report says so
                 evaluate_checkpoint(config, asked)
-            report: dict[str, Any] = json.loads((Path(folder) / "report.json").read_text("utf-8"))
-        return report
+            return dict(json.loads((Path(folder) / "report.json").read_text("utf-8")))
 
 
 load = Model.load

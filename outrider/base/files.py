@@ -1,4 +1,4 @@
-"""Files: atomic writing, JSON with errors that name the damage, locks, caches, and the version of the sources."""
+"""Files: atomic writing, JSON with errors that name the file and the damage, caches, and the version of the sources."""
 
 import functools
 import hashlib
@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from filelock import FileLock
 
 from outrider.base.errors import UserError, reason
 
@@ -149,17 +147,6 @@ def save_parts(
     os.umask(umask := os.umask(0o077))  # there is no other way to ask for it
     for file in folder.iterdir():
         file.chmod((0o777 if file.is_dir() else 0o666) & ~umask)
-
-
-def system_lock(path: Path) -> FileLock:
-    """The operating system's lock on `path`, which is released when its process ends.
-
-    Newer versions of filelock fall back to a plain file if there is no flock. That file would outlive a killed run.
-    """
-    try:
-        return FileLock(path, fallback_to_soft=False)
-    except TypeError:  # older versions lack the option: they have no fallback, and raise on acquire
-        return FileLock(path)
 
 
 def user_cache() -> Path:

@@ -14,7 +14,8 @@ from pathlib import Path
 from filelock import Timeout
 
 from outrider.base.errors import UserError
-from outrider.base.files import read_mapping, system_lock, write_json
+from outrider.base.files import read_mapping, write_json
+from outrider.base.locks import system_lock
 from outrider.base.settings import ABSENT, Settings, default_at, differences
 from outrider.base.words import listed, shown
 

@@ -15,7 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from torch import Tensor
 
 from outrider.base.errors import UserError
-from outrider.base.files import system_lock, user_cache
+from outrider.base.files import user_cache
+from outrider.base.locks import system_lock
 from outrider.draft_models.formats import convert
 from outrider.draft_models.formats.convert import (
     RECORD_FILE,
