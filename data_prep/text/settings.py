@@ -63,19 +63,19 @@ class SourceConfig(Settings):
         super().__post_init__()
         object.__setattr__(self, "path", _as_tuple(self.path))
         if self.source in ("python_stdlib", "mix"):
-            require(not self.path, "path", self.path, f"nothing with source={self.source}")
+            self.require("path", not self.path, f"nothing with source={self.source}")
         elif self.source == "hub":
-            require(len(self.path) == 1, "path", self.path, "one dataset name with source=hub")
+            self.require("path", len(self.path) == 1, "one dataset name with source=hub")
         else:
             require(bool(self.path), "path", None, "a file, directory, glob or list of those with source=local")
         only_library = self.source == "python_stdlib" or not self.packages
-        require(only_library, "packages", self.packages, f"false with source={self.source}")
+        self.require("packages", only_library, f"false with source={self.source}")
         no_column = self.layout != "prompts" or self.column is None
-        require(no_column, "column", self.column, "null with layout=prompts, which is told by the columns")
+        self.require("column", no_column, "null with layout=prompts, which is told by the columns")
         if self.source in ("local", "python_stdlib"):
             for key in ("subset", "data_dir", "revision", "split", "streaming"):
                 unset = getattr(SourceConfig, key)
-                require(getattr(self, key) == unset, key, getattr(self, key), f"{unset}: it is for source=hub alone")
+                self.require(key, getattr(self, key) == unset, f"{unset}: it is for source=hub alone")
 
     def require_places(self, wanted: Callable[[str], bool], path: str = "") -> None:
         """As for all settings; `path` may also be a pattern."""
@@ -93,7 +93,7 @@ class MixPart(SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.source != "mix", "source", self.source, "a source that is not a mix itself")
+        self.require("source", self.source != "mix", "a source that is not a mix itself")
 
 
 @dataclass(frozen=True)

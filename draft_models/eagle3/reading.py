@@ -54,17 +54,16 @@ class Reading(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ascending = self.taps and all(low < high for low, high in zip(self.taps, self.taps[1:], strict=False))
-        require(bool(ascending), "taps", self.taps, "boundaries in ascending order")
-        require(self.activation in ACT2FN, "activation", self.activation, "a name that transformers knows")
-        require(self.heads % self.key_heads == 0, "key_heads", self.key_heads, f"a divisor of heads={self.heads}")
+        self.require("taps", [] != [*self.taps] == sorted({*self.taps}), "boundaries in ascending order")
+        self.require("activation", self.activation in ACT2FN, "a name that transformers knows")
+        self.require("key_heads", self.heads % self.key_heads == 0, f"a divisor of heads={self.heads}")
         limit = f"at most vocabulary={self.vocabulary}"
-        require(self.draft_vocabulary <= self.vocabulary, "draft_vocabulary", self.draft_vocabulary, limit)
-        require(len(self.windows) == self.layers, "windows", self.windows, f"one for each of {self.layers} layers")
+        self.require("draft_vocabulary", self.draft_vocabulary <= self.vocabulary, limit)
+        self.require("windows", len(self.windows) == self.layers, f"one for each of {self.layers} layers")
         require(not (self.tap_norms and self.joint_norm), "tap_norms", True, "false where joint_norm is true")
         require(self.final_norm or not self.norm_output, "norm_output", True, "false where final_norm is false")
         wide = self.own_embedding or self.hidden == self.target_hidden
-        require(wide, "hidden", self.hidden, f"target_hidden={self.target_hidden}, or an embedding of its own")
+        self.require("hidden", wide, f"target_hidden={self.target_hidden}, or an embedding of its own")
         shared = self.own_head or self.hidden == self.target_hidden
         require(shared, "own_head", False, f"true, as hidden={self.hidden} is not target_hidden={self.target_hidden}")
         kind = self.rope.get("rope_type")

@@ -95,9 +95,9 @@ class StopConfig(Settings):
         super().__post_init__()
         sized = self.max_draft != AUTO or self.rule == "fixed"
         expected = "an integer ≥ 1, or auto with rule=fixed (the others decide themselves when to stop), or null"
-        require(sized, "max_draft", self.max_draft, expected)
+        self.require("max_draft", sized, expected)
         short = self.rule != "survival" or self.longest() <= LONGEST_CHAIN
-        require(short, "max_draft", self.max_draft, f"at most {LONGEST_CHAIN} with rule=survival, or null")
+        self.require("max_draft", short, f"at most {LONGEST_CHAIN} with rule=survival, or null")
 
     @property
     def needs_head(self) -> bool:
@@ -164,16 +164,16 @@ class StructureConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("max_depth", "nodes"):
-            value = getattr(self, key)
-            require(value != AUTO or self.kind == "opt_tree", key, value, "an integer ≥ 1, or auto with kind=opt_tree")
-        require(len(self.widths) > 0, "widths", self.widths, "integers ≥ 1, e.g. [4,2,2], or auto")
+            sized = getattr(self, key) != AUTO or self.kind == "opt_tree"
+            self.require(key, sized, "an integer ≥ 1, or auto with kind=opt_tree")
+        self.require("widths", len(self.widths) > 0, "integers ≥ 1, e.g. [4,2,2], or auto")
         if self.kind == "static" and self.shape != "binary":
             require_default(self, "nodes", f"shape={self.shape} does not read it")
         require(self.tau > 0 or not self.deep_copies, "deep_copies", True, "false with tau=0, which copies nothing")
         if self.max_depth == AUTO:
-            require(self.delta is None, "delta", self.delta, "null with max_depth=auto, which decides when to stop")
+            self.require("delta", self.delta is None, "null with max_depth=auto, which decides when to stop")
             few = self.nodes == AUTO or number(self.nodes) <= MOST_NODES
-            require(few, "nodes", self.nodes, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
+            self.require("nodes", few, f"at most {MOST_NODES} with max_depth=auto: costs are measured so far")
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,8 @@ class NgramConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = self.nodes != AUTO or self.search == "best_first"
-        require(known, "nodes", self.nodes, "an integer ≥ 1, or auto with search=best_first")
-        most = self.max_probability
-        require(self.increment <= most, "max_probability", most, f"increment ({self.increment}) to 1")
+        self.require("nodes", known, "an integer ≥ 1, or auto with search=best_first")
+        self.require("max_probability", self.increment <= self.max_probability, f"increment ({self.increment}) to 1")
 
 
 @dataclass(frozen=True)
@@ -235,26 +234,22 @@ class MethodConfig(Settings):
         super().__post_init__()
         require_choice("source", self.source, tuple(KINDS))
         kind = KINDS[self.source]
-        require(
-            not self.stop.needs_head or kind.calibration is not None,
-            "stop.rule",
-            self.stop.rule,
-            f"another rule for source={self.source}: a calibration head belongs to a drafter of "
-            + ", ".join(name for name, other in KINDS.items() if other.calibration is not None),
-        )
+        calibrated = ", ".join(name for name, other in KINDS.items() if other.calibration is not None)
+        another = f"another rule for source={self.source}: a calibration head belongs to a drafter of {calibrated}"
+        self.require("stop.rule", not self.stop.needs_head or kind.calibration is not None, another)
         modelled, tree = kind.shaped, self.structure
         shape = tree.kind
         self._refuse_unread(kind)
         sized = self.stop.max_draft != AUTO or (shape == "chain" if modelled else "stop.max_draft" in kind.own)
         chains = "of early_exit, small_lm, eagle3, skip_layers or prompt_lookup"
         expected = f"a number or null: auto chooses the length of a chain {chains}"
-        require(sized, "stop.max_draft", self.stop.max_draft, expected)
+        self.require("stop.max_draft", sized, expected)
         rigid = self.stop.rule == "fixed" or AUTO not in (tree.nodes, tree.max_depth, tree.widths)
-        require(rigid, "stop.rule", self.stop.rule, "fixed where sizes are auto, which decide how deep a tree goes")
+        self.require("stop.rule", rigid, "fixed where sizes are auto, which decide how deep a tree goes")
         counted = self.stop.rule != "survival" or shape == "chain"
-        require(counted, "stop.rule", self.stop.rule, "another rule for a tree: survival counts the tokens of a chain")
+        self.require("stop.rule", counted, "another rule for a tree: survival counts the tokens of a chain")
         drawn = modelled and (shape == "chain" or (shape == "k_config" and self.structure.draw != "top_k"))
-        require(self.verify == "exact" or drawn, "verify", self.verify, "exact where no candidate is ever drawn")
+        self.require("verify", self.verify == "exact" or drawn, "exact where no candidate is ever drawn")
 
     def _refuse_unread(self, kind: Kind) -> None:
         """The parts that belong to other kinds of drafters, or to drafts that a structure shapes."""

@@ -5,7 +5,6 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from outrider.base.errors import require
 from outrider.base.settings import Settings, Share, opt
 
 
@@ -26,7 +25,7 @@ class SamplingConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         defined = self.temperature == 0 or self.temperature >= 1e-6  # below, logits overflow float32
-        require(defined, "temperature", self.temperature, "0 (greedy) or a number ≥ 1e-6")
+        self.require("temperature", defined, "0 (greedy) or a number ≥ 1e-6")
 
 
 GREEDY = SamplingConfig()

@@ -45,7 +45,7 @@ class CompareConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(len(self.compare) == 2, "compare", self.compare, "two directories of evaluations, e.g. [runs/a,runs/b]")
+        self.require("compare", len(self.compare) == 2, "two directories of evaluations, e.g. [runs/a,runs/b]")
 
 
 AnswerFile = Annotated[str, Place("a JSONL file of answers")]

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast, overload
 
@@ -132,6 +133,10 @@ class Settings:
                 if "description" in said:
                     fields[name].setdefault("description", said["description"])
         return shape
+
+    def require(self, key: str, condition: bool, expected: str) -> None:
+        """Raise `UserError` naming the option with the dotted key `key` and its value, unless `condition` holds."""
+        require(condition, key, attrgetter(key)(self), expected)
 
     def gives(self, key: str) -> bool:
         """Whether the command line set the option with the dotted key `key`, or a group that contains it."""

@@ -44,9 +44,7 @@ def test_help_is_of_this_command_and_of_what_is_chosen() -> None:
     text = help_text("eesd", EesdConfig, ["data=ultrachat", "fit.lr=0.25"])
     assert "data.path=HuggingFaceH4/ultrachat_200k" in text
     assert "fit.lr=0.25   (number > 0)\n    the highest learning rate" in text
-    assert (
-        "exit_layer=null   (integer ≥ 1 or null)\n    of a new one: N, the target layers under the exit layer" in text
-    )
+    assert "exit_layer=null   (integer ≥ 1 or null)\n    with start=null: N, the target layers under" in text
     assert "target=   (text)" in text  # must be given
     assert set(groups_of("eesd")) == {"data", "experiment"}
     assert all(choice.startswith("eesd/") for choice in groups_of("eesd")["experiment"])

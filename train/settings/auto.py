@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from outrider.base.errors import require, require_choice
+from outrider.base.errors import require_choice
 from outrider.base.settings import Place, RunConfig, free
 from outrider.data_prep.text.settings import PromptFile, PromptTemplate
 from outrider.draft_models.targets.settings import MODEL
@@ -40,8 +40,7 @@ class AutoConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        once = self.train == "auto" or len({*self.train}) == len(self.train)
-        require(once, "train", self.train, "each kind once")
+        self.require("train", self.train == "auto" or len({*self.train}) == len(self.train), "each kind once")
         for kind in () if self.train == "auto" else self.train:
             require_choice("train", kind, TRAINED)
         name = PurePath(self.target).name.removesuffix(".gguf")

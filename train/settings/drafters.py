@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge
 
 from outrider.base.errors import require
-from outrider.base.settings import Count, Place, Positive, Settings, Share, free, opt, require_default
+from outrider.base.settings import Count, Place, Positive, Settings, Share, free, only, opt, require_default
 from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.targets.settings import (
     Divergence,
@@ -26,9 +26,7 @@ NotNegative = Annotated[int, Ge(0)]
 Width = Annotated[int, Ge(2)]  # of a row in tokens
 Objective = Literal["cross_entropy", Divergence]
 Teacher = Literal["online", "cached"]
-# options that a finished head or early exit has decided
-OF_A_NEW_HEAD = ("version", "taps", "intermediate", "draft_vocabulary")
-OF_A_NEW_EXIT = ("exit_layer", "exit_depth", "train_head", "train_layer", "draft_vocabulary")
+_NEW = only(start=None)  # read with a new drafter alone: a finished one has decided it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +67,10 @@ class TaughtTraining(DrafterTraining):
     def __post_init__(self) -> None:
         super().__post_init__()
         cached = self.teacher == "cached"
-        require(not (self.debug and cached), "debug", self.debug, "teacher=online: a tiny target has no cached answers")
-        require(
-            not cached or (self.distils and self.data.source == "local"),
-            "teacher",
-            self.teacher,
-            "online; cached needs a divergence as objective and data=local with the responses of "
-            "outrider generate-responses (top_k_logits=K)",
-        )
+        self.require("debug", not (self.debug and cached), "teacher=online: a tiny target has no cached answers")
+        needed = "a divergence as objective and data=local with the responses of generate-responses (top_k_logits=K)"
+        at_hand = not cached or (self.distils and self.data.source == "local")
+        self.require("teacher", at_hand, f"online; cached needs {needed}")
 
     @property
     def online(self) -> bool:
@@ -94,14 +88,14 @@ class EesdConfig(TaughtTraining):
     start: DrafterFolder | None = None
     """an early exit of this target to go on with, as on more data; null: a new one, which begins as the target's last
     layer, norm and head"""
-    exit_layer: Count | None = opt(None, "of a new one: N, the target layers under the exit layer; null: 8 % of them")
-    exit_depth: Count = opt(1, "of a new one: transformer layers of the exit")
-    train_head: bool = True
-    """of a new one; false: share the target's head, recommended for a large vocabulary"""
-    draft_vocabulary: Count | None = None
-    """of a new one: tokens that it predicts, the text's most frequent; null: all"""
-    train_layer: bool = True
-    """of a new one; false: no exit layer, norm and head sit on the first N layers (the paper's ablation)"""
+    exit_layer: Annotated[Count | None, _NEW] = opt(None, "N, the target layers under the exit; null: 8 % of them")
+    exit_depth: Annotated[Count, _NEW] = opt(1, "transformer layers of the exit")
+    train_head: Annotated[bool, _NEW] = True
+    """a head of its own; false: share the target's, recommended for a large vocabulary"""
+    draft_vocabulary: Annotated[Count | None, _NEW] = None
+    """tokens that it predicts, the text's most frequent; null: all"""
+    train_layer: Annotated[bool, _NEW] = True
+    """a layer of its own; false: norm and head sit on the first N layers (the paper's ablation)"""
     objective: Literal[Objective, "kl"] = "cross_entropy"
     """cross_entropy: the paper's, on the text's tokens; others: from the target's distribution, see
     draft_models/losses.py; kl: forward_kl by its first name"""
@@ -117,11 +111,9 @@ class EesdConfig(TaughtTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in OF_A_NEW_EXIT if self.start is not None else ():
-            require_default(self, name, f"start={self.start} has decided it")
         plain, why = self.fit.optimizer == "adamw", "adamw for train_layer=false: muon is for a layer's matrices"
-        require(self.train_layer or plain, "fit.optimizer", self.fit.optimizer, why)
-        require(self.train_layer or self.exit_depth == 1, "exit_depth", self.exit_depth, "1 with train_layer=false")
+        self.require("fit.optimizer", self.train_layer or plain, why)
+        self.require("exit_depth", self.train_layer or self.exit_depth == 1, "1 with train_layer=false")
 
     @property
     def loss(self) -> str:
@@ -178,7 +170,7 @@ class CalibrateConfig(RehearsedConfig):
         super().__post_init__()
         require_heldout(self.data, "the head is judged on held-out text")
         recordable = self.answers == "target" or self.data.source == "local"
-        require(recordable, "answers", self.answers, "target without data=responses")
+        self.require("answers", recordable, "target without data=responses")
 
 
 @dataclass(frozen=True)
@@ -199,11 +191,10 @@ class DrafterConfig(Settings):
         shape = {key: getattr(self, key) for key in ("layers", "hidden", "heads", "intermediate")}
         given = {key: value for key, value in {**shape, "kv_heads": self.kv_heads}.items() if value is not None}
         if self.path is not None:
-            require(
-                not given and not self.tied, "path", self.path, "no shape beside it; drafter=pretrained leaves it out"
-            )
+            alone = not given and not self.tied
+            self.require("path", alone, "no shape beside it; drafter=pretrained leaves it out")
             return
-        require(self.revision is None, "revision", self.revision, "a path it belongs to")
+        self.require("revision", self.revision is None, "a path it belongs to")
         for key, value in shape.items():
             require(value is not None, key, value, "a positive number, or a path (drafter.path=MODEL)")
         assert self.hidden is not None
@@ -238,16 +229,15 @@ class FinetuneConfig(TaughtTraining):
         super().__post_init__()
         on_text, fits = self.on_policy == 0, 1 <= self.on_policy_tokens < self.seq_len
         target_at_hand = "0 without a target in the loop: give a divergence as objective and teacher=online"
-        require(on_text or self.online, "on_policy", self.on_policy, target_at_hand)
-        within = f"at least 1 and less than seq_len ({self.seq_len})"
-        require(on_text or fits, "on_policy_tokens", self.on_policy_tokens, within)
+        self.require("on_policy", on_text or self.online, target_at_hand)
+        self.require("on_policy_tokens", on_text or fits, f"at least 1 and less than seq_len ({self.seq_len})")
         steady = on_text or self.minutes is None
-        require(steady, "minutes", self.minutes, "null with on_policy: its steps take longer than the others")
+        self.require("minutes", steady, "null with on_policy: its steps take longer than the others")
         known = self.lora_alpha is None or self.lora_rank > 0
-        require(known, "lora_alpha", self.lora_alpha, "null, or a positive number with a lora_rank")
+        self.require("lora_alpha", known, "null, or a positive number with a lora_rank")
         adapted = self.lora_rank == 0 or self.drafter.path is not None
         finished = "0 for a drafter from random weights, which adapters cannot train; or drafter.path"
-        require(adapted, "lora_rank", self.lora_rank, finished)
+        self.require("lora_rank", adapted, finished)
 
     def deciding(self) -> dict[str, object]:
         """As of all drafters, and the target's revision."""
@@ -265,13 +255,13 @@ class Eagle3Config(DrafterTraining):
     which begin as the target's"""
     objective: Objective = opt("forward_kl", "see draft_models/losses.py; cross_entropy: on the text's tokens")
     reading: ReadingChanges = opt(factory=ReadingChanges, help="how that head is read where its config.json is wrong")
-    version: Literal["3", "3.1"] = "3.1"
-    """of a new head: 3.1 norms each tap and what a step hands on; 3: neither, as first published"""
-    taps: tuple[NotNegative, ...] = ()
-    """of a new head: boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
-    intermediate: Count | None = opt(None, "of a new head: width inside its MLP; null: the target's")
-    draft_vocabulary: Count | None = None
-    """of a new head: tokens that it predicts, the text's most frequent; null: all"""
+    version: Annotated[Literal["3", "3.1"], _NEW] = "3.1"
+    """3.1 norms each tap and what a step hands on; 3: neither, as first published"""
+    taps: Annotated[tuple[NotNegative, ...], _NEW] = ()
+    """boundaries of the target's layers, 0 its embedding; none: a low, a middle and a high one"""
+    intermediate: Annotated[Count | None, _NEW] = opt(None, "width inside its MLP; null: the target's")
+    draft_vocabulary: Annotated[Count | None, _NEW] = None
+    """tokens that it predicts, the text's most frequent; null: all"""
     train_head: bool = opt(True, "false: the matrix of its logits stays as it begins")
     draft_steps: Count = opt(7, "of training-time test: as many tokens in a row as it learns to draft")
     step_decay: Annotated[Share, Ge(0)] = opt(0.8, "a step counts so many times what the one before counts")
@@ -290,14 +280,11 @@ class Eagle3Config(DrafterTraining):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in OF_A_NEW_HEAD if self.start is not None else ():
-            require_default(self, name, f"start={self.start} has decided it")
         started = self.start is not None or not self.reading.stated()
         require(started, "reading", str(self.reading), "nothing without start=, which it is about")
-        ascending = all(low < high for low, high in zip(self.taps, self.taps[1:], strict=False))
-        require(ascending, "taps", self.taps, "boundaries in ascending order, or none")
+        self.require("taps", [*self.taps] == sorted({*self.taps}), "boundaries in ascending order, or none")
         longest = self.seq_len - 2
-        require(self.draft_steps <= longest, "draft_steps", self.draft_steps, f"at most seq_len - 2 ({longest})")
+        self.require("draft_steps", self.draft_steps <= longest, f"at most seq_len - 2 ({longest})")
         if self.features is None:
             require_default(self, "features_dtype", "features=null does not read it")
 

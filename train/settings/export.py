@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from outrider.base.errors import require
 from outrider.base.settings import Place, RunConfig, free, only, opt
 from outrider.draft_models.targets.settings import FloatDtype, Model, ReadingChanges
 
@@ -36,4 +35,4 @@ class ExportConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         known = self.dtype not in _UNKNOWN.get(self.engine, ())
-        require(known, "dtype", self.dtype, f"another one, which engine={self.engine} has")
+        self.require("dtype", known, f"another one, which engine={self.engine} has")

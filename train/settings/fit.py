@@ -42,16 +42,12 @@ class FitConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            (self.steps is None) != (self.epochs is None),
-            "steps",
-            self.steps,
-            f"exactly one of steps and epochs (which is {self.epochs}), the other null",
-        )
+        one = f"exactly one of steps and epochs (which is {self.epochs}), the other null"
+        self.require("steps", (self.steps is None) != (self.epochs is None), one)
         micro, rows = self.micro_batch_rows, self.batch_rows
         require(micro is None or micro <= rows, "micro_batch_rows", micro, f"1 to batch_rows ({rows}), or null")
         short = self.steps is None or self.warmup <= self.steps
-        require(short, "warmup", self.warmup, f"at most steps ({self.steps})")
+        self.require("warmup", short, f"at most steps ({self.steps})")
 
     def total_steps(self, rows: int) -> int:
         """Optimizer steps of the whole run over `rows` rows."""
@@ -62,12 +58,8 @@ class FitConfig(Settings):
 
     def micro_rows(self, processes: int) -> int:
         """Rows in one forward of one process; raises `UserError` if `batch_rows` does not split evenly."""
-        require(
-            self.batch_rows % processes == 0,
-            "batch_rows",
-            self.batch_rows,
-            f"a multiple of the number of processes ({processes})",
-        )
+        even = self.batch_rows % processes == 0
+        self.require("batch_rows", even, f"a multiple of the number of processes ({processes})")
         share = self.batch_rows // processes
         micro = self.micro_batch_rows or share
         if share % micro:

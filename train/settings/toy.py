@@ -5,7 +5,6 @@ from typing import Annotated
 
 from annotated_types import Ge
 
-from outrider.base.errors import require
 from outrider.base.settings import Count, Positive, RunConfig, free, opt
 from outrider.data_prep.text.settings import DataConfig
 from outrider.train.settings.drafters import NotNegative, Width, require_heads
@@ -40,9 +39,4 @@ class ToyTargetConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_heads(self.hidden, self.heads, self.kv_heads)
-        require(
-            self.max_positions >= self.seq_len,
-            "max_positions",
-            self.max_positions,
-            f"at least seq_len ({self.seq_len})",
-        )
+        self.require("max_positions", self.max_positions >= self.seq_len, f"at least seq_len ({self.seq_len})")
