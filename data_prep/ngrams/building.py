@@ -100,7 +100,10 @@ def _build(
         why = counts.first or "give more data"
         raise UserError(f"{_where(config)}: empty corpus: no text in it (found {found}); {why}")
     warn_of_unused(counts, counts.first)
-    _warn_of_the_same_twice(shards, others)
+    parts = [part for other in others for part in other.facts.get("merged") or [other.facts]]
+    digests = [shards.digest, *(part.get("corpus", {}).get("digest") for part in parts)]
+    if len(set(digests)) < len(digests):
+        warn("merge: one corpus is in it more than once, and counts as often")
     memory = int(config.memory_gb * _GB)
     if config.suffixes:
         _require_room_to_sort(shards, others, memory)
@@ -192,13 +195,6 @@ def _warn_of_what_was_left_out(path: str, other: TrigramTable) -> None:
         if part.get("min_count", 1) > 1 or part.get("max_successors") or part.get("max_mb"):
             built = " ".join(f"{key}={part.get(key)}" for key in ("min_count", "max_successors", "max_mb"))
             warn(f"merge={path}: built with {built}: what was rare there is missing from the sum; min_count=1 keeps it")
-
-
-def _warn_of_the_same_twice(shards: Shards, others: Sequence[TrigramTable]) -> None:
-    parts = [part for other in others for part in other.facts.get("merged") or [other.facts]]
-    digests = [shards.digest, *(part.get("corpus", {}).get("digest") for part in parts)]
-    if len(set(digests)) < len(digests):
-        warn("merge: one corpus is in it more than once, and counts as often")
 
 
 def _require_same(table: TrigramTable, config: TrigramConfig, encoder: Encoder, others: list[TrigramTable]) -> None:

@@ -26,14 +26,7 @@ from safetensors.torch import save
 from transformers.utils import cached_file, has_file
 
 from outrider.base.errors import UserError, reason, warn
-from outrider.base.files import (
-    is_local,
-    read_mapping,
-    require_writable,
-    user_cache,
-    write_atomically,
-    write_json,
-)
+from outrider.base.files import is_local, read_mapping, require_writable, user_cache, write_atomically, write_json
 from outrider.base.locks import system_lock
 from outrider.base.progress import Stage, counted
 from outrider.draft_models.formats.gguf_file import AS_WRITTEN, find_gguf
@@ -187,13 +180,9 @@ def content_key(original: Original) -> str:
     """sha256 over all files of a model, with their names in it."""
     digest = hashlib.sha256(f"{type(original).__name__} {_FORM}".encode())
     for name, path in counted(sorted(original.files.items()), f"hashing {original.source}", "files"):
-        digest.update(f"{name} {_sha256(path)}".encode())
+        with path.open("rb") as file:
+            digest.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
     return digest.hexdigest()[:32]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamp(files: Mapping[str, Path]) -> str:
@@ -273,7 +262,9 @@ def write_safetensors(
         original.describe(parts)  # an unsupported model is refused before its weights are read
         tensors = original.tensors()
         if dtype is not None:
-            _restate(parts / CONFIG_FILE, dtype)
+            described = read_mapping(parts / CONFIG_FILE, "description of a model", "fetch the model again")
+            described.pop("torch_dtype", None)
+            write_json(parts / CONFIG_FILE, described | {"dtype": str(dtype).removeprefix("torch.")})
         written = _write_weights(tensors, folder, dtype, shard_bytes, remedy)
         for file in sorted(parts.iterdir(), key=lambda file: file.name == CONFIG_FILE):
             os.replace(file, folder / file.name)
@@ -294,7 +285,9 @@ def _write_weights(
     )
     left = {file: names for file, names in plan.filename_to_tensors.items() if not (folder / file).exists()}
     names = [name for inner in left.values() for name in inner]
-    _require_room(folder, sum(sizes[name] for name in names), remedy)
+    size, free = sum(sizes[name] for name in names), shutil.disk_usage(folder).free
+    if size > free:
+        raise UserError(f"{folder}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free; {remedy}")
     with Stage("writing", len(names), "tensors") as stage:
         for file, inner in left.items():
             weights = {}
@@ -310,15 +303,3 @@ def _write_weights(
 def _written(stored: Stored, dtype: torch.dtype | None) -> torch.dtype:
     """The type in which a tensor is written: `dtype` if it is given and the tensor holds floats, else its own."""
     return stored.dtype if dtype is None or not stored.dtype.is_floating_point else dtype
-
-
-def _restate(file: Path, dtype: torch.dtype) -> None:
-    described = read_mapping(file, "description of a model", "fetch the model again")
-    plain = {key: value for key, value in described.items() if key != "torch_dtype"}
-    write_json(file, plain | {"dtype": str(dtype).removeprefix("torch.")})
-
-
-def _require_room(folder: Path, size: int, remedy: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise UserError(f"{folder}: {size / 1e9:.1f} GB are to be written, {free / 1e9:.1f} GB are free; {remedy}")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.base.errors import UserError
@@ -68,7 +67,9 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     state = model.state_dict()
     for name, theirs in tensor_names(model, family).items():
         tensor, part = state[theirs].detach().cpu(), name.split(".")[-2]
-        tensor = (_as_pairs(tensor, heads[part]) if part in heads else tensor).contiguous()
+        if part in heads:  # the rows that llama.cpp rotates stand side by side; the reader undoes it
+            tensor = tensor.unflatten(0, (heads[part], 2, -1)).transpose(1, 2).flatten(0, 2)
+        tensor = tensor.contiguous()
         if tensor.ndim == 1 or tensor.dtype != torch.bfloat16:
             writer.add_tensor(name, (tensor.float() if tensor.ndim == 1 else tensor).numpy())
         else:  # for which numpy has no name
@@ -77,11 +78,6 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _as_pairs(tensor: Tensor, heads: int) -> Tensor:
-    """A Llama's q or k projection with the rows that llama.cpp rotates side by side (the reader undoes it)."""
-    return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def _require_read_back(config: PreTrainedConfig, metadata: dict[str, Value]) -> None:

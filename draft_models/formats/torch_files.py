@@ -247,7 +247,7 @@ class FolderModel:
         block = self._block() if scaled else (0, 0)
         for name in scaled:
             weight, scales = found[name], found[name + SCALES]
-            read = partial(_unscaled, weight, scales, block, f"{self.source}: {name}")
+            read = partial(unscaled, weight, scales, block, f"{self.source}: {name}")
             found[name] = Stored(torch.float32, weight.shape, read)
         return {name: one for name, one in found.items() if not name.endswith(SCALES)}
 
@@ -309,15 +309,12 @@ def _quantisation(config: Path) -> Mapping[str, object]:
     return quantised if isinstance(quantised, dict) else {}
 
 
-def _unscaled(weight: Stored, scales: Stored, block: tuple[int, int], what: str) -> Tensor:
-    return unscaled(weight.read(), scales.read(), block, what)
-
-
-def unscaled(weight: Tensor, scales: Tensor, block: tuple[int, int], what: str) -> Tensor:
-    """weight [n, m] times the scale of each of its blocks, in float32.
+def unscaled(stored: Stored, stored_scales: Stored, block: tuple[int, int], what: str) -> Tensor:
+    """The stored weight [n, m] times the scale of each of its blocks, in float32.
 
     scales: [⌈n / block rows⌉, ⌈m / block columns⌉]; the last blocks may be partial. Raises `UserError` naming `what`.
     """
+    weight, scales = stored.read(), stored_scales.read()
     expected = [-(-size // one) for size, one in zip(weight.shape, block, strict=True)]
     if list(scales.shape) != expected:
         raise UserError(f"{what}: scales of shape {list(scales.shape)}: expected {expected}; fetch the model again")

@@ -25,7 +25,6 @@ from outrider.draft_models.targets.encoder import open_encoder
 from outrider.draft_models.targets.settings import EAGLE3, EARLY_EXIT, SMALL_LM, TABLE, TARGET, RehearsedConfig
 from outrider.inference.settings.evaluate import EvaluateConfig
 from outrider.inference.settings.kinds import KINDS, kind_in
-from outrider.inference.settings.method import MethodConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -136,7 +135,8 @@ def small(config: Small, folder: Path, models: Path | None = None) -> Small:
     if "path" in changes and changes["path"] is None:  # a finished small LM that is left out: a new one
         changes |= {"layers": 1, **_GIVEN}
     if isinstance(config, EvaluateConfig):
-        kept = config.methods if models else _that_run(config, changes)
+        gone = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
+        kept = {name: method for name, method in config.methods.items() if models or method.source not in gone}
         changes["methods"] = {name: replace(method, skip=None) for name, method in kept.items()}
     return replace(config, **changes)
 
@@ -149,12 +149,6 @@ def _model(config: Settings, name: str, value: str | None, folder: Path, models:
     if held is not None and held.tiny is not None:
         return str(models / held.tiny)
     return str(models / (EAGLE3 if name == "start" and hasattr(config, "draft_steps") else _MODELS[name]))
-
-
-def _that_run(config: EvaluateConfig, changes: Mapping[str, object]) -> dict[str, MethodConfig]:
-    """The methods whose drafters are left."""
-    gone = {kind.name for kind in KINDS.values() if kind.option and changes.get(kind.option, "") is None}
-    return {name: method for name, method in config.methods.items() if method.source not in gone}
 
 
 def _some_text(data: DataConfig, folder: Path, models: Path | None, *, asks: bool) -> DataConfig:

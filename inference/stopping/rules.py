@@ -271,13 +271,8 @@ def make_rule(
             trust = Trust(DRAWN if drawn else DRAFT)
             return Survival(required(tuning), lambda step: float(step.log_odds), trust, longest)
         case "bandit":
-            return _bandit(longest, stop.gamma)
+            confidence, adaedl, svip = (THRESHOLDS[rule] for rule in ("confidence", "adaedl", "svip"))
+            bounded = Confidence(longest, confidence), AdaEDL(longest, adaedl, stop.gamma), SVIP(longest, svip)
+            return UCB((*bounded, FixedLength(longest)))
         case "fixed":
             return FixedLength(longest)
-
-
-def _bandit(longest: int, gamma: float) -> UCB:
-    """A bandit over the rules that need no training."""
-    confidence, adaedl, svip = (THRESHOLDS[rule] for rule in ("confidence", "adaedl", "svip"))
-    rules = Confidence(longest, confidence), AdaEDL(longest, adaedl, gamma), SVIP(longest, svip), FixedLength(longest)
-    return UCB(rules)

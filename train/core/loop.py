@@ -74,11 +74,15 @@ def train(
         batches = load_share(rows, config, step, accelerator)
         supervised = count_supervised(batches, accelerator)
         if supervised == 0:
-            raise no_supervised_token(step)
+            raise UserError(
+                f"step {step + 1}: no supervised token in the batch (every label is {IGNORE}); check the layout, "
+                "the chat template and the length limits of the data"
+            )
         engine.set_rates(config.lr_scale(step, budget.total))
         for batch in batches:
             with accelerator.accumulate(engine.module):  # the last micro batch exchanges the gradients
-                summed = engine.module(**to_device(batch, accelerator))["loss_sum"]
+                placed = {key: value.to(accelerator.device) for key, value in batch.items()}
+                summed = engine.module(**placed)["loss_sum"]
                 # Accelerate averages over processes and micro batches. The factor turns the mean into the sum.
                 accelerator.backward(summed * shares / supervised)
             report.add(summed, batch["labels"])
@@ -117,23 +121,12 @@ def load_share(rows: TrainRows, config: FitConfig, step: int, accelerator: Accel
     return [default_collate([rows[index] for index in share]) for share in shares]
 
 
-def to_device(batch: Batch, accelerator: Accelerator) -> Batch:
-    return {key: value.to(accelerator.device) for key, value in batch.items()}
-
-
 def count_supervised(batches: list[Batch], accelerator: Accelerator) -> int:
     """The number of supervised tokens over all processes."""
     own = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
     if accelerator.num_processes == 1:
         return own  # avoids a device synchronisation
     return int(accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum"))
-
-
-def no_supervised_token(step: int) -> UserError:
-    return UserError(
-        f"step {step + 1}: no supervised token in the batch (every label is {IGNORE}); check the layout, "
-        "the chat template and the length limits of the data"
-    )
 
 
 def not_finite(step: int, norm: float, report: Report) -> UserError:

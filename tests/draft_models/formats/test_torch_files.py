@@ -5,6 +5,7 @@ Other quantisations are refused by name.
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from outrider.base.errors import UserError
 from outrider.data_prep.settings import ConvertConfig
 from outrider.data_prep.targets import convert_target
-from outrider.draft_models.formats.torch_files import open_pickled, unscaled
+from outrider.draft_models.formats.torch_files import Stored, open_pickled, unscaled
 from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import open_target
 from outrider.draft_models.targets.tensor_files import open_tensors
@@ -275,7 +276,9 @@ def test_a_copy_of_fp8_weights_is_plain(tmp_path: Path) -> None:
 
 def test_blocks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"x: scales of shape \[2, 2\]: expected \[2, 3\]"):
-        unscaled(torch.zeros(96, 96), torch.ones(2, 2), BLOCK, "x")
+        unscaled(
+            *(Stored(torch.float32, shape, partial(torch.ones, shape)) for shape in ((96, 96), (2, 2))), BLOCK, "x"
+        )
     small, _ = save_fp8(tmp_path, "llama")
     set_config(small, quantization_config={**FP8, "weight_block_size": "all"})
     with pytest.raises(UserError, match=r"quantization_config\.weight_block_size='all' in config\.json: expected rows"):
