@@ -1,9 +1,9 @@
-"""Answering prompts in batches: the fast path of this device against a growing cache, in turn on the same prompts.
+"""Answering prompts in batches: the way of this device against a growing cache, in turn on the same prompts.
 
     python benchmarks/bench_responses.py --target runs/smollm2/fetch --prompts runs/smollm2/prompts/train.jsonl
     python benchmarks/bench_responses.py --device cpu --batch 40 --target … --prompts …
 
-On a GPU a step is a graph, on a CPU with AMX prompts have loops, see inference/batch/batch_decoder.py.
+On a GPU a step is a graph, on a CPU prompts have loops over layers, see inference/batch/batch_decoder.py.
 
 Prompts are answered in batches of similar lengths, as data_prep/generate_responses.py does. Both paths emit the same
 number of tokens, up to rounding of the logits. Writes benchmarks/results/responses_DEVICE.json.
@@ -20,12 +20,12 @@ import torch
 from outrider.base.files import write_json
 from outrider.base.machine import describe_machine
 from outrider.data_prep.text.prompts import read_prompts
+from outrider.data_prep.text.settings import DataConfig
 from outrider.draft_models.early_exit.checkpoint import provenance
-from outrider.draft_models.targets.model_files import load_causal_lm
 from outrider.draft_models.targets.open_target import open_target
-from outrider.inference.batch import batch_state
+from outrider.inference.batch import batch_state, generate
 from outrider.inference.batch.batch_decoder import Generator
-from outrider.inference.batch.generate import lay_out_for_batches
+from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.loading.targets import end_tokens
@@ -49,24 +49,22 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device(given.device)
     target = open_target(given.target, None)
-    model = load_causal_lm(given.target, None, dtype=torch.bfloat16).to(device).eval()
-    stack = lay_out_for_batches(model, device, torch.bfloat16)
-    sampler = Sampler(SamplingConfig(temperature=given.temperature))
-    generator = Generator(
-        model, sampler, end_tokens(target), greedy_tokens=4, top_k_logits=given.top_k_logits, stack=stack
-    )
+    asked, (slow, quick) = GenerateConfig(target=given.target, data=DataConfig()), WAYS[device.type]
+    with mock.patch.object(generate, "why_not_by_layers", _no):
+        models = {slow: generate.load_target(asked, target, torch.bfloat16, device)}
+    models[quick] = generate.load_target(asked, target, torch.bfloat16, device)
+    sampler, ends = Sampler(SamplingConfig(temperature=given.temperature)), end_tokens(target)
     texts = [prompt.turns[0] for prompt in read_prompts(given.prompts, limit=given.batch * given.batches)]
     chats = [[{"role": "user", "content": text}] for text in texts]
     ids = sorted((target.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
                   for chat in chats), key=len)  # fmt: skip
     batches = [ids[start : start + given.batch] for start in range(0, len(ids), given.batch)]
-    rates: dict[str, list[float]] = {way: [] for way in WAYS[device.type]}
+    rates: dict[str, list[float]] = {slow: [], quick: []}
     for number, batch in enumerate(batches):
         draws = [uniforms(0, f"{number}/{row}", 0, given.new_tokens) for row in range(len(batch))]
         for way in rates:
-            slow = way == WAYS[device.type][0]
-            fixed = _no if slow else batch_state.can_be_fixed
-            generator.stack = None if slow else stack
+            generator = Generator(models[way], sampler, ends, greedy_tokens=4, top_k_logits=given.top_k_logits)
+            fixed = _no if way == slow else batch_state.can_be_fixed
             with mock.patch.object(batch_state, "can_be_fixed", fixed):
                 started = time.perf_counter()
                 answers = generator.answer(batch, draws)

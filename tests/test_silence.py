@@ -144,7 +144,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "generate_responses": (
         [*DEBUG, f"target={TARGET}"],
         {
-            "inference.batch.generate:load_causal_lm": "progress: generate_responses; ",
+            "draft_models.targets.open_target:load_proven": "progress: generate_responses; ",
             "inference.batch.batch_decoder:Generator.choose": "generate_responses > answering 0/",
         },
     ),

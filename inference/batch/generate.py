@@ -1,6 +1,7 @@
 """Self-distillation text: the target's own answers to the prompts of a data set (EESD, section 3.2)."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from outrider.data_prep.text.documents import written_by
 from outrider.data_prep.text.records import HELDOUT_BY, Written, text_digest
 from outrider.draft_models.targets.fingerprint import deciding_config, model_identity, tokenizer_digest
 from outrider.draft_models.targets.model_files import load_causal_lm
-from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype
+from outrider.draft_models.targets.open_target import OpenTarget, open_target, pick_dtype, why_not_by_layers
+from outrider.draft_models.targets.proof import NotByLayersError
 from outrider.draft_models.targets.stack import LayerStack
-from outrider.inference.batch.batch_decoder import Generator, stack_at_once
+from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.client import UNANSWERED
 from outrider.inference.batch.directory import (
     SECONDS_FILE,
@@ -49,8 +51,8 @@ from outrider.inference.batch.tasks import (
 )
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.engines.cpu.by_amx import has_amx
-from outrider.inference.engines.cpu.recorded import can_pack
-from outrider.inference.engines.packing import pack_linears
+from outrider.inference.engines.cpu.recorded import can_pack, ruled
+from outrider.inference.engines.packing import lay_out, pack_linears
 from outrider.inference.loading.memory_plan import (
     Held,
     Place,
@@ -196,14 +198,12 @@ class Responder:
             self.context, self.generator = server.context, server
             return
         self.context = context_length(target.config)
-        model, stack = load_target(config, target, dtype, device)
         self.generator = Generator(
-            model,
+            load_target(config, target, dtype, device),
             Sampler(config.sampling),
             end_tokens(target),
             greedy_tokens=config.greedy_tokens,
             top_k_logits=config.top_k_logits,
-            stack=stack,
         )
 
     def answer(self, tasks: Iterable[Task]) -> None:
@@ -353,14 +353,22 @@ def respond(
 
 def load_target(
     config: GenerateConfig, target: OpenTarget, dtype: torch.dtype, device: torch.device
-) -> tuple[PreTrainedModel, LayerStack | None]:
-    """The target as a transformers model, packed for batches, or as layers. Raises `UserError`."""
-    stack = None
+) -> PreTrainedModel | LayerStack:
+    """The target's layers, where their passes for several texts are as fast as padded ones; else the whole model.
+
+    Laid out by rule: a resumed run must not round otherwise. Raises `UserError`.
+    """
+    if device.type == "cpu" and config.device_map is None and why_not_by_layers(target.config) is None:
+        with suppress(NotByLayersError), ruled():
+            stack = target.stack(dtype=dtype, device=device)
+            lay_out(stack, device)
+            return stack
     model = load_causal_lm(config.target, config.revision, dtype=dtype, device_map=config.device_map)
     if config.device_map is None:
         model.to(device)  # type: ignore[arg-type]  # its stub is a decorator's
-        stack = lay_out_for_batches(model, device, dtype)
-    return model.eval(), stack
+        if can_pack(device, dtype):
+            pack_linears(model)
+    return model.eval()
 
 
 def kernels_here(device: torch.device, dtype: torch.dtype) -> str:
@@ -371,19 +379,6 @@ def kernels_here(device: torch.device, dtype: torch.dtype) -> str:
     if not can_pack(device, dtype):
         return "PyTorch's"
     return "blocked" + (", steps by AMX" if has_amx() else "")
-
-
-def lay_out_for_batches(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> LayerStack | None:
-    """Pack a model's weights for passes of many rows; returns its layers where their compiled passes are faster.
-
-    On processors without AMX, 40 rows take about as long with vector kernels as with a library.
-    """
-    if not can_pack(device, dtype):
-        return None
-    stack = stack_at_once(model) if has_amx() else None
-    if stack is None:
-        pack_linears(model)  # without timing: see `kernels_here`
-    return stack
 
 
 def context_length(target: PreTrainedConfig) -> int:

@@ -92,7 +92,7 @@ def answer(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         (target / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in prompts))
         script = Scripted(tokenizer, family)
-        monkeypatch.setattr(responses_module, "load_target", lambda *_: (None, None))
+        monkeypatch.setattr(responses_module, "load_target", lambda *_: None)
         monkeypatch.setattr(responses_module, "Generator", lambda *_, **__: script)
         asked = DataConfig(source="local", path=str(tmp_path / "prompts.jsonl"), heldout_fraction=0.0)
         out_dir, template = str(tmp_path / "out"), options.pop("template", "tokenizer")

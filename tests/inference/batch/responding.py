@@ -3,10 +3,15 @@
 import json
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch.directory import read_shard, shards
+from outrider.inference.engines.cpu.recorded import ruled
+from outrider.inference.engines.packing import lay_out
+from tests.tiny import open_stack
 
 ENDS = [257, *range(182, 198), *range(199, 257)]  # the end token, and others, so that answers end after a while
 TEMPLATE = (
@@ -52,3 +57,11 @@ def skipped(config):
 
 def summary(config):
     return json.loads((Path(config.out_dir) / "summary.json").read_text())
+
+
+def layers_of(path: Path, dtype: torch.dtype = torch.float32) -> LayerStack:
+    """The layers of the target in `path`, as answers are decoded by them."""
+    stack = open_stack(path, dtype)[1]
+    with ruled():
+        lay_out(stack, torch.device("cpu"))
+    return stack

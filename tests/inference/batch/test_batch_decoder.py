@@ -9,7 +9,7 @@ from outrider.inference.batch.batch_decoder import Generator, top_k_of
 from outrider.inference.batch.tasks import Answer, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
-from tests.inference.batch.responding import ENDS
+from tests.inference.batch.responding import ENDS, layers_of
 from tests.tiny import random_prompt, save_target
 
 HYBRID = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -39,14 +39,16 @@ def one_by_one(model, prompt, draws, greedy_tokens, sampling, ends):
 @pytest.mark.parametrize(
     "sampling", [SamplingConfig(temperature=1.0), SamplingConfig(temperature=1.3, top_k=9, top_p=0.8)]
 )
-def test_a_batch_says_what_each_prompt_says_alone(tmp_path, architecture, sampling):
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_batch_says_what_each_prompt_says_alone(tmp_path, architecture, sampling, layers):
     path = save_target(tmp_path, architecture, peak=0.5)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     prompts = [random_prompt(length, seed=length) for length in (3, 30, 11, 19, 5)]
     draws = [uniforms(0, str(i), 0, count) for i, count in enumerate((14, 6, 1, 14, 10))]
     ends = set(range(40))
     expected = [one_by_one(model, p, d, 3, sampling, ends) for p, d in zip(prompts, draws, strict=True)]
-    generator = Generator(model, Sampler(sampling), ends, greedy_tokens=3)
+    run = layers_of(path, torch.float64) if layers else model
+    generator = Generator(run, Sampler(sampling), ends, greedy_tokens=3)
     answers = generator.answer(prompts, draws)
     assert [answer.tokens for answer in answers] == expected
     assert [answer.ended for answer in answers] == [tokens[-1] in ends for tokens in expected]
@@ -95,10 +97,12 @@ def test_uniforms_are_a_function_of_seed_prompt_and_turn():
         assert not torch.equal(other, numbers)
 
 
-def test_the_kept_distribution_is_the_targets_own(model):
+@pytest.mark.parametrize("layers", [False, True])
+def test_the_kept_distribution_is_the_targets_own(model, target, layers):
     prompts = [random_prompt(5, seed=1), random_prompt(17, seed=2)]
     hot = Sampler(SamplingConfig(temperature=2.0, top_k=3))  # decides what is emitted, not what is kept
-    generator = Generator(model, hot, ENDS, greedy_tokens=1, top_k_logits=6)
+    run = layers_of(target) if layers else model
+    generator = Generator(run, hot, ENDS, greedy_tokens=1, top_k_logits=6)
     answers = generator.answer(prompts, [uniforms(0, str(i), 0, 9) for i in range(2)])
     for prompt, answer in zip(prompts, answers, strict=True):
         top = answer.top
@@ -111,8 +115,10 @@ def test_the_kept_distribution_is_the_targets_own(model):
         torch.testing.assert_close(top.tail, 1 - expected.values.exp().sum(-1), atol=1e-5, rtol=0)
 
 
-def test_a_distribution_is_float32_and_whole_whatever_the_model_and_k(target):
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_distribution_is_float32_and_whole_whatever_the_model_and_k(target, layers):
     half = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
+    half = layers_of(target, torch.bfloat16) if layers else half
     generator = Generator(half, Sampler(SamplingConfig(temperature=1.0)), ENDS, greedy_tokens=1, top_k_logits=5)
     (answer,) = generator.answer([random_prompt(5)], [uniforms(0, "", 0, 6)])
     assert answer.top.logprobs.dtype == answer.top.tail.dtype == torch.float32
@@ -122,8 +128,11 @@ def test_a_distribution_is_float32_and_whole_whatever_the_model_and_k(target):
     assert 0 <= tail.min() <= tail.max() < 1e-5
 
 
-def test_a_batch_too_large_for_memory_is_halved(model, monkeypatch):
-    generator = Generator(model, Sampler(SamplingConfig(temperature=1.0)), ENDS, greedy_tokens=2)
+@pytest.mark.parametrize("layers", [False, True])
+def test_a_batch_too_large_for_memory_is_halved(model, target, monkeypatch, layers):
+    generator = Generator(
+        layers_of(target) if layers else model, Sampler(SamplingConfig(temperature=1.0)), ENDS, greedy_tokens=2
+    )
     prompts = [random_prompt(length, seed=length) for length in (4, 6, 8, 40, 9)]
     draws = [uniforms(0, str(i), 0, 8) for i in range(5)]
     expected = generator.answer(prompts, draws)
@@ -143,9 +152,10 @@ def test_a_batch_too_large_for_memory_is_halved(model, monkeypatch):
     assert max(sizes) == 1  # what did not fit once is not tried again
 
 
-def test_logits_that_are_no_numbers_fail_their_prompt_alone(target):
-    broken = AutoModelForCausalLM.from_pretrained(target).eval()
-    broken.get_input_embeddings().weight.data[7] = float("nan")
+@pytest.mark.parametrize("layers", [False, True])
+def test_logits_that_are_no_numbers_fail_their_prompt_alone(target, layers):
+    broken = layers_of(target) if layers else AutoModelForCausalLM.from_pretrained(target).eval()
+    (broken.embed_tokens if layers else broken.get_input_embeddings()).weight.data[7] = float("nan")
     generator = Generator(broken, Sampler(SamplingConfig(temperature=1.0)), ENDS, greedy_tokens=0)
     answers = generator.answer([[1, 2, 3], [4, 7, 5]], [uniforms(0, "a", 0, 5)] * 2)
     assert answers[1] == Answer(failure="not_a_number")

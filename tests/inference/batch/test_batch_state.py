@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch import batch_state
-from outrider.inference.batch.batch_decoder import Generator, stack_at_once
+from outrider.inference.batch.batch_decoder import Generator
 from outrider.inference.batch.batch_state import FixedBatch, Forward, begin_batch
 from outrider.inference.batch.tasks import Answer, uniforms
 from outrider.inference.core.sampling import Sampler
 from outrider.inference.settings.sampling import SamplingConfig
+from tests.inference.batch.responding import layers_of
 from tests.tiers import quick_where
 from tests.tiny import random_prompt, save_target
 
@@ -133,31 +133,30 @@ def test_graphs_on_a_gpu_say_the_same(tmp_path, monkeypatch):
 
 
 WHOLE = {"use_sliding_window": False, "layer_types": None}
-FAMILIES = [("llama", {"attention_bias": True}), ("mistral", {"sliding_window": None}), ("qwen2", WHOLE), ("qwen3", {})]
+COMPILED = [("llama", {"attention_bias": True}), ("mistral", {}), ("qwen2", WHOLE), ("qwen3", {})]
+FAMILIES = [*COMPILED, ("opt", {})]
 
 
 def load(path: Any, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def answers_by(model: Any, stack: LayerStack | None, some: Sequence[int] = range(5)) -> list[Answer]:
+def answers_by(model: Any, some: Sequence[int] = range(5)) -> list[Answer]:
     prompts = [random_prompt(length, seed=length) for length in (3, 30, 11, 19, 5)]
     draws = [uniforms(0, str(i), 0, count) for i, count in enumerate(COUNTS)]
-    generator = Generator(
-        model, Sampler(SamplingConfig(temperature=1.0)), (), greedy_tokens=3, top_k_logits=5, stack=stack
-    )
+    generator = Generator(model, Sampler(SamplingConfig(temperature=1.0)), (), greedy_tokens=3, top_k_logits=5)
     return generator.answer([prompts[number] for number in some], [draws[number] for number in some])
 
 
-@pytest.mark.parametrize(("architecture", "changes"), quick_where(lambda row: row[0] == "llama", FAMILIES))
+@pytest.mark.parametrize(("architecture", "changes"), quick_where(lambda row: row[0] in ("llama", "opt"), FAMILIES))
 def test_answers_by_loops_are_those_of_a_growing_cache(
     tmp_path: Any, architecture: str, changes: dict[str, object]
 ) -> None:
-    """Tokens and distributions, for prompts and answers of any lengths."""
+    """Tokens and distributions, for prompts and answers of any lengths; of compiled layers and of others."""
     path = save_target(tmp_path, architecture, peak=0.5, kv_heads=2, **changes)
-    expected = answers_by(load(path), None)
-    found = answers_by(load(path), stack_at_once(load(path)))
-    for answer, other in zip(found, expected, strict=True):
+    stack = layers_of(path)
+    assert (stack.at_once is not None) == ((architecture, changes) in COMPILED)
+    for answer, other in zip(answers_by(stack), answers_by(load(path)), strict=True):
         assert answer.tokens == other.tokens
         assert answer.top is not None
         assert other.top is not None
@@ -167,10 +166,9 @@ def test_answers_by_loops_are_those_of_a_growing_cache(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_answer_by_a_loop_is_what_it_is_alone(tmp_path: Any, dtype: torch.dtype) -> None:
     """Bit for bit, up to its distributions."""
-    model = load(save_target(tmp_path, "llama", kv_heads=2, vocab_size=272), dtype)
-    stack = stack_at_once(model)
-    for number, together in enumerate(answers_by(model, stack)):
-        (alone,) = answers_by(model, stack, [number])
+    stack = layers_of(save_target(tmp_path, "llama", kv_heads=2, vocab_size=272), dtype)
+    for number, together in enumerate(answers_by(stack)):
+        (alone,) = answers_by(stack, [number])
         assert alone.tokens == together.tokens
         assert alone.top is not None
         assert together.top is not None
@@ -180,8 +178,7 @@ def test_an_answer_by_a_loop_is_what_it_is_alone(tmp_path: Any, dtype: torch.dty
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_an_answer_whose_loop_fails_is_none(tmp_path: Any, error: type[Exception]) -> None:
     """A prompt too large for memory fails alone; any other error is raised."""
-    model = load(save_target(tmp_path, "llama", kv_heads=2))
-    stack: Any = stack_at_once(model)
+    stack: Any = layers_of(save_target(tmp_path, "llama", kv_heads=2))
 
     def fail(*_: object) -> None:
         raise error("broken")
@@ -189,16 +186,7 @@ def test_an_answer_whose_loop_fails_is_none(tmp_path: Any, error: type[Exception
     stack.at_once = SimpleNamespace(run=fail)
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match="broken"):
-            answers_by(model, stack)
+            answers_by(stack)
     else:
-        assert answers_by(model, stack) == [Answer(failure="memory")] * 5
+        assert answers_by(stack) == [Answer(failure="memory")] * 5
     assert not torch.is_inference_mode_enabled()
-
-
-@pytest.mark.parametrize(("architecture", "dtype"), [("opt", torch.float32), ("llama", torch.float64)])
-def test_layers_that_do_not_run_at_once_have_no_loops(tmp_path: Any, architecture: str, dtype: torch.dtype) -> None:
-    """Another activation, another dtype; the model is unchanged."""
-    model = load(save_target(tmp_path, architecture), dtype)
-    expected = [answer.tokens for answer in answers_by(model, None)]
-    assert stack_at_once(model) is None
-    assert [answer.tokens for answer in answers_by(model, None)] == expected

@@ -10,18 +10,22 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tokenizers import processors
 from torch import nn
+from transformers import PreTrainedModel
 
 from outrider.base.errors import UserError
 from outrider.data_prep.text.chat import render_prompt
 from outrider.data_prep.text.rows import load_rows
 from outrider.data_prep.text.settings import DataConfig, MixPart
 from outrider.draft_models.losses import IGNORE
-from outrider.draft_models.targets.open_target import open_target
+from outrider.draft_models.targets.open_target import OpenTarget, open_target
+from outrider.draft_models.targets.proof import NotByLayersError
+from outrider.draft_models.targets.stack import LayerStack
 from outrider.inference.batch import directory
 from outrider.inference.batch import generate as responses_module
 from outrider.inference.batch.batch_decoder import Generator
@@ -30,6 +34,7 @@ from outrider.inference.batch.generate import Responder, batches, generate_respo
 from outrider.inference.batch.settings import GenerateConfig
 from outrider.inference.batch.tasks import Todo, read_tasks, uniforms
 from outrider.inference.core.sampling import Sampler
+from outrider.inference.engines.cpu.at_once import LayersAtOnce
 from outrider.inference.engines.cpu.recorded import can_pack
 from outrider.inference.engines.packing import PackedLinear
 from outrider.inference.measure.time_limit import TimeLimit
@@ -62,18 +67,26 @@ def test_responses_do_not_depend_on_batches_or_shards(make):
     assert responses(make(name="seed")) != expected
 
 
-@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="needs oneDNN")
-def test_the_target_is_laid_out_for_its_batches(make):
-    """Without a clock: or a resumed run might round otherwise."""
+def test_the_target_is_laid_out_for_its_batches(make, target, monkeypatch):
+    """By layers on a CPU, and without a clock: or a resumed run might round otherwise."""
+    monkeypatch.setattr("outrider.inference.engines.packing.fastest_layout", None)
+    monkeypatch.setattr("outrider.inference.engines.cpu.layout.seconds_of_product", None)
+    monkeypatch.setattr(LayersAtOnce, "is_faster", None)
 
-    def layouts(**options):
+    def loaded(dtype=torch.float32, **options):
         config = replace(make(), **options)
-        target, cpu = open_target(config.target), torch.device("cpu")
-        model, _ = responses_module.load_target(config, target, torch.float32, cpu)
-        return {type(module) for module in model.modules() if "Linear" in type(module).__name__}
+        return responses_module.load_target(config, open_target(config.target), dtype, torch.device("cpu"))
 
-    assert layouts() == {PackedLinear}
-    assert layouts(device_map="cpu") == {nn.Linear}
+    for dtype in (torch.float32, torch.bfloat16):
+        stack = loaded(dtype)
+        assert isinstance(stack, LayerStack)
+        assert stack.at_once is not None
+    assert isinstance(loaded(device_map="cpu"), PreTrainedModel)
+    monkeypatch.setattr(responses_module, "why_not_by_layers", lambda _: "unknown")
+    whole = loaded()
+    assert isinstance(whole, PreTrainedModel)
+    packed = {type(module) for module in whole.modules() if "Linear" in type(module).__name__}
+    assert packed == {PackedLinear if can_pack(torch.device("cpu"), torch.float32) else nn.Linear}
 
 
 def _killed_at(config, write):
@@ -137,12 +150,13 @@ def test_two_processes_give_what_one_gives(make):
     assert numbers == {0, 1}  # each process has written shards of its own
 
 
-def test_loops_answer_the_same(make, monkeypatch):
-    """Where a processor has AMX every prompt has its own loop over compiled layers; here as if it had."""
+def test_layers_answer_as_the_whole_does(make, monkeypatch):
+    """A target that is not proven to run by layers is decoded in padded batches."""
     found = []
-    for amx in (False, True):
-        monkeypatch.setattr(responses_module, "has_amx", lambda amx=amx: amx)
-        config = make(name=str(amx))
+    for refused in (False, True):
+        if refused:
+            monkeypatch.setattr(OpenTarget, "stack", Mock(side_effect=NotByLayersError("no")))
+        config = make(name=str(refused))
         generate_responses(config)
         found.append(responses(config))
     assert found[0] == found[1]
