@@ -50,17 +50,24 @@ def addresses(batch):
     return [t.data_ptr() for t in (batch._tokens, batch._mask, batch._positions, batch._slot, *kept)]
 
 
-def answers_of(model, temperature=1.0):
+def load(path: Any, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def answers_by(model: Any, some: Sequence[int] = range(5)) -> list[Answer]:
     prompts = [random_prompt(length, seed=length) for length in (3, 30, 11, 19, 5)]
     draws = [uniforms(0, str(i), 0, count) for i, count in enumerate(COUNTS)]
-    generator = Generator(model, Sampler(SamplingConfig(temperature=temperature)), (), greedy_tokens=3)
-    return [answer.tokens for answer in generator.answer(prompts, draws)]
+    generator = Generator(model, Sampler(SamplingConfig(temperature=1.0)), (), greedy_tokens=3, top_k_logits=5)
+    return generator.answer([prompts[number] for number in some], [draws[number] for number in some])
+
+
+def answers_of(model):
+    return [answer.tokens for answer in answers_by(model)]
 
 
 @pytest.fixture
 def model(tmp_path):
-    path = save_target(tmp_path, "llama", peak=0.5, kv_heads=2)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    return load(save_target(tmp_path, "llama", peak=0.5, kv_heads=2), torch.float64)
 
 
 def fixed(monkeypatch, **names):
@@ -115,7 +122,7 @@ def test_what_cannot_be_captured_runs_uncaptured(model, monkeypatch):
 def test_layers_that_forget_keys_are_not_fixed(tmp_path, monkeypatch, architecture):
     """Mistral's layers keep a window of keys."""
     monkeypatch.setattr(batch_state, "can_capture", lambda _: True)
-    model = AutoModelForCausalLM.from_pretrained(save_target(tmp_path, architecture), dtype=torch.float32)
+    model = load(save_target(tmp_path, architecture))
     batch, _ = begin_batch(Forward(model), torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 4)
     assert isinstance(batch, FixedBatch) == (architecture == "llama")
 
@@ -135,17 +142,6 @@ def test_graphs_on_a_gpu_say_the_same(tmp_path, monkeypatch):
 WHOLE = {"use_sliding_window": False, "layer_types": None}
 COMPILED = [("llama", {"attention_bias": True}), ("mistral", {}), ("qwen2", WHOLE), ("qwen3", {})]
 FAMILIES = [*COMPILED, ("opt", {})]
-
-
-def load(path: Any, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-
-
-def answers_by(model: Any, some: Sequence[int] = range(5)) -> list[Answer]:
-    prompts = [random_prompt(length, seed=length) for length in (3, 30, 11, 19, 5)]
-    draws = [uniforms(0, str(i), 0, count) for i, count in enumerate(COUNTS)]
-    generator = Generator(model, Sampler(SamplingConfig(temperature=1.0)), (), greedy_tokens=3, top_k_logits=5)
-    return generator.answer([prompts[number] for number in some], [draws[number] for number in some])
 
 
 @pytest.mark.parametrize(("architecture", "changes"), quick_where(lambda row: row[0] in ("llama", "opt"), FAMILIES))
