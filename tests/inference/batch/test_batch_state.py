@@ -54,7 +54,7 @@ def load(path: Any, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def answers_by(model: Any, some: Sequence[int] = range(5)) -> list[Answer]:
+def answers_by(model: Any, some: Sequence[int] = range(5)) -> Any:
     prompts = [random_prompt(length, seed=length) for length in (3, 30, 11, 19, 5)]
     draws = [uniforms(0, str(i), 0, count) for i, count in enumerate(COUNTS)]
     generator = Generator(model, Sampler(SamplingConfig(temperature=1.0)), (), greedy_tokens=3, top_k_logits=5)
@@ -129,8 +129,7 @@ def test_layers_that_forget_keys_are_not_fixed(tmp_path, monkeypatch, architectu
 
 @pytest.mark.gpu
 def test_graphs_on_a_gpu_say_the_same(tmp_path, monkeypatch):
-    path = save_target(tmp_path, "llama", peak=0.5, kv_heads=2)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").eval().cuda()
+    model = load(save_target(tmp_path, "llama", peak=0.5, kv_heads=2), torch.float64).cuda()
     fixed(monkeypatch, _ROOM=5, _FEW=1, can_be_fixed=batch_state.can_be_fixed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -149,13 +148,10 @@ def test_answers_by_loops_are_those_of_a_growing_cache(
     tmp_path: Any, architecture: str, changes: dict[str, object]
 ) -> None:
     """Tokens and distributions, for prompts and answers of any lengths; of compiled layers and of others."""
-    path = save_target(tmp_path, architecture, peak=0.5, kv_heads=2, **changes)
-    stack = layers_of(path)
+    stack = layers_of(path := save_target(tmp_path, architecture, peak=0.5, kv_heads=2, **changes))
     assert (stack.at_once is not None) == ((architecture, changes) in COMPILED)
     for answer, other in zip(answers_by(stack), answers_by(load(path)), strict=True):
         assert answer.tokens == other.tokens
-        assert answer.top is not None
-        assert other.top is not None
         torch.testing.assert_close(answer.top.logprobs, other.top.logprobs, rtol=1e-3, atol=1e-3)
 
 
@@ -166,8 +162,6 @@ def test_an_answer_by_a_loop_is_what_it_is_alone(tmp_path: Any, dtype: torch.dty
     for number, together in enumerate(answers_by(stack)):
         (alone,) = answers_by(stack, [number])
         assert alone.tokens == together.tokens
-        assert alone.top is not None
-        assert together.top is not None
         assert torch.equal(alone.top.logprobs, together.top.logprobs)
 
 
